@@ -1,0 +1,79 @@
+"""Time-decay conditioner (paper appendix "Low-rank Convolution", part C): local context for prior and gates."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from femixer.kernels.recurrence import linear_recurrence
+from femixer.layout import Layout
+
+SHORTEST_SPAN, LONGEST_SPAN = 2.0, 1000.0
+
+
+def spread_decay_(bias: Tensor) -> Tensor:
+    """Fill a bias b so that softplus(b) = 1 / span with spans spread evenly in log from 2 to 1000 tokens."""
+    with torch.no_grad():
+        spans = torch.logspace(math.log10(SHORTEST_SPAN), math.log10(LONGEST_SPAN), bias.numel(), dtype=torch.float64)
+        return bias.copy_(torch.expm1(1 / spans).log().view_as(bias))
+
+
+class TimeDecayConditioner(nn.Module):
+    """SiLU(a_t / |a_t|) * LN(h_t), with h_t = sum_{i<=t} exp(-sum_{tau=i+1..t} s_tau) u_i: C features per token.
+
+    s = softplus(LN(x) W_f + b), u = LN(x) W_x, a = softplus(LN(x) W_s). Encoder mode adds the same sum over later
+    tokens, with the gates t..i-1. The projections map the features to what they modulate (femixer.projection).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        channels: int,
+        causal: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.channels, self.causal = dim, channels, causal
+        self.in_proj = nn.Linear(dim, 3 * channels, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.in_proj.weight, std=0.02)
+        nn.init.zeros_(self.in_proj.bias)
+        spread_decay_(self.in_proj.bias[: self.channels])
+
+    def forward(self, x: Tensor, layout: Layout, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x [B, T, dim], state [B, C] -> (features [B, T, C], state after the last token)."""
+        features = self.in_proj(F.layer_norm(x, (self.dim,)))
+        wide = torch.promote_types(features.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            s, u, a = features.to(wide).chunk(3, -1)
+            decay = torch.sigmoid(-s)  # exp(-softplus(s))
+            if state is None:
+                state = u.new_zeros(u.shape[0], u.shape[2])
+            h = context(decay, u, layout, state, self.causal)
+            new_state = h[:, -1] if h.shape[1] else state
+            features = F.silu(F.normalize(F.softplus(a), dim=-1)) * F.layer_norm(h, (self.channels,))
+        return features, new_state
+
+
+def context(decay: Tensor, u: Tensor, layout: Layout, initial: Tensor, causal: bool) -> Tensor:
+    """sum_i K(t, i) u_i over earlier tokens and the token itself, and over later ones if not causal."""
+    padding, starts, ends = layout.padding, layout.starts, layout.ends
+    forward_decay = backward_decay = decay
+    if padding is not None and starts is not None and ends is not None:
+        decay = decay.masked_fill(padding[..., None], 1)
+        u = u.masked_fill(padding[..., None], 0)
+        forward_decay = decay.masked_fill(starts[..., None], 0)
+        backward_decay = decay.masked_fill(ends[..., None], 0)
+    h = linear_recurrence(forward_decay, u, initial)
+    if causal:
+        return h
+    # later_t = backward_decay_t * (u_{t+1} + later_{t+1}): exclusive, so the token itself counts once.
+    shifted_u = torch.cat([u[:, 1:], torch.zeros_like(u[:, :1])], 1)
+    later = linear_recurrence(backward_decay.flip(1), (backward_decay * shifted_u).flip(1), torch.zeros_like(initial))
+    return h + later.flip(1)

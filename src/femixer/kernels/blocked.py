@@ -1,0 +1,201 @@
+"""The softmax free-energy read for values of any range: blocks with their own shift, in float64.
+
+The one-pass read shifts a channel by its largest value in the sequence. A row that cannot see that value (it lies in
+the future, or outside the window) may then find only underflowed exponentials. Here every block of keys has a shift of
+its own, and keys that only some rows of a block of rows can see are summed in log space one by one, so no invisible
+value decides a visible result. One sequence at a time: the caller takes padding and other segments out first.
+
+Shapes: N sequences (pairs of batch and head) that share their geometry, n queries which are the last of m tokens,
+E key width, D value width.  q [N, n, E], k [N, m, E], v [N, m, D], beta [N, D], bias [N, n, m] or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROWS = 64
+KEYS = 512
+
+
+class Sequences(NamedTuple):
+    """N sequences of one geometry, in float64."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None
+    bias: Tensor | None
+    causal: bool
+    window: int | None
+    scale: float
+
+
+class Rows(NamedTuple):
+    """Rows [start, stop) see keys of [low, high); all of them see [common_low, common_high)."""
+
+    start: int
+    stop: int
+    low: int
+    high: int
+    common_low: int
+    common_high: int
+
+
+def row_blocks(n: int, m: int, causal: bool, window: int | None) -> Iterator[Rows]:
+    for start in range(0, n, ROWS):
+        stop = min(start + ROWS, n)
+        first, last = start + m - n, stop - 1 + m - n
+        low = common_low = 0
+        high = common_high = m
+        if causal:
+            high, common_high = last + 1, first + 1
+        if window is not None:
+            low, common_low = max(0, first - window + 1), max(0, last - window + 1)
+            high, common_high = min(high, last + window), min(common_high, first + window)
+        common_low = min(common_low, high)
+        yield Rows(start, stop, low, high, common_low, max(common_low, common_high))
+
+
+def log_prior(s: Sequences, rows: Rows) -> Tensor:
+    """log p of the block's rows over keys [low, high): [N, rows, keys], -inf where a row cannot see a key."""
+    scores = s.q[:, rows.start : rows.stop] @ s.k[:, rows.low : rows.high].mT * s.scale
+    if s.bias is not None:
+        scores = scores + s.bias[:, rows.start : rows.stop, rows.low : rows.high]
+    offset = s.k.shape[1] - s.q.shape[1]
+    row = torch.arange(rows.start, rows.stop, device=s.q.device)[:, None] + offset
+    key = torch.arange(rows.low, rows.high, device=s.q.device)
+    hidden = (key > row) if s.causal else torch.zeros_like(key > row)
+    if s.window is not None:
+        hidden = hidden | ((row - key).abs() >= s.window)
+    return scores.masked_fill_(hidden, -torch.inf).log_softmax(-1)
+
+
+class KeyBlock(NamedTuple):
+    """Keys [start, stop) seen by every row of the block, with exp(beta (v - top)) ready for a matrix product."""
+
+    start: int
+    stop: int
+    top: Tensor
+    exp: Tensor
+
+
+class Exponentials:
+    """exp(beta (v - top)) per block of keys, made once and used by every block of rows."""
+
+    def __init__(self, s: Sequences) -> None:
+        assert s.beta is not None
+        self.v, self.beta = s.v, s.beta[:, None]
+        self.whole: dict[int, KeyBlock] = {}
+
+    def _block(self, start: int, stop: int) -> KeyBlock:
+        v = self.v[:, start:stop]
+        top = v.amax(1, keepdim=True)
+        return KeyBlock(start, stop, top, (self.beta * (v - top)).exp_())
+
+    def blocks(self, low: int, high: int) -> Iterator[KeyBlock]:
+        while low < high:
+            stop = min(high, low - low % KEYS + KEYS)
+            if stop - low < KEYS:
+                yield self._block(low, stop)
+            else:
+                if low not in self.whole:
+                    self.whole[low] = self._block(low, stop)
+                yield self.whole[low]
+            low = stop
+
+
+def _fringes(rows: Rows) -> list[tuple[int, int]]:
+    return [(a, b) for a, b in ((rows.low, rows.common_low), (rows.common_high, rows.high)) if a < b]
+
+
+def _free_energy(s: Sequences, rows: Rows, log_p: Tensor, mean: Tensor, exponentials: Exponentials) -> Tensor:
+    beta = exponentials.beta
+    terms = []
+    for block in exponentials.blocks(rows.common_low, rows.common_high):
+        part = log_p[..., block.start - rows.low : block.stop - rows.low]
+        peak = part.amax(-1, keepdim=True)
+        terms.append(((part - peak).exp_() @ block.exp).log_() + peak + beta * block.top)
+    for low, high in _fringes(rows):
+        part = log_p[..., low - rows.low : high - rows.low, None]
+        terms.append((part + (beta * s.v[:, low:high])[:, None]).logsumexp(-2))
+    return torch.maximum(torch.stack(terms).logsumexp(0) / beta, mean)
+
+
+def free_energy(s: Sequences) -> Tensor:
+    """F [N, n, D] = log(sum_i p(i) exp(beta v_i)) / beta, never below the mean."""
+    exponentials = Exponentials(s)
+    result = s.v.new_empty(s.v.shape[0], s.q.shape[1], s.v.shape[2])
+    for rows in row_blocks(s.q.shape[1], s.k.shape[1], s.causal, s.window):
+        log_p = log_prior(s, rows)
+        mean = log_p.exp() @ s.v[:, rows.low : rows.high]
+        result[:, rows.start : rows.stop] = _free_energy(s, rows, log_p, mean, exponentials)
+    return result
+
+
+class Gradients(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None
+    bias: Tensor | None
+
+
+def gradients(s: Sequences, grad_mean: Tensor, grad_free: Tensor | None) -> Gradients:
+    """Gradients of the mean and of the free energy [N, n, D] with the posterior r = p exp(beta (v - F)):
+
+    dF/dv = r,  dF/dscores = (r - p) / beta,  dF/dbeta = (E_r[v] - F) / beta.
+    """
+    dq, dk, dv = torch.zeros_like(s.q), torch.zeros_like(s.k), torch.zeros_like(s.v)
+    dbeta = None if s.beta is None else torch.zeros_like(s.beta)
+    dbias = None if s.bias is None else torch.zeros_like(s.bias)
+    exponentials = None if s.beta is None else Exponentials(s)
+    for rows in row_blocks(s.q.shape[1], s.k.shape[1], s.causal, s.window):
+        here = slice(rows.start, rows.stop)
+        keys = slice(rows.low, rows.high)
+        log_p = log_prior(s, rows)
+        p = log_p.exp()
+        v = s.v[:, keys]
+        mean = p @ v
+        to_mean = grad_mean[:, here]
+        if exponentials is not None:
+            assert dbeta is not None and grad_free is not None
+            beta = exponentials.beta
+            energy = _free_energy(s, rows, log_p, mean, exponentials)
+            # Where F is the mean (constant values, or a sum beyond sight) the posterior is the prior.
+            is_mean = energy <= mean
+            to_mean = to_mean + grad_free[:, here].masked_fill(~is_mean, 0)
+            to_free = grad_free[:, here].masked_fill(is_mean, 0)
+            dscores = -p * (to_free / beta).sum(-1, keepdim=True)
+            expected = torch.zeros_like(energy)
+            for block in exponentials.blocks(rows.common_low, rows.common_high):
+                at = slice(block.start - rows.low, block.stop - rows.low)
+                part = log_p[..., at]
+                peak = part.amax(-1, keepdim=True)
+                weight = (part - peak).exp_()
+                # The bound only acts where the sum is beyond float64's sight; it keeps the gradient finite there.
+                factor = (peak + beta * (block.top - energy)).masked_fill_(is_mean, -torch.inf).clamp_(max=700).exp_()
+                dv[:, block.start : block.stop] += block.exp * (weight.mT @ (to_free * factor))
+                dscores[..., at] += weight * ((to_free * factor / beta) @ block.exp.mT)
+                expected += factor * (weight @ (block.exp * s.v[:, block.start : block.stop]))
+            for low, high in _fringes(rows):
+                at = slice(low - rows.low, high - rows.low)
+                seen = s.v[:, None, low:high]
+                posterior = (log_p[..., at, None] + beta[:, None] * (seen - energy[:, :, None])).exp_()
+                posterior = posterior.masked_fill_(is_mean[:, :, None], 0)
+                dv[:, low:high] += torch.einsum("ntsd,ntd->nsd", posterior, to_free)
+                dscores[..., at] += torch.einsum("ntsd,ntd->nts", posterior, to_free / beta)
+                expected += (posterior * seen).sum(-2)
+            dbeta += (to_free * (expected - energy) / beta).sum(1)
+        else:
+            dscores = torch.zeros_like(p)
+        dv[:, keys] += p.mT @ to_mean
+        dscores += p * (to_mean @ v.mT - (to_mean * mean).sum(-1, keepdim=True))
+        dq[:, here] = dscores @ s.k[:, keys] * s.scale
+        dk[:, keys] += dscores.mT @ s.q[:, here] * s.scale
+        if dbias is not None:
+            dbias[:, here, keys] = dscores
+    return Gradients(dq, dk, dv, dbeta, dbias)

@@ -1,0 +1,92 @@
+"""Which tokens are real, where segments start, and at which position of its segment a token stands."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Past(NamedTuple):
+    """What a stream remembers of its tokens. `seen` counts them; the tensors [B] exist once padding or segments did.
+
+    identity: segment id of the last real token (-1: none yet); run: number of its segment (-1: none yet);
+    count: real tokens of that segment.
+    """
+
+    seen: int = 0
+    identity: Tensor | None = None
+    run: Tensor | None = None
+    count: Tensor | None = None
+
+
+class Layout(NamedTuple):
+    """run [B, T]: number of the token's segment, -1 for padding; position [B, T] or [1, T]: real tokens before it.
+
+    run is None where every token is real and of one segment.
+    """
+
+    run: Tensor | None
+    position: Tensor
+
+    @property
+    def padding(self) -> Tensor | None:
+        """bool [B, T]"""
+        return None if self.run is None else self.run < 0
+
+    @property
+    def starts(self) -> Tensor | None:
+        """bool [B, T]: the first real token of a segment."""
+        return None if self.run is None else (self.run >= 0) & (self.position == 0)
+
+    @property
+    def ends(self) -> Tensor | None:
+        """bool [B, T]: the last real token of a segment (as far as this layout reaches)."""
+        if self.run is None:
+            return None
+        run = self.run
+        # The next real token's run, looking back from the end; padding is skipped by the running minimum.
+        later = run.masked_fill(run < 0, torch.iinfo(run.dtype).max)
+        later = torch.cat([later[:, 1:], torch.full_like(later[:, :1], torch.iinfo(run.dtype).max)], 1)
+        following = later.flip(1).cummin(1).values.flip(1)
+        return (run >= 0) & (following != run)
+
+
+def arrange(x: Tensor, mask: Tensor | None, segments: Tensor | None, past: Past) -> tuple[Layout, Past]:
+    """Layout of the tokens x [B, T, ...] that follow `past`, and the past of what follows them.
+
+    mask [B, T] bool: False is padding. segments [B, T] int: a change of id between real tokens starts a segment,
+    negative is padding. Tokens without either have id 0.
+    """
+    batch, length = x.shape[:2]
+    if mask is None and segments is None and past.identity is None:
+        position = torch.arange(past.seen, past.seen + length, device=x.device)[None]
+        return Layout(None, position), Past(past.seen + length)
+    if past.identity is None or past.run is None or past.count is None:
+        first = 0 if past.seen else -1
+        known = torch.full((batch,), first, device=x.device)
+        past = Past(past.seen, known, known, torch.full_like(known, past.seen))
+    assert past.identity is not None and past.run is not None and past.count is not None
+    if segments is not None:
+        ids = segments.long()
+    elif mask is not None:
+        ids = mask.long() - 1
+    else:
+        ids = torch.zeros(batch, length, dtype=torch.long, device=x.device)
+    # Put what came before in front, so that one rule serves every token.
+    ids = torch.cat([past.identity[:, None], ids], 1)
+    real = ids >= 0
+    index = torch.arange(length + 1, device=x.device).expand_as(ids)
+    last_real = index.masked_fill(~real, 0).cummax(1).values
+    previous = ids.gather(1, torch.cat([last_real[:, :1], last_real[:, :-1]], 1))
+    start = real & (ids != previous)
+    start[:, 0] = False
+    run = past.run[:, None] + start.cumsum(1)
+    count = real.cumsum(1) - real[:, :1].long() + past.count[:, None]
+    before = (count - 1).masked_fill(~start, 0).cummax(1).values
+    in_segment = count - before
+    position = (in_segment - 1).masked_fill(~real, 0)[:, 1:]
+    layout = Layout(run.masked_fill(~real, -1)[:, 1:], position)
+    identity = ids.gather(1, last_real[:, -1:])[:, 0]
+    return layout, Past(past.seen + length, identity, run[:, -1], in_segment[:, -1])

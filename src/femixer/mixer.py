@@ -1,0 +1,234 @@
+"""FreeEnergyMixer: projections, conditioner, prior, read and gates (paper equation fem-unified)."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from femixer.budget import solve_widths
+from femixer.conditioner import TimeDecayConditioner
+from femixer.gates import gated_read
+from femixer.layout import Layout, Past, arrange
+from femixer.priors import Prior, build_prior, prior_class
+from femixer.projection import Columns, Projection
+from femixer.state import State
+
+if TYPE_CHECKING:
+    from femixer.inspection import Inspection
+
+PARTS = "CLTG"
+
+
+class Projected(NamedTuple):
+    """Projections of the tokens after the conditioner: the prior's by name [B, T, width]; v [B, T, kv_heads, d_v]; logits of
+    the gates [B, T, heads, d_v] where the mixer has them; the conditioner's next state."""
+
+    inputs: dict[str, Tensor]
+    v: Tensor
+    lam: Tensor | None
+    gate: Tensor | None
+    context: Tensor | None
+
+
+_owners = itertools.count()
+
+
+class FreeEnergyMixer(nn.Module):
+    """Sequence mixer [B, T, dim] -> [B, T, dim] that reads, per channel, between mean and free energy of a prior.
+
+        o_t = g_t * [(1 - lam_t) E_p[v] + lam_t log(E_p[exp(beta_max v)]) / beta_max],   y_t = o_t W_o
+
+    parts: any subset of C (conditioner), L (log-sum-exp, the free energy), T (temperature gate lam, needs L) and G (outer
+    gate g). Without L the read is the mean; L without T is the free energy itself. parts="" with the softmax prior is
+    standard attention. All parts and priors have the parameters of standard attention (see budget.py).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        prior: str = "softmax",
+        parts: str = PARTS,
+        causal: bool = True,
+        budget: str = "attention",
+        value_dim: int | None = None,
+        kv_heads: int | None = None,
+        rope: bool | None = None,
+        window: int | None = None,
+        bias: bool = True,
+        dropout: float = 0.0,
+        prior_options: dict[str, Any] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        _check_arguments(dim, heads, kv_heads, parts, dropout)
+        kind = prior_class(prior)
+        options = dict(prior_options or {})
+        if kind.queries_and_keys:
+            options["rope"] = rope = True if rope is None else bool(rope)
+        elif rope:
+            raise ValueError(f"rope={rope} does not fit prior={prior!r}: it has no queries and keys")
+        if window is not None:
+            options["window"] = window
+        gates = sum(part in parts for part in "TG")
+        widths = solve_widths(dim, heads, kv_heads, gates, budget, value_dim, bool(rope))
+        self.dim, self.heads, self.kv_heads, self.widths = dim, heads, kv_heads, widths
+        self.parts, self.causal, self.prior_name = "".join(p for p in PARTS if p in parts), causal, prior
+        self.prior: Prior = build_prior(prior, heads, kv_heads, widths, causal, options)
+
+        value_columns = {"v": Columns(kv_heads * widths.value)}
+        if "T" in parts:
+            value_columns["lam"] = Columns(heads * widths.value)
+        if "G" in parts:
+            value_columns["gate"] = Columns(heads * widths.value)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.conditioner: TimeDecayConditioner | None = None
+        context = 0
+        if "C" in parts:
+            context = max(4, heads * widths.value // 16)
+            self.conditioner = TimeDecayConditioner(dim, context, causal, **made)
+        # Two products, not one: what the prior rotates or maps need not stay in memory with the values and gates.
+        self.prior_proj = Projection(dim, self.prior.columns(), bias, context, **made)
+        self.value_proj = Projection(dim, value_columns, bias, context, **made)
+        self.out_proj = nn.Linear(heads * widths.value, dim, bias=bias, **made)
+        self.raw_beta = nn.Parameter(torch.zeros(kv_heads, widths.value, **made)) if "L" in parts else None
+        self.dropout = nn.Dropout(dropout)
+        self._owner = next(_owners)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.out_proj.weight, std=0.02)
+        if self.out_proj.bias is not None:
+            nn.init.zeros_(self.out_proj.bias)
+        if self.raw_beta is not None:
+            nn.init.zeros_(self.raw_beta)
+
+    def _beta(self) -> Tensor | None:
+        """[kv_heads, d_v], positive."""
+        return None if self.raw_beta is None else F.softplus(self.raw_beta + 1.8)
+
+    @property
+    def beta_max(self) -> Tensor:
+        """Largest inverse temperature [heads, d_v], positive; zero where the mixer reads the mean (no part L)."""
+        beta = self._beta()
+        if beta is None:
+            return self.out_proj.weight.new_zeros(self.heads, self.widths.value)
+        return beta.repeat_interleave(self.heads // self.kv_heads, 0)
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        state: State | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, State]:
+        """x [B, T, dim] -> [B, T, dim], with return_state also the state from which the next tokens go on.
+
+        mask bool [B, T]: False is padding, anywhere. segments int [B, T]: a change of id starts a segment, negative is
+        padding. state: of the tokens before x.
+        """
+        self._check_inputs(x, mask, segments, state, return_state)
+        before = State.start(self._owner, x) if state is None else state
+        layout, past = arrange(x, mask, segments, before.past)
+        inputs, v, lam, gate, context = self._project(x, layout, before.conditioner)
+        mean, free, memory = self.prior.read(inputs, v, self._beta(), layout, before.prior, return_state)
+        read = gated_read(mean, free, lam, gate)
+        y = self.out_proj(self.dropout(read.flatten(-2).to(x.dtype)))
+        if layout.padding is not None:
+            y = y.masked_fill(layout.padding[..., None], 0)
+        if not return_state:
+            return y
+        return y, before.next(past, memory, context)
+
+    def _project(self, x: Tensor, layout: Layout, context: Tensor | None) -> Projected:
+        if layout.padding is not None:
+            x = x.masked_fill(layout.padding[..., None], 0)
+        features = None
+        if self.conditioner is not None:
+            features, context = self.conditioner(x, layout, context)
+        inputs = self.prior_proj(x, features)
+        values = {
+            name: piece.unflatten(-1, (-1, self.widths.value)) for name, piece in self.value_proj(x, features).items()
+        }
+        return Projected(inputs, values["v"], values.get("lam"), values.get("gate"), context)
+
+    def prepare(self, x: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> tuple[Projected, Layout]:
+        """What `forward` hands to the prior and the gates: for inspection and for tests of priors."""
+        self._check_inputs(x, mask, segments, None, False)
+        layout, _ = arrange(x, mask, segments, Past())
+        return self._project(x, layout, None), layout
+
+    def inspect(self, x: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Inspection:
+        """What the mixer reads, position by position and channel by channel (see femixer.inspection)."""
+        from femixer.inspection import inspect_mixer
+
+        return inspect_mixer(self, x, mask, segments)
+
+    def _check_inputs(
+        self, x: Tensor, mask: Tensor | None, segments: Tensor | None, state: State | None, return_state: bool
+    ) -> None:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise TypeError(f"x must be a floating-point tensor, not {getattr(x, 'dtype', type(x).__name__)}")
+        if x.dim() != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x has shape {tuple(x.shape)}; allowed is [batch, tokens, {self.dim}]")
+        if mask is not None and segments is not None:
+            raise ValueError("mask and segments were both given; mark padding by negative ids in segments instead")
+        for name, given in (("mask", mask), ("segments", segments)):
+            if given is None:
+                continue
+            if not isinstance(given, Tensor):
+                raise TypeError(f"{name} must be a tensor, not {type(given).__name__}")
+            fits = given.dtype == torch.bool
+            if name == "segments":
+                fits = not (fits or given.is_floating_point() or given.is_complex())
+            if not fits:
+                wanted = "bool" if name == "mask" else "an integer type"
+                raise TypeError(f"{name} has dtype {given.dtype}; allowed is {wanted}")
+            if given.shape != x.shape[:2]:
+                raise ValueError(f"{name} has shape {tuple(given.shape)}; allowed is {tuple(x.shape[:2])}")
+            if given.device != x.device:
+                raise ValueError(f"{name} is on {given.device}; allowed is x's device {x.device}")
+        if not self.causal and (state is not None or return_state):
+            raise ValueError("state and return_state need causal=True; this mixer was built with causal=False")
+        if state is None:
+            return
+        if not isinstance(state, State):
+            raise TypeError(f"state must come from this mixer's return_state=True, not {type(state).__name__}")
+        if state.owner != self._owner:
+            raise ValueError("state belongs to another mixer; allowed is a state returned by this one")
+        if state.batch != x.shape[0]:
+            raise ValueError(f"state has batch size {state.batch}; x has {x.shape[0]}")
+        if state.device != x.device:
+            raise ValueError(f"state is on {state.device}; x is on {x.device}")
+
+    def extra_repr(self) -> str:
+        return (
+            f"dim={self.dim}, heads={self.heads}, prior={self.prior_name!r}, parts={self.parts!r}, causal={self.causal}, "
+            f"key width={self.widths.key}, value width={self.widths.value}"
+        )
+
+
+def _check_arguments(dim: int, heads: int, kv_heads: int, parts: str, dropout: float) -> None:
+    for name, given in (("dim", dim), ("heads", heads), ("kv_heads", kv_heads)):
+        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+            raise ValueError(f"{name}={given!r} must be a positive integer")
+    if dim % heads:
+        raise ValueError(f"dim={dim} is not divisible by heads={heads}")
+    if heads % kv_heads:
+        raise ValueError(f"heads={heads} is not divisible by kv_heads={kv_heads}")
+    if not isinstance(parts, str):
+        raise TypeError(f"parts must be a string of letters from {PARTS!r}, not {parts!r}")
+    unknown = sorted(set(parts) - set(PARTS))
+    if unknown or len(set(parts)) != len(parts):
+        raise ValueError(f"parts={parts!r} is not a set of letters from {PARTS!r}")
+    if "T" in parts and "L" not in parts:
+        raise ValueError(f"parts={parts!r}: T (temperature) needs L (log-sum-exp)")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout!r} must be at least 0 and below 1")

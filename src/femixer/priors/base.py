@@ -1,0 +1,60 @@
+"""The interface of a prior: a distribution p_t over positions, made from projections of the tokens.
+
+A prior answers two questions and nothing else in the code base knows how p_t is made: `read` gives mean and free energy
+of the values under p_t, fast; `weights` gives p_t itself, dense, for tests and inspection.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from femixer.layout import Layout
+from femixer.projection import Columns
+
+
+class Widths(NamedTuple):
+    """Per head: `key` channels for queries and keys (0 where the prior has none), `value` channels for the values."""
+
+    key: int
+    value: int
+
+
+class Prior(nn.Module):
+    """Base of all priors. Subclasses are one file in this folder and one line in the registry.
+
+    Keyword-only parameters of a subclass's __init__ beyond those here are its options.
+    """
+
+    queries_and_keys = True  # has columns "q" and "k" (so it takes rope and kv_heads)
+    per_channel = False  # p_t differs from channel to channel
+
+    def __init__(self, heads: int, kv_heads: int, widths: Widths, *, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.widths, self.causal = heads, kv_heads, widths, causal
+
+    def columns(self) -> dict[str, Columns]:
+        """What the prior wants projected from the tokens, by name."""
+        raise TypeError(f"{type(self).__name__} must define columns()")
+
+    def read(
+        self, inputs: dict[str, Tensor], v: Tensor, beta: Tensor | None, layout: Layout, state: Any, keep: bool
+    ) -> tuple[Tensor, Tensor | None, Any]:
+        """-> (E_p[v], log E_p[exp(beta v)] / beta, next state), each read [B, T, H, D].
+
+        inputs: the projections [B, T, width]; v [B, T, G, D] with G key/value heads; beta [G, D], None for the mean
+        only; state of the tokens before; keep: whether a next state is wanted.
+        """
+        raise TypeError(f"{type(self).__name__} must define read()")
+
+    def weights(
+        self,
+        inputs: dict[str, Tensor],
+        layout: Layout,
+        rows: Tensor | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> Tensor:
+        """p [B, H, rows, T], or [B, H, rows, T, D] where it differs per channel; rows: which queries, all by default."""
+        raise TypeError(f"{type(self).__name__} must define weights()")

@@ -1,0 +1,240 @@
+"""Softmax attention as prior: p_t(i) proportional to exp(<q_t, k_i> / sqrt(E) + bias)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from femixer.kernels.softmax import softmax_read, softmax_step
+from femixer.layout import Layout
+from femixer.priors.base import Prior, Widths
+from femixer.projection import Columns
+from femixer.rotary import rotary_angles, rotate
+from femixer.state import Growing
+
+ScoreBias = Callable[[Tensor, Tensor], Tensor]
+CACHES = ("value", "exp")
+# A cached exponential may exceed its shift by this many nats before the shift is renewed.
+CACHE_HEADROOM = 40.0
+
+
+def alibi(heads: int) -> ScoreBias:
+    """ALiBi: head h adds -2^(-8 (h+1) / heads) * distance to the score."""
+    slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1, dtype=torch.float64) / heads)
+
+    def bias(query: Tensor, key: Tensor) -> Tensor:
+        distance = (query[:, None, :, None] - key[:, None, None, :]).abs()
+        return -slopes.to(query.device)[:, None, None] * distance
+
+    return bias
+
+
+class Stream(NamedTuple):
+    """Cached values [B, G, S, D]; with `exponentials`, beside exp(beta (v - shift)) in one buffer of width 2D."""
+
+    data: Growing
+    width: int
+    exponentials: bool
+    shift: Tensor | None = None
+
+    @classmethod
+    def of(cls, v: Tensor, beta: Tensor | None, exponentials: bool) -> Stream:
+        if not exponentials or beta is None or v.shape[2] == 0:
+            return cls(Growing.of(v.contiguous()), v.shape[-1], exponentials)
+        shift = v.detach().amax(2, keepdim=True)
+        data = torch.cat([v, (beta[:, None] * (v - shift)).exp()], -1)
+        return cls(Growing.of(data), v.shape[-1], exponentials, shift)
+
+    @property
+    def values(self) -> Tensor:
+        return self.data.tensor[..., : self.width]
+
+    @property
+    def exponential(self) -> tuple[Tensor | None, Tensor | None]:
+        """Values beside exponentials [B, G, S, 2D] and the shift, if they are kept."""
+        return (None, None) if self.shift is None else (self.data.tensor, self.shift)
+
+    def append(self, v: Tensor, beta: Tensor | None) -> Stream:
+        if v.shape[2] == 0:
+            return self
+        if self.shift is None or beta is None:
+            if self.exponentials and beta is not None:
+                return Stream.of(torch.cat([self.values, v], 2), beta, True)
+            return self._replace(data=self.data.append(v))
+        above = beta[:, None] * (v - self.shift)
+        if bool((above > CACHE_HEADROOM).any()):
+            return Stream.of(torch.cat([self.values, v], 2), beta, True)
+        return self._replace(data=self.data.append(torch.cat([v, above.exp()], -1)))
+
+    def last(self, count: int) -> Stream:
+        return self._replace(data=self.data.last(count))
+
+
+class Cache(NamedTuple):
+    """Rotated keys and the values of the past, [B, G, S, .]; their position [1 or B, S], and their run [B, S] where there
+    was padding or a segment."""
+
+    keys: Growing
+    stream: Stream
+    run: Tensor | None
+    position: Tensor
+
+
+class SoftmaxPrior(Prior):
+    """Rotary positions, grouped key/value heads, sliding window, score bias; causal or encoder.
+
+    score_bias(query positions [B, T], key positions [B, S]) -> broadcastable to [B, H, T, S], added to the scores; a
+    module may learn. cache: what a stream keeps besides the keys: "value" the values once, "exp" also exp(beta v),
+    which is larger and faster.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        widths: Widths,
+        *,
+        causal: bool,
+        rope: bool = True,
+        rope_base: float = 10000.0,
+        window: int | None = None,
+        score_bias: ScoreBias | None = None,
+        cache: str = "value",
+    ) -> None:
+        super().__init__(heads, kv_heads, widths, causal=causal)
+        if cache not in CACHES:
+            raise ValueError(f"cache={cache!r} is unknown; choose one of {', '.join(CACHES)}")
+        if window is not None and (not isinstance(window, int) or window < 1):
+            raise ValueError(f"window={window!r} must be a positive number of tokens or None")
+        if rope_base <= 0:
+            raise ValueError(f"rope_base={rope_base!r} must be positive")
+        if score_bias is not None and not callable(score_bias):
+            raise TypeError(f"score_bias must be callable as score_bias(query positions, key positions), not {score_bias!r}")
+        self.rope, self.rope_base, self.window, self.score_bias, self.cache = rope, rope_base, window, score_bias, cache
+
+    def columns(self) -> dict[str, Columns]:
+        width = self.widths.key
+        return {"q": Columns(self.heads * width), "k": Columns(self.kv_heads * width)}
+
+    def _heads(self, inputs: dict[str, Tensor], position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Queries [B, T, H, E] and keys [B, T, G, E] at their positions."""
+        q, k = (inputs[name].unflatten(-1, (-1, self.widths.key)).to(dtype) for name in ("q", "k"))
+        if self.rope:
+            cos, sin = rotary_angles(position, self.widths.key, self.rope_base, dtype)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return q, k
+
+    def _bias(self, query: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor | None:
+        return None if self.score_bias is None else self.score_bias(query, key).to(dtype)
+
+    def read(
+        self, inputs: dict[str, Tensor], v: Tensor, beta: Tensor | None, layout: Layout, state: Any, keep: bool
+    ) -> tuple[Tensor, Tensor | None, Any]:
+        dtype = reading_dtype(v)
+        v = v.to(dtype)
+        beta = None if beta is None else beta.to(dtype)
+        q, k = self._heads(inputs, layout.position, dtype)
+        if state is None and not keep:
+            runs = None if layout.run is None else (layout.run, layout.run)
+            bias = self._bias(layout.position, layout.position, dtype)
+            mean, free = softmax_read(
+                q, k, v, beta, causal=self.causal, window=self.window, bias=bias, runs=runs
+            )
+            return mean, free, None
+        cache = self._append(state, k, v, beta, layout)
+        bias = self._bias(layout.position, cache.position, dtype)
+        runs = None if cache.run is None else (cache.run[:, -q.shape[1] :], cache.run)
+        unhindered = bias is None and runs is None and (self.window is None or self.window >= cache.keys.length)
+        if q.shape[1] == 1 and unhindered and not torch.is_grad_enabled():
+            mean, free = softmax_step(q, cache.keys.tensor, cache.stream.values, beta, *cache.stream.exponential)
+        else:
+            keys, values = cache.keys.tensor.transpose(1, 2), cache.stream.values.transpose(1, 2)
+            mean, free = softmax_read(
+                q, keys, values, beta, causal=True, window=self.window, bias=bias, runs=runs
+            )
+        return mean, free, cache
+
+    def _append(self, cache: Cache | None, k: Tensor, v: Tensor, beta: Tensor | None, layout: Layout) -> Cache:
+        batch = k.shape[0]
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        position = layout.position
+        if cache is None:
+            stream = Stream.of(v, beta, self.cache == "exp")
+            return Cache(Growing.of(k.contiguous()), stream, layout.run, position)
+        run = None
+        if cache.run is not None or layout.run is not None:
+            old, new = cache.run, layout.run
+            if old is None:
+                old = torch.zeros(batch, cache.keys.length, dtype=torch.long, device=k.device)
+            if new is None:
+                new = torch.zeros(batch, k.shape[2], dtype=torch.long, device=k.device)
+            run = torch.cat([old, new], 1)
+        if cache.position.shape[0] != position.shape[0]:
+            cache = cache._replace(position=cache.position.expand(batch, -1))
+            position = position.expand(batch, -1)
+        cache = Cache(
+            cache.keys.append(k),
+            cache.stream.append(v, beta),
+            run,
+            torch.cat([cache.position, position], 1),
+        )
+        return self._forget(cache)
+
+    def _forget(self, cache: Cache) -> Cache:
+        """With a window, drop what no later query can see, once that is more than half of the cache."""
+        if self.window is None:
+            return cache
+        length = cache.keys.length
+        needed = self.window
+        if cache.run is not None:
+            # Windows count real tokens: the row with the most padding decides.
+            rank = (cache.run >= 0).cumsum(1)
+            needed = int((rank > rank[:, -1:] - self.window).sum(1).max())
+        if length < 2 * needed + 64:
+            return cache
+        return Cache(
+            cache.keys.last(needed),
+            cache.stream.last(needed),
+            None if cache.run is None else cache.run[:, -needed:],
+            cache.position[:, -needed:],
+        )
+
+    def weights(
+        self,
+        inputs: dict[str, Tensor],
+        layout: Layout,
+        rows: Tensor | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> Tensor:
+        q, k = self._heads(inputs, layout.position, dtype)
+        length = q.shape[1]
+        rows = torch.arange(length, device=q.device) if rows is None else rows
+        q = q[:, rows]
+        k = k.repeat_interleave(self.heads // self.kv_heads, 2)
+        scores = torch.einsum("bthe,bshe->bhts", q, k) * self.widths.key**-0.5
+        bias = self._bias(layout.position[:, rows], layout.position, dtype)
+        if bias is not None:
+            scores = scores + bias
+        key = torch.arange(length, device=q.device)
+        seen = torch.ones(1, len(rows), length, dtype=torch.bool, device=q.device)
+        rank = key[None]
+        if layout.run is not None:
+            run = layout.run
+            seen = (run[:, rows, None] == run[:, None]) & (run[:, rows, None] >= 0)
+            rank = (run >= 0).cumsum(1)
+        if self.causal:
+            seen = seen & (key <= rows[:, None])
+        if self.window is not None:
+            seen = seen & ((rank[:, rows, None] - rank[:, None]).abs() < self.window)
+        scores = scores.masked_fill(~seen[:, None], -torch.inf)
+        return scores.softmax(-1).masked_fill(~seen[:, None], 0)
+
+
+def reading_dtype(v: Tensor) -> torch.dtype:
+    """The read runs in float32 or better; bfloat16 has float32's range and stays where its matrix products are fast."""
+    if v.dtype == torch.bfloat16 and v.is_cuda:
+        return v.dtype
+    return torch.promote_types(v.dtype, torch.float32)

@@ -1,0 +1,98 @@
+"""Projections of the tokens, side by side in one matrix product, modulated by the conditioner's features."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+# Rows modulated at a time: their eta stays in the cache instead of going through memory.
+ROWS = 128
+
+
+class Columns(NamedTuple):
+    """Columns of a projection. The conditioner multiplies them by 1 + eta or, for logits of decays and steps
+    (`additive`), adds eta."""
+
+    width: int
+    additive: bool = False
+
+
+class Projection(nn.Module):
+    """x [B, T, dim] -> {name: x W + b} [B, T, width] each, modulated by eta = features M; M starts at zero."""
+
+    def __init__(
+        self,
+        dim: int,
+        columns: dict[str, Columns],
+        bias: bool,
+        conditioner_channels: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        # Additive columns come last, so that both kinds are one stretch.
+        self.columns = dict(sorted(columns.items(), key=lambda item: item[1].additive))
+        self.scaled = sum(c.width for c in columns.values() if not c.additive)
+        total = sum(c.width for c in columns.values())
+        self.linear = nn.Linear(dim, total, bias=bias, device=device, dtype=dtype)
+        self.modulation: nn.Parameter | None = None
+        if conditioner_channels:
+            self.modulation = nn.Parameter(torch.empty(total, conditioner_channels, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.linear.weight, std=0.02)
+        if self.linear.bias is not None:
+            nn.init.zeros_(self.linear.bias)
+        if self.modulation is not None:
+            nn.init.zeros_(self.modulation)
+
+    def forward(self, x: Tensor, features: Tensor | None = None) -> dict[str, Tensor]:
+        projected = self.linear(x)
+        if self.modulation is not None:
+            assert features is not None
+            projected = Modulate.apply(projected, features, self.modulation, self.scaled)
+        widths = [c.width for c in self.columns.values()]
+        return dict(zip(self.columns, projected.split(widths, -1), strict=True))
+
+
+class Modulate(torch.autograd.Function):
+    """y = x * (1 + f Mᵀ) in the first `scaled` columns, x + f Mᵀ in the others. eta = f Mᵀ is never stored."""
+
+    @staticmethod
+    def forward(x: Tensor, features: Tensor, matrix: Tensor, scaled: int) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            rows, f, m = x.flatten(0, -2), features.flatten(0, -2).to(x.dtype), matrix.to(x.dtype)
+            y = torch.empty_like(rows)
+            for at in _stretches(len(rows)):
+                eta = f[at] @ m.mT
+                torch.addcmul(rows[at, :scaled], rows[at, :scaled], eta[:, :scaled], out=y[at, :scaled])
+                torch.add(rows[at, scaled:], eta[:, scaled:], out=y[at, scaled:])
+            return y.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, features, matrix, ctx.scaled = inputs
+        ctx.save_for_backward(x, features, matrix)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, features, matrix = ctx.saved_tensors
+        scaled = ctx.scaled
+        rows, f, m = x.flatten(0, -2), features.flatten(0, -2).to(x.dtype), matrix.to(x.dtype)
+        g = grad.flatten(0, -2)
+        dx, df, dm = torch.empty_like(rows), torch.empty_like(f), torch.zeros_like(m)
+        for at in _stretches(len(rows)):
+            eta = f[at] @ m.mT
+            torch.addcmul(g[at, :scaled], g[at, :scaled], eta[:, :scaled], out=dx[at, :scaled])
+            dx[at, scaled:] = g[at, scaled:]
+            eta.copy_(g[at])[:, :scaled].mul_(rows[at, :scaled])
+            torch.mm(eta, m, out=df[at])
+            dm.addmm_(eta.mT, f[at])
+        return dx.view_as(x), df.view_as(features).to(features.dtype), dm.to(matrix.dtype), None
+
+
+def _stretches(rows: int) -> list[slice]:
+    return [slice(start, start + ROWS) for start in range(0, rows, ROWS)]

@@ -1,0 +1,79 @@
+"""Streaming state: what a mixer needs of the past to go on. A state is a value: going on twice from one is correct."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from femixer.layout import Past
+
+SPARE = 256
+
+
+@dataclass(frozen=True)
+class State:
+    """State of a mixer after the tokens it has seen."""
+
+    owner: int
+    batch: int
+    device: torch.device
+    past: Past
+    prior: Any
+    conditioner: Tensor | None
+
+    @classmethod
+    def start(cls, owner: int, x: Tensor) -> State:
+        """Before the first token of x [B, T, dim]."""
+        return cls(owner, x.shape[0], x.device, Past(), None, None)
+
+    def next(self, past: Past, prior: Any, conditioner: Tensor | None) -> State:
+        return replace(self, past=past, prior=prior, conditioner=conditioner)
+
+
+class _Storage:
+    """A buffer with room at its end, and how much of it is written."""
+
+    def __init__(self, data: Tensor, filled: int) -> None:
+        self.data, self.filled = data, filled
+
+
+class Growing:
+    """A tensor that grows along dim 2, [B, G, length, W], as a value: append returns a new one.
+
+    Several values share one preallocated buffer as long as each continues the longest of them; another continuation of
+    the same past gets a copy. With gradients nothing is written in place.
+    """
+
+    def __init__(self, storage: _Storage, length: int) -> None:
+        self._storage, self.length = storage, length
+
+    @classmethod
+    def of(cls, x: Tensor) -> Growing:
+        return cls(_Storage(x, x.shape[2]), x.shape[2])
+
+    @property
+    def tensor(self) -> Tensor:
+        return self._storage.data[:, :, : self.length]
+
+    def append(self, x: Tensor) -> Growing:
+        data = self._storage.data
+        length = self.length + x.shape[2]
+        if torch.is_grad_enabled() and (x.requires_grad or data.requires_grad):
+            return Growing.of(torch.cat([self.tensor, x], 2))
+        alien = data.requires_grad or (data.is_inference() and not torch.is_inference_mode_enabled())
+        storage = self._storage
+        if alien or storage.filled != self.length or length > data.shape[2]:
+            room = length if length <= data.shape[2] else max(length + SPARE, 2 * self.length)
+            buffer = data.new_empty(*data.shape[:2], room, data.shape[3])
+            buffer[:, :, : self.length] = self.tensor
+            storage = _Storage(buffer, self.length)
+        storage.data[:, :, self.length : length] = x
+        storage.filled = length
+        return Growing(storage, length)
+
+    def last(self, count: int) -> Growing:
+        """The last `count` entries as a value of their own."""
+        return Growing.of(self.tensor[:, :, self.length - count :].contiguous())
