@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from femixer.kernels.recurrence import linear_recurrence
 from femixer.layout import Layout
 
+EPS = 1e-5
 SHORTEST_SPAN, LONGEST_SPAN = 2.0, 1000.0
 
 
@@ -48,10 +49,9 @@ class TimeDecayConditioner(nn.Module):
 
     def forward(self, x: Tensor, layout: Layout, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x [B, T, dim], state [B, C] -> (features [B, T, C], state after the last token)."""
-        features = self.in_proj(F.layer_norm(x, (self.dim,)))
-        wide = torch.promote_types(features.dtype, torch.float32)
+        wide = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            s, u, a = features.to(wide).chunk(3, -1)
+            s, u, a = self._project_normalized(x.to(wide)).chunk(3, -1)
             decay = torch.sigmoid(-s)  # exp(-softplus(s))
             if state is None:
                 state = u.new_zeros(u.shape[0], u.shape[2])
@@ -59,6 +59,13 @@ class TimeDecayConditioner(nn.Module):
             new_state = h[:, -1] if h.shape[1] else state
             features = F.silu(F.normalize(F.softplus(a), dim=-1)) * F.layer_norm(h, (self.channels,))
         return features, new_state
+
+    def _project_normalized(self, x: Tensor) -> Tensor:
+        """LN(x) W + b as (x W - mean(x) sum(W)) / std(x) + b: no normalized tokens are kept for the backward."""
+        weight = self.in_proj.weight.to(x.dtype)
+        variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
+        centred = torch.addcmul(F.linear(x, weight), mean, weight.sum(1), value=-1)
+        return torch.addcmul(self.in_proj.bias.to(x.dtype), centred, torch.rsqrt(variance + EPS))
 
 
 def context(decay: Tensor, u: Tensor, layout: Layout, initial: Tensor, causal: bool) -> Tensor:

@@ -5,7 +5,7 @@ Axes: T positions that read, S positions that are read, D channels; leading dime
     p     [..., T, S]      the prior, a distribution over the S positions for every t, the same for all channels,
           [..., T, S, D]   or one distribution per channel: this is meant exactly when p.dim() == v.dim() + 1
     v     [..., S, D]      the values
-    beta  the inverse temperature: a number, [D], or anything broadcastable to [..., T, D]; 0 is the mean, inf the maximum
+    beta  inverse temperature: a number, [D], or anything broadcastable to [..., T, D]; 0 is the mean, inf the max
 
     mu      = sum_s p_s v_s                                         the mean
     F(beta) = log(sum_s p_s exp(beta v_s)) / beta,  F(0) = mu       the free energy, mu <= F <= max v
@@ -98,8 +98,8 @@ def temperature_for_budget(p: Tensor, v: Tensor, kl: float | Tensor) -> Tensor:
     """The beta whose posterior spends the budget, KL(q_beta || p) = kl -> [..., T, D].
 
     q_beta is then the best distribution within the budget: it maximizes E_q[v] over KL(q || p) <= kl. The answer is 0
-    at kl = 0, and inf where kl >= -log p(argmax v), where the maximum itself can be afforded. Constant v, for which every
-    position is a maximum, and an empty support are such a case for every kl > 0. p is normalized first.
+    at kl = 0, and inf where kl >= -log p(argmax v): the maximum itself can be afforded. Constant v (every position is
+    a maximum) and an empty support are such a case for every kl > 0. p is normalized first.
     Differentiable, twice, in all three arguments where the answer is positive and finite (at kl = 0 the slope in kl is
     infinite); the other answers carry no gradient.
     """

@@ -12,13 +12,13 @@ class Past(NamedTuple):
     """What a stream remembers of its tokens. `seen` counts them; the tensors [B] exist once padding or segments did.
 
     identity: segment id of the last real token (-1: none yet); run: number of its segment (-1: none yet);
-    count: real tokens of that segment.
+    tokens: how many real tokens that segment has so far.
     """
 
     seen: int = 0
     identity: Tensor | None = None
     run: Tensor | None = None
-    count: Tensor | None = None
+    tokens: Tensor | None = None
 
 
 class Layout(NamedTuple):
@@ -63,11 +63,10 @@ def arrange(x: Tensor, mask: Tensor | None, segments: Tensor | None, past: Past)
     if mask is None and segments is None and past.identity is None:
         position = torch.arange(past.seen, past.seen + length, device=x.device)[None]
         return Layout(None, position), Past(past.seen + length)
-    if past.identity is None or past.run is None or past.count is None:
-        first = 0 if past.seen else -1
-        known = torch.full((batch,), first, device=x.device)
-        past = Past(past.seen, known, known, torch.full_like(known, past.seen))
-    assert past.identity is not None and past.run is not None and past.count is not None
+    identity, last_run, tokens = past.identity, past.run, past.tokens
+    if identity is None or last_run is None or tokens is None:
+        identity = last_run = torch.full((batch,), 0 if past.seen else -1, device=x.device)
+        tokens = torch.full_like(identity, past.seen)
     if segments is not None:
         ids = segments.long()
     elif mask is not None:
@@ -75,18 +74,18 @@ def arrange(x: Tensor, mask: Tensor | None, segments: Tensor | None, past: Past)
     else:
         ids = torch.zeros(batch, length, dtype=torch.long, device=x.device)
     # Put what came before in front, so that one rule serves every token.
-    ids = torch.cat([past.identity[:, None], ids], 1)
+    ids = torch.cat([identity[:, None], ids], 1)
     real = ids >= 0
     index = torch.arange(length + 1, device=x.device).expand_as(ids)
     last_real = index.masked_fill(~real, 0).cummax(1).values
     previous = ids.gather(1, torch.cat([last_real[:, :1], last_real[:, :-1]], 1))
     start = real & (ids != previous)
     start[:, 0] = False
-    run = past.run[:, None] + start.cumsum(1)
-    count = real.cumsum(1) - real[:, :1].long() + past.count[:, None]
+    run = last_run[:, None] + start.cumsum(1)
+    count = real.cumsum(1) - real[:, :1].long() + tokens[:, None]
     before = (count - 1).masked_fill(~start, 0).cummax(1).values
     in_segment = count - before
     position = (in_segment - 1).masked_fill(~real, 0)[:, 1:]
     layout = Layout(run.masked_fill(~real, -1)[:, 1:], position)
-    identity = ids.gather(1, last_real[:, -1:])[:, 0]
-    return layout, Past(past.seen + length, identity, run[:, -1], in_segment[:, -1])
+    last = ids.gather(1, last_real[:, -1:])[:, 0]
+    return layout, Past(past.seen + length, last, run[:, -1], in_segment[:, -1])

@@ -24,8 +24,8 @@ PARTS = "CLTG"
 
 
 class Projected(NamedTuple):
-    """Projections of the tokens after the conditioner: the prior's by name [B, T, width]; v [B, T, kv_heads, d_v]; logits of
-    the gates [B, T, heads, d_v] where the mixer has them; the conditioner's next state."""
+    """Projections of the tokens, conditioned: the prior's by name [B, T, width]; v [B, T, kv_heads, d_v]; logits of the
+    gates [B, T, heads, d_v] where the mixer has them; the conditioner's next state."""
 
     inputs: dict[str, Tensor]
     v: Tensor
@@ -42,9 +42,9 @@ class FreeEnergyMixer(nn.Module):
 
         o_t = g_t * [(1 - lam_t) E_p[v] + lam_t log(E_p[exp(beta_max v)]) / beta_max],   y_t = o_t W_o
 
-    parts: any subset of C (conditioner), L (log-sum-exp, the free energy), T (temperature gate lam, needs L) and G (outer
-    gate g). Without L the read is the mean; L without T is the free energy itself. parts="" with the softmax prior is
-    standard attention. All parts and priors have the parameters of standard attention (see budget.py).
+    parts: any subset of C (conditioner), L (log-sum-exp, the free energy), T (temperature gate lam, needs L) and
+    G (outer gate g). Without L the read is the mean; L without T is the free energy itself. parts="" with the softmax
+    prior is standard attention. All parts and priors have the parameters of standard attention (see budget.py).
     """
 
     def __init__(
@@ -159,7 +159,9 @@ class FreeEnergyMixer(nn.Module):
         }
         return Projected(inputs, values["v"], values.get("lam"), values.get("gate"), context)
 
-    def prepare(self, x: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> tuple[Projected, Layout]:
+    def prepare(
+        self, x: Tensor, mask: Tensor | None = None, segments: Tensor | None = None
+    ) -> tuple[Projected, Layout]:
         """What `forward` hands to the prior and the gates: for inspection and for tests of priors."""
         self._check_inputs(x, mask, segments, None, False)
         layout, _ = arrange(x, mask, segments, Past())
@@ -210,8 +212,8 @@ class FreeEnergyMixer(nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"dim={self.dim}, heads={self.heads}, prior={self.prior_name!r}, parts={self.parts!r}, causal={self.causal}, "
-            f"key width={self.widths.key}, value width={self.widths.value}"
+            f"dim={self.dim}, heads={self.heads}, prior={self.prior_name!r}, parts={self.parts!r}, "
+            f"causal={self.causal}, key width={self.widths.key}, value width={self.widths.value}"
         )
 
 

@@ -39,7 +39,9 @@ def draw(
 ) -> None:
     require("matplotlib", extra="plot")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     length, width = inspection.posterior.shape[-2:]
     for name, index, size in (
@@ -59,41 +61,44 @@ def draw(
     channels = differing_channels(posterior[row], SHOWN) if channels is None else channels
     prior_map = prior if prior.dim() == 2 else prior.mean(-1)
 
-    figure = Figure(figsize=(3.0 * (1 + len(channels)), 6.4), layout="constrained")
+    figure = Figure(figsize=(2.6 * (1 + len(channels)) + 0.8, 6.4), layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(2, 1 + len(channels), height_ratios=[1, 1])
+    grid = figure.add_gridspec(2, 1 + len(channels))
+    # One scale for all panels; the square root keeps small probabilities visible.
+    scale: dict[str, Any] = {
+        "cmap": "magma",
+        "norm": PowerNorm(0.5, vmin=0, vmax=1),
+        "interpolation": "nearest",
+        "aspect": "auto",
+    }
 
-    def heat(axes: Any, data: Tensor, title: str) -> None:
-        image = axes.imshow(data, cmap="magma", vmin=0, interpolation="nearest", aspect="auto")
+    def label(axes: Any) -> None:
+        axes.set_xlabel("position read")
+        if tokens is None:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        else:
+            axes.set_xticks(range(length), tokens, fontsize=6, rotation=90)
+
+    average = "" if prior.dim() == 2 else " (mean over channels)"
+    maps = [(f"prior, head {head}{average}", prior_map)]
+    maps += [(f"posterior, channel {channel}", posterior[..., channel]) for channel in channels]
+    for column, (title, data) in enumerate(maps):
+        axes = figure.add_subplot(grid[0, column])
+        axes.imshow(data.numpy(), **scale)
         axes.axhline(row, color="white", linewidth=0.6, linestyle=":")
-        axes.set(title=title, xlabel="position read")
-        figure.colorbar(image, ax=axes, location="bottom", shrink=0.85, pad=0.02)
-        label(axes.xaxis)
-
-    def label(axis: Any) -> None:
-        if tokens is not None:
-            axis.set_ticks(range(length), tokens, fontsize=6, rotation=90)
-
-    top = [figure.add_subplot(grid[0, i]) for i in range(1 + len(channels))]
-    average = "" if prior.dim() == 2 else ", mean over channels"
-    heat(top[0], prior_map, f"prior, head {head}{average}")
-    top[0].set_ylabel("position t")
-    for axes, channel in zip(top[1:], channels, strict=True):
-        heat(axes, posterior[..., channel], f"posterior, channel {channel}")
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set(title=title, ylabel="" if column else "position t")
+        label(axes)
 
     bottom = figure.add_subplot(grid[1, :])
-    strip = prior_map[row][None]
-    stack = torch.cat([strip, posterior[row].T]).sqrt()
-    bottom.imshow(stack, cmap="magma", vmin=0, vmax=1, interpolation="nearest", aspect="auto")
+    image = bottom.imshow(torch.cat([prior_map[row][None], posterior[row].T]).numpy(), **scale)
     bottom.axhline(0.5, color="white", linewidth=1.5)
     peak = posterior[row].argmax(0)
-    bottom.plot(peak, torch.arange(1, width + 1), "o", color="#56b4e9", markersize=3, label="most likely position")
+    bottom.plot(peak.tolist(), range(1, width + 1), "o", color="#56b4e9", markersize=4, label="most likely position")
     step = max(1, width // 8)
     bottom.set_yticks([0, *range(1, width + 1, step)], ["prior", *(f"channel {c}" for c in range(0, width, step))])
-    bottom.set(
-        title=f"where each channel reads at position {row} (square root of the posterior at beta_max)",
-        xlabel="position read",
-    )
+    bottom.set_title(f"where each channel of head {head} reads at position {row} (posterior at beta_max)")
     bottom.legend(loc="upper right", fontsize=7)
-    label(bottom.xaxis)
+    label(bottom)
+    figure.colorbar(image, ax=figure.axes, location="right", shrink=0.6, pad=0.01, label="probability")
     figure.savefig(path, dpi=120)

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from femixer.kernels.attend import Geometry
+
 ROWS = 64
 KEYS = 512
 
@@ -162,7 +164,8 @@ def gradients(s: Sequences, grad_mean: Tensor, grad_free: Tensor | None) -> Grad
         mean = p @ v
         to_mean = grad_mean[:, here]
         if exponentials is not None:
-            assert dbeta is not None and grad_free is not None
+            assert dbeta is not None
+            assert grad_free is not None
             beta = exponentials.beta
             energy = _free_energy(s, rows, log_p, mean, exponentials)
             # Where F is the mean (constant values, or a sum beyond sight) the posterior is the prior.
@@ -199,3 +202,64 @@ def gradients(s: Sequences, grad_mean: Tensor, grad_free: Tensor | None) -> Grad
         if dbias is not None:
             dbias[:, here, keys] = dscores
     return Gradients(dq, dk, dv, dbeta, dbias)
+
+
+class Job(NamedTuple):
+    """Sequences and where they come from: pairs (batch, head), token indices of queries and keys."""
+
+    sequences: Sequences
+    batch: Tensor
+    head: Tensor
+    group: Tensor
+    rows: Tensor
+    keys: Tensor
+
+    def put(self, target: Tensor, result: Tensor) -> None:
+        """target[batch, rows, head] = result [N, n, D]"""
+        target[self.batch[:, None], self.rows, self.head[:, None]] = result.to(target.dtype)
+
+    def take(self, source: Tensor) -> Tensor:
+        return source[self.batch[:, None], self.rows, self.head[:, None]].double()
+
+    def add_keys(self, target: Tensor, result: Tensor) -> None:
+        index = (
+            self.batch[:, None].expand(-1, len(self.keys)),
+            self.keys.expand(len(self.batch), -1),
+            self.group[:, None].expand(-1, len(self.keys)),
+        )
+        target.index_put_(index, result.to(target.dtype), accumulate=True)
+
+
+def jobs(
+    exact: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Geometry, scale: float
+) -> Iterator[Job]:
+    repeats = q.shape[2] // k.shape[2]
+    t, s = q.shape[1], k.shape[1]
+    everywhere = torch.arange(s, device=q.device)
+
+    def job(batch: Tensor, head: Tensor, rows: Tensor, keys: Tensor) -> Job:
+        group = head // repeats
+        at = batch[:, None]
+        sequences = Sequences(
+            q[at, rows, head[:, None]].double(),
+            k[at, keys, group[:, None]].double(),
+            v[at, keys, group[:, None]].double(),
+            None if beta is None else beta[group].double(),
+            None if g.bias is None else g.bias[batch, head][:, rows][:, :, keys].double(),
+            g.causal,
+            g.window,
+            scale,
+        )
+        return Job(sequences, batch, head, group, rows, keys)
+
+    if g.run_q is None or g.run_k is None:
+        for pairs in exact.nonzero().split(8):
+            yield job(pairs[:, 0], pairs[:, 1], everywhere[s - t :] - (s - t), everywhere)
+        return
+    for b in exact.any(1).nonzero()[:, 0].tolist():
+        head = exact[b].nonzero()[:, 0]
+        for run in g.run_q[b].unique().tolist():
+            if run >= 0:
+                rows = (g.run_q[b] == run).nonzero()[:, 0]
+                keys = (g.run_k[b] == run).nonzero()[:, 0]
+                yield job(torch.full_like(head, b), head, rows, keys)

@@ -13,7 +13,6 @@ Axes: B batch, T queries, S keys, H heads, G key/value heads (H = G * repeats), 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from femixer.kernels import blocked
+from femixer.kernels.attend import Geometry, attend, attend_backward, pieces
 
 # Sums below exp(-60) in float32 begin to lose terms to underflow; gradients divide by them.
 UNDERFLOW_MARGIN = 27.0
@@ -28,7 +28,6 @@ UNDERFLOW_MARGIN = 27.0
 NARROW = 2.0
 # Below this temperature a wide channel's logarithm, divided by beta, is not good to 1e-5.
 SMALL_BETA = 0.1
-MASK_ELEMENTS = 2**22
 
 
 def softmax_read(
@@ -58,95 +57,6 @@ def softmax_read(
         return out, None
     mean, free = out.chunk(2, -1)
     return mean, free
-
-
-class Geometry(NamedTuple):
-    """Who sees whom, apart from the score."""
-
-    bias: Tensor | None
-    run_q: Tensor | None
-    run_k: Tensor | None
-    causal: bool
-    window: int | None
-
-
-class Piece(NamedTuple):
-    """One attention call: these rows over these keys, under a float mask, the triangular one, or none."""
-
-    rows: slice
-    keys: slice
-    mask: Tensor | None
-    triangular: bool
-
-
-def _pieces(q: Tensor, k: Tensor, g: Geometry) -> Iterator[Piece]:
-    t, s = q.shape[1], k.shape[1]
-    whole = slice(0, t), slice(0, s)
-    plain = g.bias is None and g.run_q is None and (g.window is None or (g.window >= s and g.causal))
-    if plain and (not g.causal or t == 1):
-        yield Piece(*whole, None, False)
-        return
-    if plain and t == s:
-        yield Piece(*whole, None, True)
-        return
-    rank_q: Tensor
-    rank_k: Tensor
-    if g.run_q is None or g.run_k is None:
-        rank_k = torch.arange(s, device=q.device)[None]
-        rank_q = rank_k[:, s - t :]
-    else:
-        rank_k = (g.run_k >= 0).cumsum(1)
-        rank_q = rank_k[:, s - t :]
-    step = max(64, MASK_ELEMENTS // s)
-    if g.window is not None and g.run_q is None:
-        step = min(step, max(128, g.window))
-    index = torch.arange(s, device=q.device)
-    for start in range(0, t, step):
-        rows = slice(start, min(start + step, t))
-        low, high = 0, s
-        if g.causal:
-            high = rows.stop + s - t
-        if g.window is not None and g.run_q is None:
-            low = max(0, start + s - t - g.window + 1)
-            high = min(high, rows.stop + s - t + g.window - 1)
-        keys = slice(low, high)
-        hidden = torch.zeros(1, rows.stop - start, high - low, dtype=torch.bool, device=q.device)
-        if g.causal:
-            hidden = hidden | (index[keys] > index[s - t + start : s - t + rows.stop, None])
-        if g.window is not None:
-            hidden = hidden | ((rank_q[:, rows, None] - rank_k[:, None, keys]).abs() >= g.window)
-        if g.run_q is not None and g.run_k is not None:
-            hidden = hidden | (g.run_q[:, rows, None] != g.run_k[:, None, keys]) | (g.run_k[:, None, keys] < 0)
-            # A padding row has nothing to see; let it see everything, its result is thrown away.
-            hidden = hidden & (g.run_q[:, rows, None] >= 0)
-        mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)[:, None]
-        if g.bias is not None:
-            mask = g.bias[:, :, rows, keys].to(q.dtype)
-        yield Piece(rows, keys, mask.masked_fill(hidden[:, None], -torch.inf), False)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of [B, H, T, W] tensors of one width -> (output, log-normalizer that the backward wants)."""
-    if q.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
-        )
-    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale)
-    return out, q.new_empty(q.shape[0], q.shape[1], q.shape[2])
-
-
-def _attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_z: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    if q.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, log_z, 0.0, causal, attn_mask=mask, scale=scale
-        )
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        again = F.scaled_dot_product_attention(*leaves, mask, is_causal=causal, scale=scale)
-    dq, dk, dv = torch.autograd.grad(again, leaves, grad)
-    return dq, dk, dv
 
 
 class Streams(NamedTuple):
@@ -197,11 +107,13 @@ def _streams(v: Tensor, beta: Tensor | None, run_k: Tensor | None) -> Streams:
     return Streams(data, top, base, wide & (beta < SMALL_BETA))
 
 
+def _widen(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
 def _heads_first(x: Tensor, heads: int, width: int) -> Tensor:
     """[B, S, G, W] -> [B, H, S, width]: key/value heads repeated, width padded with zeros."""
-    if x.shape[-1] != width:
-        x = F.pad(x, (0, width - x.shape[-1]))
-    x = x.transpose(1, 2)
+    x = _widen(x, width).transpose(1, 2)
     if x.shape[1] == heads:
         return x
     return x.repeat_interleave(heads // x.shape[1], 1)
@@ -232,15 +144,15 @@ def _read(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> (out [B, T, H, D or 2D], log-normalizers, top [B, 1, G, D], heads read by `blocked` [B, H])."""
-    (b, t, h, e), groups, d = q.shape, k.shape[2], v.shape[-1]
+    (b, _, h, e), groups, d = q.shape, k.shape[2], v.shape[-1]
     geometry = Geometry(bias, run_q, run_k, causal, window)
     streams = _streams(v, beta, run_k)
     used = streams.data.shape[-1]
     width = max(e, used)
     qh, kh, sh = (_heads_first(x, h, width) for x in (q, k, streams.data))
     outs, logs = [], []
-    for rows, keys, mask, triangular in _pieces(q, k, geometry):
-        o, log_z = _attend(qh[:, :, rows], kh[:, :, keys], sh[:, :, keys], mask, triangular, scale)
+    for rows, keys, mask, triangular in pieces(q, k, geometry):
+        o, log_z = attend(qh[:, :, rows], kh[:, :, keys], sh[:, :, keys], mask, triangular, scale)
         outs.append(o.transpose(1, 2))
         logs.append(log_z)
     out = outs[0] if len(outs) == 1 else torch.cat(outs, 1)
@@ -263,68 +175,11 @@ def _read(
         torch.addcdiv(top, _log_plus(total, base), beta.repeat_interleave(repeats, 0), out=total)
         torch.maximum(total, mean, out=total)  # rounding may put F below the mean
         if bool(exact.any()):
-            for job in _jobs(exact, q, k, v, beta, geometry, scale):
+            for job in blocked.jobs(exact, q, k, v, beta, geometry, scale):
                 job.put(total, blocked.free_energy(job.sequences))
     if run_q is not None:
         out.masked_fill_((run_q < 0)[..., None, None], 0)
     return out, log_z, streams.top, exact
-
-
-class Job(NamedTuple):
-    """Sequences for `blocked` and where they come from: pairs (batch, head), token indices of queries and keys."""
-
-    sequences: blocked.Sequences
-    batch: Tensor
-    head: Tensor
-    group: Tensor
-    rows: Tensor
-    keys: Tensor
-
-    def put(self, target: Tensor, result: Tensor) -> None:
-        """target[batch, rows, head] = result [N, n, D]"""
-        target[self.batch[:, None], self.rows, self.head[:, None]] = result.to(target.dtype)
-
-    def take(self, source: Tensor) -> Tensor:
-        return source[self.batch[:, None], self.rows, self.head[:, None]].double()
-
-    def add_keys(self, target: Tensor, result: Tensor) -> None:
-        index = self.batch[:, None].expand(-1, len(self.keys)), self.keys.expand(len(self.batch), -1), self.group[:, None].expand(-1, len(self.keys))
-        target.index_put_(index, result.to(target.dtype), accumulate=True)
-
-
-def _jobs(
-    exact: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Geometry, scale: float
-) -> Iterator[Job]:
-    repeats = q.shape[2] // k.shape[2]
-    t, s = q.shape[1], k.shape[1]
-    everywhere = torch.arange(s, device=q.device)
-
-    def job(batch: Tensor, head: Tensor, rows: Tensor, keys: Tensor) -> Job:
-        group = head // repeats
-        at = batch[:, None]
-        sequences = blocked.Sequences(
-            q[at, rows, head[:, None]].double(),
-            k[at, keys, group[:, None]].double(),
-            v[at, keys, group[:, None]].double(),
-            None if beta is None else beta[group].double(),
-            None if g.bias is None else g.bias[batch, head][:, rows][:, :, keys].double(),
-            g.causal,
-            g.window,
-            scale,
-        )
-        return Job(sequences, batch, head, group, rows, keys)
-
-    if g.run_q is None or g.run_k is None:
-        for pairs in exact.nonzero().split(8):
-            yield job(pairs[:, 0], pairs[:, 1], everywhere[s - t :] - (s - t), everywhere)
-        return
-    for b in exact.any(1).nonzero()[:, 0].tolist():
-        head = exact[b].nonzero()[:, 0]
-        for run in g.run_q[b].unique().tolist():
-            if run >= 0:
-                rows = (g.run_q[b] == run).nonzero()[:, 0]
-                keys = (g.run_k[b] == run).nonzero()[:, 0]
-                yield job(torch.full_like(head, b), head, rows, keys)
 
 
 @_read.register_fake
@@ -346,6 +201,29 @@ def _(
     top = v.new_empty(0) if beta is None else v.new_empty(b, 1, groups, d)
     log_z = q.new_empty(b, t, h).transpose(1, 2)
     return out, log_z, top, q.new_empty(b, h, dtype=torch.bool)
+
+
+def _undo_logarithm(
+    grad: Tensor, out: Tensor, beta: Tensor, streams: Streams, exact: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From (mu | F) back to the sums (mu | total - base): their gradient, their values, and dbeta of the logarithm.
+
+    total = exp(beta (F - top)), dF/dtotal = 1 / (beta total), dF/dbeta = -(F - top) / beta. Heads that `blocked` read
+    take no part.
+    """
+    d, repeats = beta.shape[-1], out.shape[2] // beta.shape[0]
+    temperature = beta.repeat_interleave(repeats, 0)
+    inner, sums = torch.empty_like(out), torch.empty_like(out)
+    sums[..., :d], inner[..., :d] = out[..., :d], grad[..., :d]
+    log_total = torch.sub(out[..., d:], streams.top.repeat_interleave(repeats, 2), out=sums[..., d:])
+    slope = torch.div(grad[..., d:], temperature, out=inner[..., d:])
+    if bool(exact.any()):
+        for x in (inner, sums):
+            x.masked_fill_(exact[:, None, :, None], 0)
+    dbeta = -torch.einsum("bthd,bthd->hd", slope, log_total).unflatten(0, (-1, repeats)).sum(1)
+    slope.div_(log_total.mul_(temperature).exp())
+    _exp_minus(log_total, streams.base.repeat_interleave(repeats, 2))
+    return inner, sums, dbeta
 
 
 @torch.library.custom_op("femixer::softmax_read_backward", mutates_args=())
@@ -375,7 +253,7 @@ def _read_backward(
     if run_q is not None:
         grad = grad.masked_fill((run_q < 0)[..., None, None], 0)
     dbeta = q.new_empty(0) if beta is None else torch.zeros_like(beta)
-    pieces = list(_pieces(q, k, geometry))
+    calls = list(pieces(q, k, geometry))
     if bool(exact.all()):
         dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     else:
@@ -384,24 +262,12 @@ def _read_backward(
         width = max(e, used)
         inner, sums = grad, out
         if beta is not None:
-            repeats = h // groups
-            temperature = beta.repeat_interleave(repeats, 0)
-            below_top = out[..., d:] - streams.top.repeat_interleave(repeats, 2)
-            sums, inner = torch.empty_like(out), torch.empty_like(out)
-            sums[..., :d], inner[..., :d] = out[..., :d], grad[..., :d]
-            log_total = torch.mul(below_top, temperature, out=sums[..., d:])
-            torch.div(grad[..., d:], temperature, out=inner[..., d:]).div_(log_total.exp())
-            _exp_minus(log_total, streams.base.repeat_interleave(repeats, 2))
-            if bool(exact.any()):
-                for x in (inner, sums):
-                    x.masked_fill_(exact[:, None, :, None], 0)
-            below_top.mul_(grad[..., d:]).masked_fill_(exact[:, None, :, None], 0)
-            dbeta -= below_top.sum((0, 1)).div_(temperature).unflatten(0, (groups, repeats)).sum(1)
+            inner, sums, dbeta = _undo_logarithm(grad, out, beta, streams, exact)
         qh, kh, sh = (_heads_first(x, h, width) for x in (q, k, streams.data))
-        inner, sums = (F.pad(x, (0, width - used)).transpose(1, 2) for x in (inner, sums))
+        inner, sums = (_widen(x, width).transpose(1, 2) for x in (inner, sums))
         total_grads: list[Tensor] = []
-        for rows, keys, mask, triangular in pieces:
-            a, b, c = _attend_backward(
+        for rows, keys, mask, triangular in calls:
+            a, b, c = attend_backward(
                 inner[:, :, rows],
                 qh[:, :, rows],
                 kh[:, :, keys],
@@ -413,7 +279,7 @@ def _read_backward(
                 scale,
             )
             grads = [a.transpose(1, 2)[..., :e], _fold(b, groups, e), _fold(c, groups, used)]
-            if len(pieces) == 1 and grads[1].shape[1] == k.shape[1]:
+            if len(calls) == 1 and grads[1].shape[1] == k.shape[1]:
                 total_grads = grads
                 break
             if not total_grads:
@@ -430,7 +296,7 @@ def _read_backward(
     if bias_grad and bias is not None:
         dbias = torch.zeros_like(bias, memory_format=torch.contiguous_format)
     if bool(exact.any()):
-        for job in _jobs(exact, q, k, v, beta, geometry, scale):
+        for job in blocked.jobs(exact, q, k, v, beta, geometry, scale):
             grad_free = None if beta is None else job.take(grad[..., d:])
             result = blocked.gradients(job.sequences, job.take(grad[..., :d]), grad_free)
             job.put(dq, result.q)
@@ -439,8 +305,8 @@ def _read_backward(
             if result.beta is not None:
                 dbeta.index_add_(0, job.group, result.beta.to(dbeta.dtype))
             if bias_grad and result.bias is not None:
-                at = job.batch[:, None, None], job.head[:, None, None], job.rows[:, None], job.keys
-                dbias[at] = result.bias.to(dbias.dtype)
+                where = job.batch[:, None, None], job.head[:, None, None], job.rows[:, None], job.keys
+                dbias[where] = result.bias.to(dbias.dtype)
     return dq, dk, dv, dbeta, dbias
 
 
@@ -482,7 +348,22 @@ def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
     q, k, v, beta, bias, run_q, run_k, out, log_z, top, exact = ctx.saved_tensors
     bias_grad = bias is not None and ctx.needs_input_grad[4]
     dq, dk, dv, dbeta, dbias = _read_backward(
-        grad.contiguous(), q, k, v, beta, bias, run_q, run_k, out, log_z, top, exact, ctx.causal, ctx.window, ctx.scale, bias_grad
+        grad.contiguous(),
+        q,
+        k,
+        v,
+        beta,
+        bias,
+        run_q,
+        run_k,
+        out,
+        log_z,
+        top,
+        exact,
+        ctx.causal,
+        ctx.window,
+        ctx.scale,
+        bias_grad,
     )
     return dq, dk, dv, dbeta if beta is not None else None, dbias if bias_grad else None, None, None, None, None, None
 
@@ -491,7 +372,12 @@ _read.register_autograd(_backward, setup_context=_setup)
 
 
 def softmax_step(
-    q: Tensor, keys: Tensor, values: Tensor, beta: Tensor | None, stream: Tensor | None = None, shift: Tensor | None = None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    beta: Tensor | None,
+    stream: Tensor | None = None,
+    shift: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """softmax_read of one query q [B, 1, H, E] that sees all cached keys [B, G, S, E] and values, without gradients.
 
@@ -505,7 +391,7 @@ def softmax_step(
     data = values if beta is None else stream
     total: Tensor | None = None
     if data is not None and data.shape[-1] == q.shape[-1]:
-        out, _ = _attend(grouped, keys, data, None, False, scale)
+        out, _ = attend(grouped, keys, data, None, False, scale)
         mean, total = out[..., :width], out[..., width:]
     else:
         p = torch.softmax(grouped * scale @ keys.mT, -1)
@@ -516,7 +402,8 @@ def softmax_step(
     mean = mean.reshape(q.shape[0], 1, heads, width)
     if beta is None:
         return mean, None
-    assert total is not None and shift is not None
+    assert total is not None
+    assert shift is not None
     if bool((total < math.exp(_least_log(q.dtype))).any()):
         return softmax_read(q, keys.transpose(1, 2), values.transpose(1, 2), beta, causal=False)
     free = (total.log() / beta[:, None] + shift).reshape(mean.shape)

@@ -56,5 +56,5 @@ class Prior(nn.Module):
         rows: Tensor | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> Tensor:
-        """p [B, H, rows, T], or [B, H, rows, T, D] where it differs per channel; rows: which queries, all by default."""
+        """p [B, H, rows, T], or [B, H, rows, T, D] where it differs per channel; rows: which queries (all)."""
         raise TypeError(f"{type(self).__name__} must define weights()")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from femixer.kernels.softmax import softmax_read, softmax_step
 from femixer.layout import Layout
@@ -74,7 +74,7 @@ class Stream(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Rotated keys and the values of the past, [B, G, S, .]; their position [1 or B, S], and their run [B, S] where there
+    """Rotated keys and the values of the past [B, G, S, .]; their positions [1 or B, S]; their runs [B, S] where there
     was padding or a segment."""
 
     keys: Growing
@@ -112,7 +112,7 @@ class SoftmaxPrior(Prior):
         if rope_base <= 0:
             raise ValueError(f"rope_base={rope_base!r} must be positive")
         if score_bias is not None and not callable(score_bias):
-            raise TypeError(f"score_bias must be callable as score_bias(query positions, key positions), not {score_bias!r}")
+            raise TypeError(f"score_bias={score_bias!r} must be callable: score_bias(query positions, key positions)")
         self.rope, self.rope_base, self.window, self.score_bias, self.cache = rope, rope_base, window, score_bias, cache
 
     def columns(self) -> dict[str, Columns]:
@@ -140,9 +140,7 @@ class SoftmaxPrior(Prior):
         if state is None and not keep:
             runs = None if layout.run is None else (layout.run, layout.run)
             bias = self._bias(layout.position, layout.position, dtype)
-            mean, free = softmax_read(
-                q, k, v, beta, causal=self.causal, window=self.window, bias=bias, runs=runs
-            )
+            mean, free = softmax_read(q, k, v, beta, causal=self.causal, window=self.window, bias=bias, runs=runs)
             return mean, free, None
         cache = self._append(state, k, v, beta, layout)
         bias = self._bias(layout.position, cache.position, dtype)
@@ -152,9 +150,7 @@ class SoftmaxPrior(Prior):
             mean, free = softmax_step(q, cache.keys.tensor, cache.stream.values, beta, *cache.stream.exponential)
         else:
             keys, values = cache.keys.tensor.transpose(1, 2), cache.stream.values.transpose(1, 2)
-            mean, free = softmax_read(
-                q, keys, values, beta, causal=True, window=self.window, bias=bias, runs=runs
-            )
+            mean, free = softmax_read(q, keys, values, beta, causal=True, window=self.window, bias=bias, runs=runs)
         return mean, free, cache
 
     def _append(self, cache: Cache | None, k: Tensor, v: Tensor, beta: Tensor | None, layout: Layout) -> Cache:

@@ -1,0 +1,113 @@
+"""Scaled dot-product attention with its backward in our hands, in pieces where visibility needs a mask.
+
+Axes: B batch, T queries, S keys, H heads, W width of queries, keys and values alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# A mask is made for as many rows at a time as keep it below this size.
+MASK_ELEMENTS = 2**22
+
+
+class Geometry(NamedTuple):
+    """Who sees whom, apart from the score."""
+
+    bias: Tensor | None
+    run_q: Tensor | None
+    run_k: Tensor | None
+    causal: bool
+    window: int | None
+
+
+class Piece(NamedTuple):
+    """One attention call: these rows over these keys, under a float mask, the triangular one, or none."""
+
+    rows: slice
+    keys: slice
+    mask: Tensor | None
+    triangular: bool
+
+
+def pieces(q: Tensor, k: Tensor, g: Geometry) -> Iterator[Piece]:
+    t, s = q.shape[1], k.shape[1]
+    whole = slice(0, t), slice(0, s)
+    plain = g.bias is None and g.run_q is None and (g.window is None or (g.window >= s and g.causal))
+    if plain and (not g.causal or t == 1):
+        yield Piece(*whole, None, False)
+        return
+    if plain and t == s:
+        yield Piece(*whole, None, True)
+        return
+    rank_q: Tensor
+    rank_k: Tensor
+    if g.run_q is None or g.run_k is None:
+        rank_k = torch.arange(s, device=q.device)[None]
+        rank_q = rank_k[:, s - t :]
+    else:
+        rank_k = (g.run_k >= 0).cumsum(1)
+        rank_q = rank_k[:, s - t :]
+    step = max(64, MASK_ELEMENTS // s)
+    if g.window is not None and g.run_q is None:
+        step = min(step, max(128, g.window))
+    index = torch.arange(s, device=q.device)
+    for start in range(0, t, step):
+        rows = slice(start, min(start + step, t))
+        low, high = 0, s
+        if g.causal:
+            high = rows.stop + s - t
+        if g.window is not None and g.run_q is None:
+            low = max(0, start + s - t - g.window + 1)
+            high = min(high, rows.stop + s - t + g.window - 1)
+        keys = slice(low, high)
+        hidden = torch.zeros(1, rows.stop - start, high - low, dtype=torch.bool, device=q.device)
+        if g.causal:
+            hidden = hidden | (index[keys] > index[s - t + start : s - t + rows.stop, None])
+        if g.window is not None:
+            hidden = hidden | ((rank_q[:, rows, None] - rank_k[:, None, keys]).abs() >= g.window)
+        if g.run_q is not None and g.run_k is not None:
+            hidden = hidden | (g.run_q[:, rows, None] != g.run_k[:, None, keys]) | (g.run_k[:, None, keys] < 0)
+            # A padding row has nothing to see; let it see everything, its result is thrown away.
+            hidden = hidden & (g.run_q[:, rows, None] >= 0)
+        mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)[:, None]
+        if g.bias is not None:
+            mask = g.bias[:, :, rows, keys].to(q.dtype)
+        yield Piece(rows, keys, mask.masked_fill(hidden[:, None], -torch.inf), False)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of [B, H, T, W] tensors of one width -> (output, log-normalizer that the backward wants)."""
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+        )
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale)
+    return out, q.new_empty(q.shape[0], q.shape[1], q.shape[2])
+
+
+def attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_z: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, log_z, 0.0, causal, attn_mask=mask, scale=scale
+        )
+    with torch.enable_grad():
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        again = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale)
+    dq, dk, dv = torch.autograd.grad(again, (q, k, v), grad)
+    return dq, dk, dv

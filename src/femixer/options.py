@@ -1,0 +1,27 @@
+"""Command line options: a dataclass becomes typed options, and wrong values become errors that name them."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from femixer.optional import require
+
+Options = TypeVar("Options")
+
+
+def parse(options: type[Options], args: Sequence[str], command: str, default: Options | None = None) -> Options:
+    """Read `args` into the dataclass `options`: one `--option` per field, helped by the docstring under the field.
+
+    Fields of nested dataclasses are options on the same level; a bool is a plain flag (`--resume`). `default` gives
+    other defaults than the dataclass does, which `--help` then shows.
+    """
+    tyro = require("tyro", "cli")
+    markers = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff)
+    # tyro tells "no default" from "the default None" by whether the argument is given at all.
+    given = {} if default is None else {"default": default}
+    return tyro.cli(options, args=list(args), prog=f"femixer {command}", config=markers, **given)
+
+
+def check(fits: bool, name: str, value: object, allowed: str) -> None:
+    """Raise a ValueError that names the argument, the value given and what is allowed, unless the value `fits`."""
+    if not fits:
+        raise ValueError(f"{name}={value!r} is not allowed; choose {allowed}")
