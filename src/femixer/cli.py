@@ -5,7 +5,6 @@ only when its command is called, so `femixer --help` stays fast and a missing ex
 """
 
 import importlib
-import importlib.util
 import shlex
 import sys
 from collections.abc import Sequence
@@ -30,8 +29,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
         print(f"femixer {__version__}")
         return 0
-    if name not in commands():
-        return fail(f"command={name!r} is unknown; choose one of {', '.join(commands())}")
+    if name not in COMMANDS:
+        return fail(f"command={name!r} is unknown; choose one of {', '.join(COMMANDS)}")
     return run(name, rest)
 
 
@@ -55,20 +54,8 @@ def fail(message: str) -> int:
     return 2
 
 
-def commands() -> dict[str, str]:
-    """Name -> one line of help, for the commands that this installation has."""
-    return {name: text for name, (module, text) in COMMANDS.items() if _exists(module)}
-
-
 def usage() -> str:
-    lines = [f"  {name:<10}{text}" for name, text in commands().items()]
+    lines = [f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
         ["usage: femixer <command> [options]", "", *lines, "", "`femixer <command> --help` lists a command's options."]
     )
-
-
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package around it is missing
-        return False

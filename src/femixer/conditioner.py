@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from femixer.kernels.precision import without_autocast
 from femixer.kernels.recurrence import linear_recurrence
 from femixer.layout import Layout
 
@@ -50,8 +52,9 @@ class TimeDecayConditioner(nn.Module):
     def forward(self, x: Tensor, layout: Layout, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x [B, T, dim], state [B, C] -> (features [B, T, C], state after the last token)."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
-            s, u, a = self._project_normalized(x.to(wide)).chunk(3, -1)
+        with without_autocast(x.device):
+            weight, bias = self.in_proj.weight.to(wide), self.in_proj.bias.to(wide)
+            s, u, a = NormalizedLinear.apply(x.to(wide), weight, bias).chunk(3, -1)
             decay = torch.sigmoid(-s)  # exp(-softplus(s))
             if state is None:
                 state = u.new_zeros(u.shape[0], u.shape[2])
@@ -60,12 +63,31 @@ class TimeDecayConditioner(nn.Module):
             features = F.silu(F.normalize(F.softplus(a), dim=-1)) * F.layer_norm(h, (self.channels,))
         return features, new_state
 
-    def _project_normalized(self, x: Tensor) -> Tensor:
-        """LN(x) W + b as (x W - mean(x) sum(W)) / std(x) + b: no normalized tokens are kept for the backward."""
-        weight = self.in_proj.weight.to(x.dtype)
-        variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
-        centred = torch.addcmul(F.linear(x, weight), mean, weight.sum(1), value=-1)
-        return torch.addcmul(self.in_proj.bias.to(x.dtype), centred, torch.rsqrt(variance + EPS))
+
+class NormalizedLinear(torch.autograd.Function):
+    """LN(x) Wᵀ + b. The normalized tokens are made again in the backward instead of being kept."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(F.layer_norm(x, x.shape[-1:], eps=EPS), weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, _ = inputs
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        shape = list(x.shape[-1:])
+        rows = grad.flatten(0, -2)
+        with without_autocast(x.device):
+            normalized, mean, rstd = torch.native_layer_norm(x, shape, None, None, EPS)
+            dweight = rows.mT @ normalized.flatten(0, -2)
+            dx, _, _ = torch.ops.aten.native_layer_norm_backward(
+                grad @ weight, x, shape, mean, rstd, None, None, [True, False, False]
+            )
+        return dx, dweight, rows.sum(0)
 
 
 def context(decay: Tensor, u: Tensor, layout: Layout, initial: Tensor, causal: bool) -> Tensor:

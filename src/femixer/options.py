@@ -12,10 +12,11 @@ def parse(options: type[Options], args: Sequence[str], command: str, default: Op
     """Read `args` into the dataclass `options`: one `--option` per field, helped by the docstring under the field.
 
     Fields of nested dataclasses are options on the same level; a bool is a plain flag (`--resume`). `default` gives
-    other defaults than the dataclass does, which `--help` then shows.
+    other defaults than the dataclass does, which `--help` then shows. Check values after parsing and not in
+    `__post_init__`: there tyro would wrap the message in a box of its own.
     """
     tyro = require("tyro", "cli")
-    markers = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff)
+    markers = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     # tyro tells "no default" from "the default None" by whether the argument is given at all.
     given = {} if default is None else {"default": default}
     return tyro.cli(options, args=list(args), prog=f"femixer {command}", config=markers, **given)

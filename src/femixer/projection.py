@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from femixer.kernels.precision import without_autocast
+
 # Rows modulated at a time: their eta stays in the cache instead of going through memory.
 ROWS = 128
 
@@ -53,24 +55,32 @@ class Projection(nn.Module):
         projected = self.linear(x)
         if self.modulation is not None:
             assert features is not None
-            projected = Modulate.apply(projected, features, self.modulation, self.scaled)
+            if torch.is_grad_enabled():
+                projected = Modulate.apply(projected, features, self.modulation, self.scaled)
+            else:
+                projected = modulate(projected, features, self.modulation, self.scaled, out=projected)
         widths = [c.width for c in self.columns.values()]
         return dict(zip(self.columns, projected.split(widths, -1), strict=True))
 
 
+def modulate(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, out: Tensor) -> Tensor:
+    """x * (1 + f Mᵀ) in the first `scaled` columns, x + f Mᵀ in the others, without ever storing eta = f Mᵀ whole."""
+    with without_autocast(x.device):
+        rows, y = x.flatten(0, -2), out.flatten(0, -2)
+        f, m = features.flatten(0, -2).to(x.dtype), matrix.to(x.dtype)
+        for at in _stretches(len(rows)):
+            eta = f[at] @ m.mT
+            torch.addcmul(rows[at, :scaled], rows[at, :scaled], eta[:, :scaled], out=y[at, :scaled])
+            torch.add(rows[at, scaled:], eta[:, scaled:], out=y[at, scaled:])
+        return out
+
+
 class Modulate(torch.autograd.Function):
-    """y = x * (1 + f Mᵀ) in the first `scaled` columns, x + f Mᵀ in the others. eta = f Mᵀ is never stored."""
+    """`modulate` with a backward that makes eta again."""
 
     @staticmethod
     def forward(x: Tensor, features: Tensor, matrix: Tensor, scaled: int) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            rows, f, m = x.flatten(0, -2), features.flatten(0, -2).to(x.dtype), matrix.to(x.dtype)
-            y = torch.empty_like(rows)
-            for at in _stretches(len(rows)):
-                eta = f[at] @ m.mT
-                torch.addcmul(rows[at, :scaled], rows[at, :scaled], eta[:, :scaled], out=y[at, :scaled])
-                torch.add(rows[at, scaled:], eta[:, scaled:], out=y[at, scaled:])
-            return y.view_as(x)
+        return modulate(x, features, matrix, scaled, out=torch.empty_like(x))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -84,13 +94,14 @@ class Modulate(torch.autograd.Function):
         rows, f, m = x.flatten(0, -2), features.flatten(0, -2).to(x.dtype), matrix.to(x.dtype)
         g = grad.flatten(0, -2)
         dx, df, dm = torch.empty_like(rows), torch.empty_like(f), torch.zeros_like(m)
-        for at in _stretches(len(rows)):
-            eta = f[at] @ m.mT
-            torch.addcmul(g[at, :scaled], g[at, :scaled], eta[:, :scaled], out=dx[at, :scaled])
-            dx[at, scaled:] = g[at, scaled:]
-            eta.copy_(g[at])[:, :scaled].mul_(rows[at, :scaled])
-            torch.mm(eta, m, out=df[at])
-            dm.addmm_(eta.mT, f[at])
+        with without_autocast(x.device):
+            for at in _stretches(len(rows)):
+                eta = f[at] @ m.mT
+                torch.addcmul(g[at, :scaled], g[at, :scaled], eta[:, :scaled], out=dx[at, :scaled])
+                dx[at, scaled:] = g[at, scaled:]
+                eta.copy_(g[at])[:, :scaled].mul_(rows[at, :scaled])
+                torch.mm(eta, m, out=df[at])
+                dm.addmm_(eta.mT, f[at])
         return dx.view_as(x), df.view_as(features).to(features.dtype), dm.to(matrix.dtype), None
 
 

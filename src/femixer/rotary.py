@@ -17,6 +17,10 @@ def rotary_angles(position: Tensor, width: int, base: float, dtype: torch.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, T, H, E]: channels (i, i + E/2) form the pair i; scores of rotated vectors depend on distance only."""
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+    """x [B, T, H, E]: channels (2i, 2i + 1) are rotated as pair i, so scores depend on the distance only."""
+    pairs = x.unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling():  # a compiler fuses the real form and knows no complex numbers
+        a, b = pairs.unbind(-1)
+        return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+    # One complex product; several times faster than the real form written out.
+    return torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin)).flatten(-2)

@@ -62,18 +62,29 @@ def row_blocks(n: int, m: int, causal: bool, window: int | None) -> Iterator[Row
         yield Rows(start, stop, low, high, common_low, max(common_low, common_high))
 
 
-def log_prior(s: Sequences, rows: Rows) -> Tensor:
-    """log p of the block's rows over keys [low, high): [N, rows, keys], -inf where a row cannot see a key."""
+class BlockPrior(NamedTuple):
+    """The prior of a block of rows over keys [low, high), [N, rows, keys]: log p, and p itself."""
+
+    log: Tensor
+    p: Tensor
+
+
+def block_prior(s: Sequences, rows: Rows) -> BlockPrior:
     scores = s.q[:, rows.start : rows.stop] @ s.k[:, rows.low : rows.high].mT * s.scale
     if s.bias is not None:
-        scores = scores + s.bias[:, rows.start : rows.stop, rows.low : rows.high]
+        scores += s.bias[:, rows.start : rows.stop, rows.low : rows.high]
     offset = s.k.shape[1] - s.q.shape[1]
     row = torch.arange(rows.start, rows.stop, device=s.q.device)[:, None] + offset
-    key = torch.arange(rows.low, rows.high, device=s.q.device)
-    hidden = (key > row) if s.causal else torch.zeros_like(key > row)
-    if s.window is not None:
-        hidden = hidden | ((row - key).abs() >= s.window)
-    return scores.masked_fill_(hidden, -torch.inf).log_softmax(-1)
+    for low, high in _fringes(rows):
+        key = torch.arange(low, high, device=s.q.device)
+        hidden = (key > row) if s.causal else torch.zeros_like(key > row)
+        if s.window is not None:
+            hidden |= (row - key).abs() >= s.window
+        scores[..., low - rows.low : high - rows.low].masked_fill_(hidden, -torch.inf)
+    scores -= scores.amax(-1, keepdim=True)
+    p = scores.exp()
+    total = p.sum(-1, keepdim=True)
+    return BlockPrior(scores.sub_(total.log()), p.div_(total))
 
 
 class KeyBlock(NamedTuple):
@@ -114,28 +125,23 @@ def _fringes(rows: Rows) -> list[tuple[int, int]]:
     return [(a, b) for a, b in ((rows.low, rows.common_low), (rows.common_high, rows.high)) if a < b]
 
 
-def _free_energy(s: Sequences, rows: Rows, log_p: Tensor, mean: Tensor, exponentials: Exponentials) -> Tensor:
+def _free_energy(s: Sequences, rows: Rows, prior: BlockPrior, exponentials: Exponentials) -> Tensor:
     beta = exponentials.beta
     terms = []
     for block in exponentials.blocks(rows.common_low, rows.common_high):
-        part = log_p[..., block.start - rows.low : block.stop - rows.low]
-        peak = part.amax(-1, keepdim=True)
-        terms.append(((part - peak).exp_() @ block.exp).log_() + peak + beta * block.top)
+        at = slice(block.start - rows.low, block.stop - rows.low)
+        terms.append((prior.p[..., at] @ block.exp).log_() + beta * block.top)
     for low, high in _fringes(rows):
-        part = log_p[..., low - rows.low : high - rows.low, None]
+        part = prior.log[..., low - rows.low : high - rows.low, None]
         terms.append((part + (beta * s.v[:, low:high])[:, None]).logsumexp(-2))
-    return torch.maximum(torch.stack(terms).logsumexp(0) / beta, mean)
+    return torch.stack(terms).logsumexp(0) / beta
 
 
 def free_energy(s: Sequences) -> Tensor:
-    """F [N, n, D] = log(sum_i p(i) exp(beta v_i)) / beta, never below the mean."""
+    """F [N, n, D] = log(sum_i p(i) exp(beta v_i)) / beta; -inf where the sum is beyond float64's sight."""
     exponentials = Exponentials(s)
-    result = s.v.new_empty(s.v.shape[0], s.q.shape[1], s.v.shape[2])
-    for rows in row_blocks(s.q.shape[1], s.k.shape[1], s.causal, s.window):
-        log_p = log_prior(s, rows)
-        mean = log_p.exp() @ s.v[:, rows.low : rows.high]
-        result[:, rows.start : rows.stop] = _free_energy(s, rows, log_p, mean, exponentials)
-    return result
+    blocks = row_blocks(s.q.shape[1], s.k.shape[1], s.causal, s.window)
+    return torch.cat([_free_energy(s, rows, block_prior(s, rows), exponentials) for rows in blocks], 1)
 
 
 class Gradients(NamedTuple):
@@ -158,36 +164,34 @@ def gradients(s: Sequences, grad_mean: Tensor, grad_free: Tensor | None) -> Grad
     for rows in row_blocks(s.q.shape[1], s.k.shape[1], s.causal, s.window):
         here = slice(rows.start, rows.stop)
         keys = slice(rows.low, rows.high)
-        log_p = log_prior(s, rows)
-        p = log_p.exp()
-        v = s.v[:, keys]
+        prior = block_prior(s, rows)
+        p, v = prior.p, s.v[:, keys]
         mean = p @ v
         to_mean = grad_mean[:, here]
         if exponentials is not None:
             assert dbeta is not None
             assert grad_free is not None
             beta = exponentials.beta
-            energy = _free_energy(s, rows, log_p, mean, exponentials)
+            energy = _free_energy(s, rows, prior, exponentials)
             # Where F is the mean (constant values, or a sum beyond sight) the posterior is the prior.
             is_mean = energy <= mean
+            energy = torch.maximum(energy, mean)
             to_mean = to_mean + grad_free[:, here].masked_fill(~is_mean, 0)
             to_free = grad_free[:, here].masked_fill(is_mean, 0)
             dscores = -p * (to_free / beta).sum(-1, keepdim=True)
             expected = torch.zeros_like(energy)
             for block in exponentials.blocks(rows.common_low, rows.common_high):
                 at = slice(block.start - rows.low, block.stop - rows.low)
-                part = log_p[..., at]
-                peak = part.amax(-1, keepdim=True)
-                weight = (part - peak).exp_()
+                weight = p[..., at]
                 # The bound only acts where the sum is beyond float64's sight; it keeps the gradient finite there.
-                factor = (peak + beta * (block.top - energy)).masked_fill_(is_mean, -torch.inf).clamp_(max=700).exp_()
+                factor = (beta * (block.top - energy)).clamp_(max=700).exp_().masked_fill_(is_mean, 0)
                 dv[:, block.start : block.stop] += block.exp * (weight.mT @ (to_free * factor))
                 dscores[..., at] += weight * ((to_free * factor / beta) @ block.exp.mT)
                 expected += factor * (weight @ (block.exp * s.v[:, block.start : block.stop]))
             for low, high in _fringes(rows):
                 at = slice(low - rows.low, high - rows.low)
                 seen = s.v[:, None, low:high]
-                posterior = (log_p[..., at, None] + beta[:, None] * (seen - energy[:, :, None])).exp_()
+                posterior = (prior.log[..., at, None] + beta[:, None] * (seen - energy[:, :, None])).exp_()
                 posterior = posterior.masked_fill_(is_mean[:, :, None], 0)
                 dv[:, low:high] += torch.einsum("ntsd,ntd->nsd", posterior, to_free)
                 dscores[..., at] += torch.einsum("ntsd,ntd->nts", posterior, to_free / beta)

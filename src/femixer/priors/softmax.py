@@ -121,11 +121,12 @@ class SoftmaxPrior(Prior):
 
     def _heads(self, inputs: dict[str, Tensor], position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Queries [B, T, H, E] and keys [B, T, G, E] at their positions."""
-        q, k = (inputs[name].unflatten(-1, (-1, self.widths.key)).to(dtype) for name in ("q", "k"))
+        q, k = (inputs[name].unflatten(-1, (-1, self.widths.key)) for name in ("q", "k"))
         if self.rope:
-            cos, sin = rotary_angles(position, self.widths.key, self.rope_base, dtype)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        return q, k
+            wide = torch.promote_types(dtype, torch.float32)
+            cos, sin = rotary_angles(position, self.widths.key, self.rope_base, wide)
+            q, k = rotate(q.to(wide), cos, sin), rotate(k.to(wide), cos, sin)
+        return q.to(dtype), k.to(dtype)
 
     def _bias(self, query: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor | None:
         return None if self.score_bias is None else self.score_bias(query, key).to(dtype)
