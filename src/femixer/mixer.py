@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from femixer.inspection import Inspection
 
 PARTS = "CLTG"
+# softplus underflows to zero for a parameter far below zero; a temperature is divided by.
+LEAST_BETA = 1e-6
 
 
 class Projected(NamedTuple):
@@ -111,7 +113,7 @@ class FreeEnergyMixer(nn.Module):
 
     def _beta(self) -> Tensor | None:
         """[kv_heads, d_v], positive."""
-        return None if self.raw_beta is None else F.softplus(self.raw_beta + 1.8)
+        return None if self.raw_beta is None else F.softplus(self.raw_beta + 1.8).clamp_min(LEAST_BETA)
 
     @property
     def beta_max(self) -> Tensor:

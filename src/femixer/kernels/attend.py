@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 def pieces(q: Tensor, k: Tensor, g: Geometry) -> Iterator[Piece]:
     t, s = q.shape[1], k.shape[1]
     whole = slice(0, t), slice(0, s)
-    plain = g.bias is None and g.run_q is None and (g.window is None or (g.window >= s and g.causal))
+    plain = g.bias is None and g.run_q is None and (g.window is None or g.window >= s)
     if plain and (not g.causal or t == 1):
         yield Piece(*whole, None, False)
         return

@@ -52,7 +52,7 @@ def softmax_read(
     """
     if bias is not None:
         bias = bias.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    run_q, run_k = runs if runs is not None else (None, None)
+    run_q, run_k = (None, None) if runs is None else runs
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if q.shape[1] == 0:
         nothing = q.new_zeros(*q.shape[:-1], v.shape[-1])
@@ -364,34 +364,40 @@ def softmax_step(
     keys: Tensor,
     values: Tensor,
     beta: Tensor | None,
+    geometry: Geometry,
     stream: Tensor | None = None,
     shift: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """softmax_read of one query q [B, 1, H, E] that sees all cached keys [B, G, S, E] and values, without gradients.
+    """softmax_read of one query q [B, 1, H, E] after cached keys [B, G, S, E] and values [B, G, S, D]; no gradients.
 
     stream [B, G, S, 2D]: the values beside exp(beta (v - shift)), where the cache keeps them.
     """
-    heads, groups, width = q.shape[2], keys.shape[1], values.shape[-1]
-    scale = q.shape[-1] ** -0.5
-    grouped = q.view(q.shape[0], groups, heads // groups, -1)
-    if beta is not None and not bool((beta >= SMALL_BETA).all()):
-        return softmax_read(q, keys.transpose(1, 2), values.transpose(1, 2), beta, causal=False)
-    total: Tensor | None = None
+    batch, _, heads, width = q.shape
+    groups, d = keys.shape[1], values.shape[-1]
+    seen, mask = next((piece.keys, piece.mask) for piece in pieces(q, keys.transpose(1, 2), geometry))
     with without_autocast(q.device):
-        p = torch.softmax(grouped * scale @ keys.mT, -1)
-        if stream is not None:
-            mean, total = (p @ stream).split(width, -1)
+        scores = q.view(batch, groups, heads // groups, width) * width**-0.5 @ keys[:, :, seen].mT
+        if mask is not None:
+            scores = scores + mask.expand(batch, heads, 1, -1).reshape(scores.shape)
+        p = torch.softmax(scores, -1)
+        if beta is None:
+            mean, free = p @ values[:, :, seen], None
         else:
-            mean = p @ values
-            if beta is not None:
-                shift = values.amax(2, keepdim=True)
-                total = p @ torch.sub(values, shift).mul_(beta[:, None] * LOG2_E).exp2_()
-    mean = mean.reshape(q.shape[0], 1, heads, width)
-    if beta is None:
-        return mean, None
-    assert total is not None
-    assert shift is not None
-    if bool((total < math.exp(_least_log(q.dtype))).any()):
-        return softmax_read(q, keys.transpose(1, 2), values.transpose(1, 2), beta, causal=False)
-    free = (total.log() / beta[:, None] + shift).reshape(mean.shape)
-    return mean, torch.maximum(free, mean)
+            if stream is None:
+                visible = values[:, :, seen]
+                shift = visible.amax(2, keepdim=True)
+                mean = p @ visible
+                total = p @ torch.sub(visible, shift).mul_(beta[:, None] * LOG2_E).exp2_()
+            else:
+                mean, total = (p @ stream[:, :, seen]).split(d, -1)
+            assert shift is not None
+            if bool(total.amin() < math.exp(_least_log(q.dtype))) or bool(beta.amin() < SMALL_BETA):
+                k, v = keys.transpose(1, 2), values.transpose(1, 2)
+                runs = None if geometry.run_q is None or geometry.run_k is None else (geometry.run_q, geometry.run_k)
+                window, bias = geometry.window, geometry.bias
+                return softmax_read(q, k, v, beta, causal=True, window=window, bias=bias, runs=runs)
+            free = torch.maximum(total.log_() / beta[:, None] + shift, mean)
+    results = [x.reshape(batch, 1, heads, d) for x in (mean, free) if x is not None]
+    if geometry.run_q is not None:
+        results = [x.masked_fill((geometry.run_q < 0)[..., None, None], 0) for x in results]
+    return results[0], results[1] if free is not None else None

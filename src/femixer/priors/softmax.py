@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from femixer.kernels.attend import Geometry
 from femixer.kernels.softmax import softmax_read, softmax_step
 from femixer.layout import Layout
 from femixer.priors.base import Prior, Widths
@@ -146,9 +147,13 @@ class SoftmaxPrior(Prior):
         cache = self._append(state, k, v, beta, layout)
         bias = self._bias(layout.position, cache.position, dtype)
         runs = None if cache.run is None else (cache.run[:, -q.shape[1] :], cache.run)
-        unhindered = bias is None and runs is None and (self.window is None or self.window >= cache.keys.length)
-        if q.shape[1] == 1 and unhindered and not torch.is_grad_enabled():
-            mean, free = softmax_step(q, cache.keys.tensor, cache.stream.values, beta, *cache.stream.exponential)
+        if q.shape[1] == 1 and not torch.is_grad_enabled():
+            if bias is not None:
+                bias = bias.expand(q.shape[0], self.heads, 1, cache.keys.length)
+            run_q, run_k = (None, None) if runs is None else runs
+            geometry = Geometry(bias, run_q, run_k, True, self.window)
+            stream, shift = cache.stream.exponential
+            mean, free = softmax_step(q, cache.keys.tensor, cache.stream.values, beta, geometry, stream, shift)
         else:
             keys, values = cache.keys.tensor.transpose(1, 2), cache.stream.values.transpose(1, 2)
             mean, free = softmax_read(q, keys, values, beta, causal=True, window=self.window, bias=bias, runs=runs)
