@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from femixer.kernels import blocked
-from femixer.kernels.attend import Geometry, attend, attend_backward, pieces
+from femixer.kernels.attend import Geometry, Piece, attend, attend_backward, pieces
 from femixer.kernels.precision import without_autocast
 
 # Sums below exp(-60) in float32 begin to lose terms to underflow; gradients divide by them.
@@ -125,7 +125,7 @@ def _fold(x: Tensor, groups: int, width: int) -> Tensor:
     return x.transpose(1, 2)[..., :width]
 
 
-def _least_log(dtype: torch.dtype) -> float:
+def least_log(dtype: torch.dtype) -> float:
     return math.log(torch.finfo(dtype).tiny) + UNDERFLOW_MARGIN
 
 
@@ -163,7 +163,7 @@ def _read(
         total, base = out[..., d:used].contiguous(), streams.base.repeat_interleave(repeats, 2)
         if run_q is not None:
             total.masked_fill_((run_q < 0)[..., None, None], 1)
-        least = math.exp(_least_log(q.dtype))
+        least = math.exp(least_log(q.dtype))
         # The smallest sum settles the common case; a base of 1 only makes sums larger.
         if bool(total.amin() < least):
             exact = (total + base < least).any(-1).any(1)
@@ -202,26 +202,97 @@ def _(
     return mean, free, q.new_empty(b, t, h).transpose(1, 2), q.new_empty(b, h, dtype=torch.bool)
 
 
+class Part(NamedTuple):
+    """Some heads of a read and their results."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None
+    mean: Tensor
+    free: Tensor | None
+    log_z: Tensor
+    exact: Tensor
+
+
+def _head_slices(q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
+    """Heads of queries and of keys whose backward is done together: on a CPU as few as load its threads evenly, because
+    what the backward holds besides its results grows with them."""
+    groups, repeats = k.shape[2], q.shape[2] // k.shape[2]
+    together = groups
+    if q.device.type == "cpu":
+        threads = torch.get_num_threads()
+        together = min(groups, threads // math.gcd(threads, q.shape[0] * repeats))
+    starts = range(0, groups, together)
+    return [(slice(s * repeats, (s + together) * repeats), slice(s, s + together)) for s in starts]
+
+
 def _undo_logarithm(
-    grad_mean: Tensor, grad_free: Tensor, mean: Tensor, free: Tensor, beta: Tensor, streams: Streams, exact: Tensor
+    part: Part, grad_mean: Tensor, grad_free: Tensor, streams: Streams
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From mu and F back to the sums (mu | total - base): their gradient, their values, and dbeta of the logarithm.
 
     total = exp(beta (F - top)), dF/dtotal = 1 / (beta total), dF/dbeta = -(F - top) / beta. Heads that `blocked` read
     take no part.
     """
-    repeats = free.shape[2] // beta.shape[0]
-    temperature = beta.repeat_interleave(repeats, 0)
-    below_top = free - streams.top.repeat_interleave(repeats, 2)
+    assert part.beta is not None
+    assert part.free is not None
+    repeats = part.free.shape[2] // part.beta.shape[0]
+    temperature = part.beta.repeat_interleave(repeats, 0)
+    below_top = part.free - streams.top.repeat_interleave(repeats, 2)
     slope = grad_free / temperature
-    if bool(exact.any()):
-        apart = exact[:, None, :, None]
+    if bool(part.exact.any()):
+        apart = part.exact[:, None, :, None]
         grad_mean, below_top, slope = (x.masked_fill(apart, 0) for x in (grad_mean, below_top, slope))
     dbeta = -torch.einsum("bthd,bthd->hd", slope, below_top).unflatten(0, (-1, repeats)).sum(1)
     base = streams.base.repeat_interleave(repeats, 2)
     total = _exp_minus(below_top.mul_(temperature), base)
     slope.div_(total + base if bool(base.any()) else total)
-    return torch.cat([grad_mean, slope], -1), torch.cat([mean, total], -1), dbeta
+    return torch.cat([grad_mean, slope], -1), torch.cat([part.mean, total], -1), dbeta
+
+
+def _one_pass_backward(
+    part: Part, grad_mean: Tensor, grad_free: Tensor | None, calls: list[Piece], run_k: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """-> gradients of q, k, v and beta from the heads that were read in one pass."""
+    q, k, v, beta = part[:4]
+    h, e, groups, d = *q.shape[2:], *v.shape[2:]
+    streams = _streams(v, beta, run_k)
+    used = streams.data.shape[-1]
+    width = max(e, used)
+    inner, sums, dbeta = grad_mean, part.mean, None
+    if beta is not None and grad_free is not None:
+        inner, sums, dbeta = _undo_logarithm(part, grad_mean, grad_free, streams)
+    qh, kh, sh = (_heads_first(x, h, width) for x in (q, k, streams.data))
+    inner, sums = (_widen(x, width).transpose(1, 2) for x in (inner, sums))
+    totals: list[Tensor] = []
+    for rows, keys, mask, triangular in calls:
+        a, b, c = attend_backward(
+            inner[:, :, rows],
+            qh[:, :, rows],
+            kh[:, :, keys],
+            sh[:, :, keys],
+            sums[:, :, rows],
+            part.log_z[:, :, rows],
+            mask,
+            triangular,
+            scale,
+        )
+        grads = [a.transpose(1, 2)[..., :e], _fold(b, groups, e), _fold(c, groups, used)]
+        if len(calls) == 1 and grads[1].shape[1] == k.shape[1]:
+            totals = grads
+            break
+        if not totals:
+            totals = [torch.zeros_like(x) for x in (q, k, streams.data)]
+        for total, at, grad in zip(totals, (rows, keys, keys), grads, strict=True):
+            total[:, at] += grad
+    dq, dk, dstreams = totals
+    dv = dstreams[..., :d]
+    if beta is not None and dbeta is not None:
+        weighted = streams.data[..., d:].add_(streams.base).mul_(dstreams[..., d:])
+        dv = torch.addcmul(dv, weighted, beta)
+        dbeta += weighted.mul_(v - streams.top).sum((0, 1))
+    return dq, dk, dv, dbeta
 
 
 @torch.library.custom_op("femixer::softmax_read_backward", mutates_args=())
@@ -244,7 +315,6 @@ def _read_backward(
     scale: float,
     bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    (_, _, h, e), groups, d = q.shape, k.shape[2], v.shape[-1]
     geometry = Geometry(bias, run_q, run_k, causal, window)
     if bias_grad:
         # The attention kernel has no gradient for its mask; the blocked read has.
@@ -253,46 +323,30 @@ def _read_backward(
         padding = (run_q < 0)[..., None, None]
         grad_mean = grad_mean.masked_fill(padding, 0)
         grad_free = None if grad_free is None else grad_free.masked_fill(padding, 0)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     dbeta = q.new_empty(0) if beta is None else torch.zeros_like(beta)
-    calls = list(pieces(q, k, geometry))
     if bool(exact.all()):
-        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        for x in (dq, dk, dv):
+            x.zero_()
     else:
-        streams = _streams(v, beta, run_k)
-        used = streams.data.shape[-1]
-        width = max(e, used)
-        inner, sums = grad_mean, mean
-        if beta is not None and grad_free is not None:
-            inner, sums, dbeta = _undo_logarithm(grad_mean, grad_free, mean, free, beta, streams, exact)
-        qh, kh, sh = (_heads_first(x, h, width) for x in (q, k, streams.data))
-        inner, sums = (_widen(x, width).transpose(1, 2) for x in (inner, sums))
-        total_grads: list[Tensor] = []
-        for rows, keys, mask, triangular in calls:
-            a, b, c = attend_backward(
-                inner[:, :, rows],
-                qh[:, :, rows],
-                kh[:, :, keys],
-                sh[:, :, keys],
-                sums[:, :, rows],
-                log_z[:, :, rows],
-                mask,
-                triangular,
-                scale,
+        calls = list(pieces(q, k, geometry))
+        for hs, gs in _head_slices(q, k):
+            part = Part(
+                q[:, :, hs],
+                k[:, :, gs],
+                v[:, :, gs],
+                None if beta is None else beta[gs],
+                mean[:, :, hs],
+                None if beta is None else free[:, :, hs],
+                log_z[:, hs],
+                exact[:, hs],
             )
-            grads = [a.transpose(1, 2)[..., :e], _fold(b, groups, e), _fold(c, groups, used)]
-            if len(calls) == 1 and grads[1].shape[1] == k.shape[1]:
-                total_grads = grads
-                break
-            if not total_grads:
-                total_grads = [torch.zeros_like(x) for x in (q, k, streams.data)]
-            for total_grad, at, part in zip(total_grads, (rows, keys, keys), grads, strict=True):
-                total_grad[:, at] += part
-        dq, dk, dstreams = (x.contiguous() for x in total_grads)
-        dv = dstreams[..., :d].contiguous()
-        if beta is not None:
-            weighted = streams.data[..., d:].add_(streams.base).mul_(dstreams[..., d:])
-            dv.addcmul_(weighted, beta)
-            dbeta += weighted.mul_(v - streams.top).sum((0, 1))
+            to_free = None if grad_free is None else grad_free[:, :, hs]
+            masks = [c._replace(mask=c.mask[:, hs]) if c.mask is not None and c.mask.shape[1] > 1 else c for c in calls]
+            results = _one_pass_backward(part, grad_mean[:, :, hs], to_free, masks, run_k, scale)
+            dq[:, :, hs], dk[:, :, gs], dv[:, :, gs] = results[:3]
+            if results[3] is not None:
+                dbeta[gs] = results[3]
     dbias = q.new_empty(0)
     if bias_grad and bias is not None:
         dbias = torch.zeros_like(bias, memory_format=torch.contiguous_format)
@@ -357,47 +411,3 @@ def _backward(ctx, grad_mean, grad_free, *_):  # type: ignore[no-untyped-def]
 
 
 _read.register_autograd(_backward, setup_context=_setup)
-
-
-def softmax_step(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    beta: Tensor | None,
-    geometry: Geometry,
-    stream: Tensor | None = None,
-    shift: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """softmax_read of one query q [B, 1, H, E] after cached keys [B, G, S, E] and values [B, G, S, D]; no gradients.
-
-    stream [B, G, S, 2D]: the values beside exp(beta (v - shift)), where the cache keeps them.
-    """
-    batch, _, heads, width = q.shape
-    groups, d = keys.shape[1], values.shape[-1]
-    seen, mask = next((piece.keys, piece.mask) for piece in pieces(q, keys.transpose(1, 2), geometry))
-    with without_autocast(q.device):
-        scores = q.view(batch, groups, heads // groups, width) * width**-0.5 @ keys[:, :, seen].mT
-        if mask is not None:
-            scores = scores + mask.expand(batch, heads, 1, -1).reshape(scores.shape)
-        p = torch.softmax(scores, -1)
-        if beta is None:
-            mean, free = p @ values[:, :, seen], None
-        else:
-            if stream is None:
-                visible = values[:, :, seen]
-                shift = visible.amax(2, keepdim=True)
-                mean = p @ visible
-                total = p @ torch.sub(visible, shift).mul_(beta[:, None] * LOG2_E).exp2_()
-            else:
-                mean, total = (p @ stream[:, :, seen]).split(d, -1)
-            assert shift is not None
-            if bool(total.amin() < math.exp(_least_log(q.dtype))) or bool(beta.amin() < SMALL_BETA):
-                k, v = keys.transpose(1, 2), values.transpose(1, 2)
-                runs = None if geometry.run_q is None or geometry.run_k is None else (geometry.run_q, geometry.run_k)
-                window, bias = geometry.window, geometry.bias
-                return softmax_read(q, k, v, beta, causal=True, window=window, bias=bias, runs=runs)
-            free = torch.maximum(total.log_() / beta[:, None] + shift, mean)
-    results = [x.reshape(batch, 1, heads, d) for x in (mean, free) if x is not None]
-    if geometry.run_q is not None:
-        results = [x.masked_fill((geometry.run_q < 0)[..., None, None], 0) for x in results]
-    return results[0], results[1] if free is not None else None

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from femixer.kernels.attend import Geometry
-from femixer.kernels.softmax import softmax_read, softmax_step
+from femixer.kernels.softmax import softmax_read
+from femixer.kernels.softmax_step import softmax_step
 from femixer.layout import Layout
 from femixer.priors.base import Prior, Widths
 from femixer.projection import Columns
