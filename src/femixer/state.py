@@ -74,6 +74,7 @@ class Growing:
         storage.filled = length
         return Growing(storage, length)
 
-    def last(self, count: int) -> Growing:
-        """The last `count` entries as a value of their own."""
-        return Growing.of(self.tensor[:, :, self.length - count :].contiguous())
+    def take(self, index: Tensor) -> Growing:
+        """The entries index [B, n] as a value of their own."""
+        whole = self.tensor
+        return Growing.of(whole.gather(2, index[:, None, :, None].expand(-1, whole.shape[1], -1, whole.shape[3])))

@@ -21,6 +21,8 @@ ScoreBias = Callable[[Tensor, Tensor], Tensor]
 CACHES = ("value", "exp")
 # A cached exponential may exceed its shift by this many nats before the shift is renewed.
 CACHE_HEADROOM = 40.0
+# A windowed cache is cut when it is this much longer than twice the window.
+FORGET_LATE = 64
 
 
 def alibi(heads: int) -> ScoreBias:
@@ -71,8 +73,8 @@ class Stream(NamedTuple):
             return Stream.of(torch.cat([self.values, v], 2), beta, True)
         return self._replace(data=self.data.append(torch.cat([v, above.exp()], -1)))
 
-    def last(self, count: int) -> Stream:
-        return self._replace(data=self.data.last(count))
+    def take(self, index: Tensor) -> Stream:
+        return self._replace(data=self.data.take(index))
 
 
 class Cache(NamedTuple):
@@ -158,7 +160,7 @@ class SoftmaxPrior(Prior):
         else:
             keys, values = cache.keys.tensor.transpose(1, 2), cache.stream.values.transpose(1, 2)
             mean, free = softmax_read(q, keys, values, beta, causal=True, window=self.window, bias=bias, runs=runs)
-        return mean, free, cache
+        return mean, free, self._forget(cache)
 
     def _append(self, cache: Cache | None, k: Tensor, v: Tensor, beta: Tensor | None, layout: Layout) -> Cache:
         batch = k.shape[0]
@@ -178,32 +180,30 @@ class SoftmaxPrior(Prior):
         if cache.position.shape[0] != position.shape[0]:
             cache = cache._replace(position=cache.position.expand(batch, -1))
             position = position.expand(batch, -1)
-        cache = Cache(
+        return Cache(
             cache.keys.append(k),
             cache.stream.append(v, beta),
             run,
             torch.cat([cache.position, position], 1),
         )
-        return self._forget(cache)
 
     def _forget(self, cache: Cache) -> Cache:
-        """With a window, drop what no later query can see, once that is more than half of the cache."""
-        if self.window is None:
+        """With a window, keep the last real tokens that a later query can see; seldom, so that it costs little."""
+        window, length = self.window, cache.keys.length
+        if window is None or length < 2 * window + FORGET_LATE:
             return cache
-        length = cache.keys.length
-        needed = self.window
+        index = torch.arange(length - window, length, device=cache.position.device)
+        index = index.expand(cache.keys.tensor.shape[0], -1)
+        run = None
         if cache.run is not None:
-            # Windows count real tokens: the row with the most padding decides.
-            rank = (cache.run >= 0).cumsum(1)
-            needed = int((rank > rank[:, -1:] - self.window).sum(1).max())
-        if length < 2 * needed + 64:
-            return cache
-        return Cache(
-            cache.keys.last(needed),
-            cache.stream.last(needed),
-            None if cache.run is None else cache.run[:, -needed:],
-            cache.position[:, -needed:],
-        )
+            # Each row keeps its own; rows with fewer real tokens are filled up with padding.
+            real = torch.arange(length, device=index.device).masked_fill(cache.run < 0, -1)
+            index = real.topk(window, 1).values.flip(1)
+            missing = index < 0
+            index = index.clamp_min(0)
+            run = cache.run.gather(1, index).masked_fill(missing, -1)
+        position = cache.position.expand(len(index), -1).gather(1, index)
+        return Cache(cache.keys.take(index), cache.stream.take(index), run, position)
 
     def weights(
         self,

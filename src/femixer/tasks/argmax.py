@@ -1,0 +1,286 @@
+"""The channel-wise argmax: the paper's toy problem, and `femixer argmax`.
+
+Every channel of a sequence hides one value that stands out, each at a position of its own, and the layer has to return
+all of them at once. A convex read gives every channel of a head the same weights over positions, so softmax attention
+cannot; the free energy weighs the positions for each channel by its own values, so FEM can.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from femixer.kernels.softmax import softmax_read
+from femixer.optional import require
+from femixer.options import check, parse
+from femixer.training import Results, RunOptions, adamw, generator, show_table, train
+from femixer.training.results import Record
+
+MODELS = {"fem": "FEM", "attention": "softmax attention"}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """The problem, the models and their training. The defaults suit two CPU cores; --paper gives the paper's."""
+
+    length: int = 128
+    """Positions T of a sequence."""
+    channels: int = 128
+    """Channels D: values, queries and keys are this wide."""
+    heads: int = 2
+    """Heads; each has its own weights over positions."""
+    margin: float = 1.0
+    """How far the winning value stands above the others."""
+    noise: float = 0.05
+    """Standard deviation of the values."""
+    lr: float = 0.03
+    """Learning rate of AdamW."""
+    weight_decay: float = 0.01
+    """Weight decay of the projection matrices; biases and temperatures have none."""
+    batch: int = 64
+    """Sequences per step, all of them new."""
+    steps: int = 1000
+    """Training steps."""
+    validation: int = 2000
+    """Validation sequences."""
+    evaluate_every: int = 50
+    """Steps between two evaluations, each of which also saves a checkpoint."""
+    seed: int = 0
+    """Seed of the data and of the initial weights."""
+
+    def validate(self) -> None:
+        """Raise a ValueError that names the first value that makes no sense."""
+        for name in ("channels", "heads", "batch", "steps", "validation", "evaluate_every"):
+            check(getattr(self, name) > 0, name, getattr(self, name), "a whole number above 0")
+        for name in ("margin", "noise", "lr"):
+            check(0 < getattr(self, name) < float("inf"), name, getattr(self, name), "a number above 0")
+        check(self.length > 1, "length", self.length, "a whole number above 1")
+        check(self.weight_decay >= 0, "weight_decay", self.weight_decay, "a number of at least 0")
+        check(self.channels % self.heads == 0, "heads", self.heads, f"a divisor of channels={self.channels}")
+
+
+PAPER = Experiment(channels=512, heads=4, lr=0.01, steps=2000, evaluate_every=100)
+
+
+class Sample(NamedTuple):
+    """Sequences and, for each channel, the position of the winner."""
+
+    values: Tensor  # [N, T, D]
+    winners: Tensor  # [N, D]
+
+    @property
+    def target(self) -> Tensor:
+        """y*_j = max_i V_ij, [N, D]."""
+        return self.values.amax(1)
+
+
+def sample(count: int, experiment: Experiment, source: torch.Generator) -> Sample:
+    """V_ij ~ N(0, noise^2), plus `margin` at i = a_j, with a_j uniform over the positions."""
+    values = torch.randn(count, experiment.length, experiment.channels, generator=source).mul_(experiment.noise)
+    winners = torch.randint(experiment.length, (count, experiment.channels), generator=source)
+    bump = torch.tensor(experiment.margin).expand(count, 1, experiment.channels)
+    return Sample(values.scatter_add_(1, winners[:, None], bump), winners)
+
+
+def training_batch(experiment: Experiment, step: int) -> Sample:
+    return sample(experiment.batch, experiment, generator(experiment.seed, "argmax train", step))
+
+
+def validation_batches(experiment: Experiment) -> list[Sample]:
+    """The validation set, cut to the size of a training batch to bound the memory of an evaluation."""
+    whole = sample(experiment.validation, experiment, generator(experiment.seed, "argmax validation"))
+    parts = zip(whole.values.split(experiment.batch), whole.winners.split(experiment.batch), strict=True)
+    return [Sample(*part) for part in parts]
+
+
+def index_correct(prediction: Tensor, data: Sample) -> Tensor:
+    """Is the value nearest to the prediction the winner? argmin_i |V_ij - y_j| = a_j, bool [N, D]."""
+    return (data.values - prediction[:, None]).abs_().argmin(1) == data.winners
+
+
+class LastRead(nn.Module):
+    """What one layer reads at the last position T, straight from its input: V [N, T, D] -> [N, D].
+
+    Per head p(i) = softmax_i(q_T . k_i / sqrt(width)), with queries and keys projected from V. There is no value or
+    output projection, no gate and no convolution, so that the two models differ in the read alone:
+
+        attention    mu_j = sum_i p(i) V_ij
+        FEM          (1 - lam_j) mu_j + lam_j F_j,    F_j = log(sum_i p(i) exp(beta_j V_ij)) / beta_j,
+                     lam = sigmoid(W V_T + b),  beta = softplus(x + 1.8)
+
+    At the last position a causal layer sees everything, and only its query is needed.
+    """
+
+    def __init__(self, channels: int, heads: int, free_energy: bool, source: torch.Generator) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(channels, channels)
+        self.key = nn.Linear(channels, channels)
+        self.temperature = nn.Linear(channels, channels) if free_energy else None
+        self.beta_shift = nn.Parameter(torch.zeros(heads, channels // heads)) if free_energy else None
+        for projection in self.children():
+            if isinstance(projection, nn.Linear):
+                nn.init.normal_(projection.weight, std=0.02, generator=source)
+                nn.init.zeros_(projection.bias)
+
+    @property
+    def beta_max(self) -> Tensor | None:
+        """Inverse temperature [H, D/H]; None for attention."""
+        return None if self.beta_shift is None else functional.softplus(self.beta_shift + 1.8)
+
+    def forward(self, values: Tensor) -> Tensor:
+        last = values[:, -1:]
+        q, k, v = (x.unflatten(-1, (self.heads, -1)) for x in (self.query(last), self.key(values), values))
+        mu, free_energy = softmax_read(q, k, v, self.beta_max, causal=False)
+        read = mu.flatten(1)
+        if self.temperature is None or free_energy is None:
+            return read
+        lam = self.temperature(last[:, 0]).sigmoid()
+        return torch.lerp(read, free_energy.flatten(1), lam)
+
+
+def build(experiment: Experiment) -> nn.ModuleDict:
+    """Both models, from the same initial queries and keys. They share no parameter and are trained side by side on the
+    same batches, each as it would be alone."""
+    return nn.ModuleDict(
+        {
+            name: LastRead(
+                experiment.channels, experiment.heads, name == "fem", generator(experiment.seed, "argmax weights")
+            )
+            for name in MODELS
+        }
+    )
+
+
+def losses(models: nn.ModuleDict, data: Sample) -> dict[str, Tensor]:
+    return {name: functional.mse_loss(models[name](data.values), data.target) for name in models}
+
+
+def evaluate(models: nn.ModuleDict, batches: Sequence[Sample]) -> Iterator[Record]:
+    """Mean squared error and index accuracy over all channels of all validation sequences, for each model."""
+    channels = sum(data.winners.numel() for data in batches)
+    for name, model in models.items():
+        assert isinstance(model, LastRead)
+        squared, correct = 0.0, 0
+        for data in batches:
+            prediction = model(data.values)
+            squared += (prediction - data.target).square().sum().item()
+            correct += int(index_correct(prediction, data).sum())
+        beta = model.beta_max
+        yield {
+            "model": name,
+            "mse": squared / channels,
+            "accuracy": correct / channels,
+            "beta": None if beta is None else beta.mean().item(),
+        }
+
+
+def run(experiment: Experiment, options: RunOptions) -> Results:
+    """Train and evaluate both models; the folder then holds the metrics, the figure and the table."""
+    experiment.validate()
+    options.apply()
+    results = Results("argmax", experiment, options)
+    if results.finished:
+        return results
+    models = build(experiment)
+    validation = validation_batches(experiment)
+    train(
+        models,
+        adamw(models, experiment.lr, experiment.weight_decay),
+        batch=lambda step: training_batch(experiment, step),
+        losses=losses,
+        evaluate=lambda models: evaluate(models, validation),
+        results=results,
+        steps=experiment.steps,
+        evaluate_every=experiment.evaluate_every,
+        seed=experiment.seed,
+    )
+    metrics = results.metrics()
+    results.write_figure(figure(experiment, metrics))
+    results.finish(table(experiment, models, metrics))
+    return results
+
+
+def table(experiment: Experiment, models: nn.ModuleDict, metrics: Sequence[Record]) -> str:
+    """The last evaluation of each model, in Markdown."""
+    last = {record["model"]: record for record in metrics}
+    lines = [
+        f"Channel-wise argmax: length {experiment.length}, {experiment.channels} channels, {experiment.heads} heads, "
+        f"{experiment.steps} steps, seed {experiment.seed}; {experiment.validation} validation sequences.",
+        "",
+        "| model | parameters | validation MSE | index accuracy | mean beta_max |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, label in MODELS.items():
+        parameters = sum(p.numel() for p in models[name].parameters())
+        mse, accuracy, beta = (last[name][key] for key in ("mse", "accuracy", "beta"))
+        shown = "" if beta is None else f"{beta:.2f}"
+        lines.append(f"| {label} | {parameters} | {mse:.4f} | {accuracy:.2%} | {shown} |")
+    lines.append(f"| guessing | 0 | | {1 / experiment.length:.2%} | |")
+    return "\n".join(lines) + "\n"
+
+
+def figure(experiment: Experiment, metrics: Sequence[Record]) -> Any:
+    """Validation error (left) and index accuracy (right) against training steps, for both models."""
+    figures, ticker = require("matplotlib.figure", "plot"), require("matplotlib.ticker", "plot")
+    # Blue and vermilion of Okabe and Ito, told apart with every kind of colour vision; the marker helps in print.
+    styles = {
+        "fem": {"color": "#0072B2", "marker": "o"},
+        "attention": {"color": "#D55E00", "marker": "s"},
+    }
+    drawing = figures.Figure(figsize=(9.0, 3.8), dpi=120, layout="constrained")
+    error, accuracy = drawing.subplots(1, 2)
+    for name, label in MODELS.items():
+        records = [record for record in metrics if record["model"] == name]
+        steps = [record["step"] for record in records]
+        look = {**styles[name], "label": label, "linewidth": 2, "markersize": 4, "clip_on": False, "zorder": 3}
+        error.plot(steps, [record["mse"] for record in records], **look)
+        accuracy.plot(steps, [record["accuracy"] for record in records], **look)
+    error.set(ylabel="mean squared error", yscale="log")
+    error.set_title("Validation error", loc="left")
+    error.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    error.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    error.yaxis.set_minor_formatter(ticker.NullFormatter())
+    accuracy.set(ylabel="share of channels", ylim=(-0.03, 1.03))
+    accuracy.set_title("Winner found (index accuracy)", loc="left")
+    accuracy.yaxis.set_major_formatter(ticker.PercentFormatter(1))
+    chance = 1 / experiment.length
+    accuracy.axhline(chance, color="black", linestyle=":", zorder=4, label=f"guessing, 1/{experiment.length}")
+    for axes in (error, accuracy):
+        axes.set(xlabel="training steps", xlim=(0, experiment.steps))
+        axes.grid(color="0.9", linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+    accuracy.legend(frameon=False, loc="center right")
+    drawing.suptitle(
+        f"One layer picks the largest of {experiment.length} values in each of {experiment.channels} channels "
+        f"({experiment.heads} heads)"
+    )
+    return drawing
+
+
+@dataclass(frozen=True)
+class Command:
+    """Choose the largest value of each channel: one layer of FEM against one of softmax attention.
+
+    Both are trained on fresh data. The results folder gets config.json, metrics.jsonl, figure.png and table.md.
+    """
+
+    experiment: Experiment
+    run: RunOptions
+    paper: bool = False
+    """Start from the paper's setting (512 channels, 4 heads, lr 0.01, 2000 steps); other options still apply."""
+
+
+def main(args: Sequence[str]) -> int:
+    default = Command(Experiment(), RunOptions(Path("results/argmax")))
+    if "--paper" in args:  # another set of defaults, so it is looked for before the options are read
+        default = replace(default, experiment=PAPER, run=RunOptions(Path("results/argmax-paper")))
+    command = parse(Command, args, "argmax", default)
+    results = run(command.experiment, command.run)
+    show_table(results)
+    print(f"Results are in {results.folder}/")
+    return 0

@@ -1,0 +1,52 @@
+"""Files that are there completely or not at all, whenever the process or the machine dies."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PARTIAL = ".partial"
+"""Ending of names under which nothing finished is kept; whoever finds one may delete it."""
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary name beside `path`; what is written there (a file, or a folder of files) becomes `path`.
+
+    The content reaches the disk before the rename, and the rename before this returns. A folder cannot replace
+    another folder: `path` must not exist then.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    remove(partial)
+    try:
+        yield partial
+        for part in [*partial.iterdir(), partial] if partial.is_dir() else [partial]:
+            sync(part)
+        os.replace(partial, path)
+        sync(path.parent)
+    finally:
+        remove(partial)
+
+
+def write(path: Path, text: str) -> None:
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def sync(path: Path) -> None:
+    """Ask the system to put a file's content, or a folder's list of names, on the disk."""
+    if path.is_dir() and os.name == "nt":  # Windows cannot open folders, and renames reach its disk in order
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

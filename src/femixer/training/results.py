@@ -1,0 +1,165 @@
+"""The results folder of a run.
+
+config.json     what was run, and with which versions
+metrics.jsonl   one JSON object per evaluation and model
+checkpoints/    the newest states of training
+figure.png      the curves
+table.md        the result; it is written last, so a run is finished exactly when it is there
+"""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from femixer.optional import MissingExtra, require
+from femixer.options import check
+from femixer.training import atomic
+
+CONFIG, METRICS, CHECKPOINTS, FIGURE, TABLE = "config.json", "metrics.jsonl", "checkpoints", "figure.png", "table.md"
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a run is carried out: nothing here changes what it computes."""
+
+    out: Path
+    """Results folder."""
+    resume: bool = False
+    """Continue the run in the results folder, if there is one; a finished one only shows its table again."""
+    overwrite: bool = False
+    """Delete the run in the results folder and start anew."""
+    threads: int | None = None
+    """CPU threads, by default torch's choice. A resumed run repeats the digits only with the same number."""
+
+    def apply(self) -> None:
+        """Check the options, and set the number of threads."""
+        check(self.threads is None or self.threads > 0, "threads", self.threads, "a whole number above 0")
+        check(not (self.resume and self.overwrite), "resume", self.resume, "either --resume or --overwrite")
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+
+
+class Results:
+    """The results folder of one run, opened for writing."""
+
+    def __init__(self, task: str, experiment: Any, run: RunOptions) -> None:
+        """Create the folder, or check that what it holds may be resumed or overwritten.
+
+        `experiment` is the dataclass of everything that decides the numbers: a resumed run must agree in all of it.
+        """
+        self.folder = run.out
+        config = {"task": task, "experiment": json.loads(json.dumps(asdict(experiment)))}
+        held = self._held()
+        if held is not None and run.resume:
+            _check_same(held, config, self.folder)
+            return
+        if held is not None and not run.overwrite:
+            if self.finished:
+                state = "a finished run (--resume shows its table)"
+            else:
+                state = "an unfinished run (--resume continues it)"
+            raise ValueError(f"out={str(run.out)!r} holds {state}; --overwrite starts anew, or choose another --out")
+        for name in (CONFIG, TABLE, METRICS, FIGURE, CHECKPOINTS):
+            atomic.remove(self.folder / name)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        atomic.write(self.folder / CONFIG, json.dumps({**config, "environment": environment()}, indent=2) + "\n")
+
+    @property
+    def finished(self) -> bool:
+        return (self.folder / TABLE).exists()
+
+    def append(self, records: Iterable[Record]) -> None:
+        """Add one line per record; they are on the disk when this returns."""
+        with (self.folder / METRICS).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def metrics(self) -> list[Record]:
+        path = self.folder / METRICS
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def rewind(self, step: int) -> None:
+        """Drop the records after `step`: training continues there and will write them again.
+
+        A checkpoint follows the records of its step, so whatever cannot be read is a line that a crash cut short, and
+        later than any checkpoint.
+        """
+        path = self.folder / METRICS
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        kept = [line for line in lines if (at := _step_of(line)) is not None and at <= step]
+        atomic.write(path, "".join(line + "\n" for line in kept))
+
+    def write_figure(self, figure: Any) -> None:
+        with atomic.replacing(self.folder / FIGURE) as partial:
+            figure.savefig(partial, format="png")
+
+    def finish(self, table: str) -> None:
+        """Write table.md, after which the run is finished."""
+        atomic.write(self.folder / TABLE, table)
+
+    def _held(self) -> Mapping[str, Any] | None:
+        """The config of the run in the folder, None if it holds nothing; anything else in it is an error."""
+        if not self.folder.exists():
+            return None
+        check(self.folder.is_dir(), "out", str(self.folder), "a folder")
+        path = self.folder / CONFIG
+        if path.exists():
+            try:
+                held = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError:
+                held = None
+            if isinstance(held, dict) and "task" in held and isinstance(held.get("experiment"), dict):
+                return held
+        strangers = sorted(entry.name for entry in self.folder.iterdir() if entry.suffix != atomic.PARTIAL)
+        holds = ", ".join(strangers[:3])
+        check(not strangers, "out", str(self.folder), f"a new or empty folder (this one holds {holds})")
+        return None
+
+
+def show_table(results: Results) -> None:
+    """Print table.md, drawn on a terminal and as it is elsewhere."""
+    text = (results.folder / TABLE).read_text(encoding="utf-8")
+    if sys.stdout.isatty():
+        try:
+            require("rich", "cli").print(require("rich.markdown", "cli").Markdown(text))
+            return
+        except MissingExtra:
+            pass
+    print(text)
+
+
+def environment() -> dict[str, Any]:
+    """What the digits of a run can depend on besides its options."""
+    return {
+        "femixer": version("femixer"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _check_same(held: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> None:
+    was, now = ({"task": c["task"], **c["experiment"]} for c in (held, config))
+    names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+    if names:
+        differences = ", ".join(f"{name} was {was.get(name)!r} and is now {now.get(name)!r}" for name in names)
+        raise ValueError(f"out={str(folder)!r} holds a run with other options, which cannot be resumed: {differences}")
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
