@@ -54,10 +54,13 @@ class TimeDecayConditioner(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         with without_autocast(x.device):
             weight, bias = self.in_proj.weight.to(wide), self.in_proj.bias.to(wide)
-            s, u, a = NormalizedLinear.apply(x.to(wide), weight, bias).chunk(3, -1)
+            project = NormalizedLinear.apply if torch.is_grad_enabled() else NormalizedLinear.forward
+            s, u, a = project(x.to(wide), weight, bias).chunk(3, -1)
             decay = torch.sigmoid(-s)  # exp(-softplus(s))
             if state is None:
                 state = u.new_zeros(u.shape[0], u.shape[2])
+            elif state.is_inference() and torch.is_grad_enabled():
+                state = state.clone()  # autograd keeps no tensor that was made in inference mode
             h = context(decay, u, layout, state, self.causal)
             new_state = h[:, -1] if h.shape[1] else state
             features = F.silu(F.normalize(F.softplus(a), dim=-1)) * F.layer_norm(h, (self.channels,))

@@ -28,10 +28,18 @@ def _inverse_rms(x: Tensor) -> Tensor:
 
 def gated_read(mean: Tensor, free: Tensor | None, lam_logits: Tensor | None, gate_logits: Tensor | None) -> Tensor:
     """Each [B, T, H, D]. Without `free` the read is the mean; without lam_logits it is the free energy."""
+    # Function.apply costs more than the gates of one token; without gradients there is nothing to keep.
+    learning = torch.is_grad_enabled()
     read = mean
     if free is not None:
-        read = free if lam_logits is None else Interpolate.apply(mean, free, lam_logits.to(mean.dtype))
-    return read if gate_logits is None else Scale.apply(read, gate_logits.to(mean.dtype))
+        read = free
+        if lam_logits is not None:
+            interpolate = Interpolate.apply if learning else Interpolate.forward
+            read = interpolate(mean, free, lam_logits.to(mean.dtype))
+    if gate_logits is not None:
+        scale = Scale.apply if learning else Scale.forward
+        read = scale(read, gate_logits.to(mean.dtype))
+    return read
 
 
 class Interpolate(torch.autograd.Function):

@@ -182,6 +182,9 @@ class FreeEnergyMixer(nn.Module):
             raise TypeError(f"x must be a floating-point tensor, not {getattr(x, 'dtype', type(x).__name__)}")
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x has shape {tuple(x.shape)}; allowed is [batch, tokens, {self.dim}]")
+        dtype = self.out_proj.weight.dtype
+        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"x has dtype {x.dtype}; allowed is the mixer's own, {dtype}, or any under autocast")
         if mask is not None and segments is not None:
             raise ValueError("mask and segments were both given; mark padding by negative ids in segments instead")
         for name, given in (("mask", mask), ("segments", segments)):
@@ -211,6 +214,11 @@ class FreeEnergyMixer(nn.Module):
             raise ValueError(f"state has batch size {state.batch}; x has {x.shape[0]}")
         if state.device != x.device:
             raise ValueError(f"state is on {state.device}; x is on {x.device}")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copied or unpickled mixer is another one: it does not take the original's states."""
+        super().__setstate__(state)
+        self._owner = next(_owners)
 
     def extra_repr(self) -> str:
         return (

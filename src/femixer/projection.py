@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from femixer.kernels.precision import without_autocast
 
 # Rows modulated at a time: their eta stays in the cache instead of going through memory.
-ROWS = 128
+ROWS = 256
 
 
 class Columns(NamedTuple):
@@ -69,9 +69,12 @@ def modulate(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, out: Tens
         rows, y = x.flatten(0, -2), out.flatten(0, -2)
         f, m = features.flatten(0, -2).to(x.dtype), matrix.to(x.dtype)
         for at in _stretches(len(rows)):
-            eta = f[at] @ m.mT
-            torch.addcmul(rows[at, :scaled], rows[at, :scaled], eta[:, :scaled], out=y[at, :scaled])
-            torch.add(rows[at, scaled:], eta[:, scaled:], out=y[at, scaled:])
+            eta, here = f[at] @ m.mT, rows[at]
+            if scaled == m.shape[0]:
+                torch.addcmul(here, here, eta, out=y[at])
+                continue
+            torch.addcmul(here[:, :scaled], here[:, :scaled], eta[:, :scaled], out=y[at, :scaled])
+            torch.add(here[:, scaled:], eta[:, scaled:], out=y[at, scaled:])
         return out
 
 

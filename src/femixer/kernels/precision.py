@@ -8,6 +8,6 @@ import torch
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    if torch.amp.is_autocast_available(device.type):
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()

@@ -13,6 +13,8 @@ def linear_recurrence(decay: Tensor, inputs: Tensor, initial: Tensor) -> Tensor:
 
     Only products of decays are formed, never quotients or exponentials of sums, so it is exact at any length.
     """
+    if inputs.shape[1] == 1:
+        return torch.addcmul(inputs, decay, initial[:, None])
     return _recurrence(decay.contiguous(), inputs.contiguous(), initial.contiguous())
 
 

@@ -30,6 +30,8 @@ NARROW = 2.0
 # Below this temperature a wide channel's logarithm, divided by beta, is not good to 1e-5.
 SMALL_BETA = 0.1
 LOG2_E = math.log2(math.e)
+# F = top + log(sum) / beta loses digits where F lies this many times its own size (or 1) below top.
+FAR_BELOW = 40.0
 
 
 def softmax_read(
@@ -62,13 +64,22 @@ def softmax_read(
     return mean, None if beta is None else free
 
 
+def far_below(free: Tensor, top: Tensor) -> Tensor:
+    """Where the difference to `top` has too few digits left to be 1e-5 max(1, |F|)."""
+    return top - free > FAR_BELOW * free.abs().clamp_min(1)
+
+
 class Streams(NamedTuple):
-    """[v, exp(beta (v - top)) - base] of width 2D ([v] alone without beta), and what undoes the shift."""
+    """[v, exp(beta (v - top)) - base] of width 2D ([v] alone without beta), and what undoes the shift.
+
+    Channels that one pass cannot read to 1e-5: wide_and_cold certainly, far perhaps; [B, 1, G, D] as top and base.
+    """
 
     data: Tensor
     top: Tensor
     base: Tensor
     wide_and_cold: Tensor
+    far: Tensor
 
 
 def _exp_minus(x: Tensor, base: Tensor) -> Tensor:
@@ -88,7 +99,7 @@ def _log_plus(x: Tensor, base: Tensor) -> Tensor:
 def _streams(v: Tensor, beta: Tensor | None, run_k: Tensor | None) -> Streams:
     nothing = v.new_empty(0)
     if beta is None:
-        return Streams(v, nothing, nothing, nothing)
+        return Streams(v, nothing, nothing, nothing, nothing)
     if run_k is None:
         bottom, top = v.amin(1, keepdim=True), v.amax(1, keepdim=True)
     else:
@@ -103,7 +114,8 @@ def _streams(v: Tensor, beta: Tensor | None, run_k: Tensor | None) -> Streams:
     if run_k is not None:
         # Padding may lie above top: its weight is zero, but its exponential must not overflow.
         exponent.clamp_(max=0)
-    return Streams(torch.cat([v, _exp_minus(exponent, base)], -1), top, base, wide & (beta < SMALL_BETA))
+    data = torch.cat([v, _exp_minus(exponent, base)], -1)
+    return Streams(data, top, base, wide & (beta < SMALL_BETA), top - bottom > FAR_BELOW)
 
 
 def _widen(x: Tensor, width: int) -> Tensor:
@@ -172,6 +184,8 @@ def _read(
         top = streams.top.repeat_interleave(repeats, 2)
         log_total = _log_plus(total, base)
         free = torch.addcdiv(top, log_total, beta.repeat_interleave(repeats, 0), out=log_total)
+        if q.dtype != torch.float64 and bool(streams.far.any()):
+            exact = exact | far_below(free, top).any(-1).any(1)
         if bool(exact.any()):
             for job in blocked.jobs(exact, q, k, v, beta, geometry, scale):
                 job.put(free, blocked.free_energy(job.sequences))
@@ -222,7 +236,7 @@ def _head_slices(q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
     together = groups
     if q.device.type == "cpu":
         threads = torch.get_num_threads()
-        together = min(groups, threads // math.gcd(threads, q.shape[0] * repeats))
+        together = min(groups, 2 * threads // math.gcd(threads, q.shape[0] * repeats))
     starts = range(0, groups, together)
     return [(slice(s * repeats, (s + together) * repeats), slice(s, s + together)) for s in starts]
 

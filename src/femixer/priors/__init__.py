@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from femixer.priors.base import Prior, Widths
-from femixer.priors.softmax import SoftmaxPrior, alibi
+from femixer.priors.softmax import Alibi, SoftmaxPrior
 
 PRIORS: dict[str, type[Prior]] = {"softmax": SoftmaxPrior}
 
@@ -35,4 +35,4 @@ def build_prior(name: str, heads: int, kv_heads: int, widths: Widths, causal: bo
     return prior_class(name)(heads, kv_heads, widths, causal=causal, **options)
 
 
-__all__ = ["PRIORS", "Prior", "SoftmaxPrior", "Widths", "alibi", "build_prior", "options_of", "prior_class"]
+__all__ = ["PRIORS", "Alibi", "Prior", "SoftmaxPrior", "Widths", "build_prior", "options_of", "prior_class"]

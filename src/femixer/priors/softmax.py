@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from femixer.kernels.attend import Geometry
 from femixer.kernels.softmax import softmax_read
@@ -25,19 +25,24 @@ CACHE_HEADROOM = 40.0
 FORGET_LATE = 64
 
 
-def alibi(heads: int) -> ScoreBias:
-    """ALiBi: head h adds -2^(-8 (h+1) / heads) * distance to the score."""
-    slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1, dtype=torch.float64) / heads)
+class Alibi(nn.Module):
+    """ALiBi as a score bias: head h adds -2^(-8 (h+1) / heads) * distance to the score."""
 
-    def bias(query: Tensor, key: Tensor) -> Tensor:
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        head = torch.arange(1, self.heads + 1, dtype=torch.float64, device=query.device)
         distance = (query[:, None, :, None] - key[:, None, None, :]).abs()
-        return -slopes.to(query.device)[:, None, None] * distance
-
-    return bias
+        return -(2.0 ** (-8.0 * head / self.heads))[:, None, None] * distance
 
 
 class Stream(NamedTuple):
-    """Cached values [B, G, S, D]; with `exponentials`, beside exp(beta (v - shift)) in one buffer of width 2D."""
+    """Cached values [B, G, S, D]; with `exponentials`, beside exp(beta (v - shift)) in one buffer of width 2D.
+
+    shift [B, G, 1, D]: without exponentials the largest value so far.
+    """
 
     data: Growing
     width: int
@@ -46,35 +51,35 @@ class Stream(NamedTuple):
 
     @classmethod
     def of(cls, v: Tensor, beta: Tensor | None, exponentials: bool) -> Stream:
-        if not exponentials or beta is None or v.shape[2] == 0:
-            return cls(Growing.of(v.contiguous()), v.shape[-1], exponentials)
-        shift = v.detach().amax(2, keepdim=True)
-        data = torch.cat([v, (beta[:, None] * (v - shift)).exp()], -1)
-        return cls(Growing.of(data), v.shape[-1], exponentials, shift)
+        shift = v.detach().amax(2, keepdim=True) if v.shape[2] else None
+        exponentials = exponentials and beta is not None
+        if exponentials and beta is not None and shift is not None:
+            return cls(Growing.of(_beside(v, beta[:, None] * (v - shift))), v.shape[-1], True, shift)
+        return cls(Growing.of(v.contiguous()), v.shape[-1], exponentials, shift)
 
     @property
     def values(self) -> Tensor:
         return self.data.tensor[..., : self.width]
 
-    @property
-    def exponential(self) -> tuple[Tensor | None, Tensor | None]:
-        """Values beside exponentials [B, G, S, 2D] and the shift, if they are kept."""
-        return (None, None) if self.shift is None else (self.data.tensor, self.shift)
-
     def append(self, v: Tensor, beta: Tensor | None) -> Stream:
         if v.shape[2] == 0:
             return self
-        if self.shift is None or beta is None:
-            if self.exponentials and beta is not None:
-                return Stream.of(torch.cat([self.values, v], 2), beta, True)
-            return self._replace(data=self.data.append(v))
+        if self.shift is None:
+            return Stream.of(v, beta, self.exponentials)
+        if not self.exponentials or beta is None:
+            shift = torch.maximum(self.shift, v.detach().amax(2, keepdim=True))
+            return self._replace(data=self.data.append(v), shift=shift)
         above = beta[:, None] * (v - self.shift)
-        if bool((above > CACHE_HEADROOM).any()):
+        if bool(above.amax() > CACHE_HEADROOM):
             return Stream.of(torch.cat([self.values, v], 2), beta, True)
-        return self._replace(data=self.data.append(torch.cat([v, above.exp()], -1)))
+        return self._replace(data=self.data.append(_beside(v, above)))
 
     def take(self, index: Tensor) -> Stream:
         return self._replace(data=self.data.take(index))
+
+
+def _beside(v: Tensor, exponent: Tensor) -> Tensor:
+    return torch.cat([v, exponent.exp()], -1)
 
 
 class Cache(NamedTuple):
@@ -155,8 +160,8 @@ class SoftmaxPrior(Prior):
                 bias = bias.expand(q.shape[0], self.heads, 1, cache.keys.length)
             run_q, run_k = (None, None) if runs is None else runs
             geometry = Geometry(bias, run_q, run_k, True, self.window)
-            stream, shift = cache.stream.exponential
-            mean, free = softmax_step(q, cache.keys.tensor, cache.stream.values, beta, geometry, stream, shift)
+            stream = cache.stream
+            mean, free = softmax_step(q, cache.keys.tensor, stream.data.tensor, stream.shift, beta, geometry)
         else:
             keys, values = cache.keys.tensor.transpose(1, 2), cache.stream.values.transpose(1, 2)
             mean, free = softmax_read(q, keys, values, beta, causal=True, window=self.window, bias=bias, runs=runs)

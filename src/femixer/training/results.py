@@ -69,7 +69,8 @@ class Results:
             else:
                 state = "an unfinished run (--resume continues it)"
             raise ValueError(f"out={str(run.out)!r} holds {state}; --overwrite starts anew, or choose another --out")
-        for name in (CONFIG, TABLE, METRICS, FIGURE, CHECKPOINTS):
+        # In this order whatever is left after a crash is a run that can be resumed or overwritten.
+        for name in (TABLE, CHECKPOINTS, METRICS, FIGURE):
             atomic.remove(self.folder / name)
         self.folder.mkdir(parents=True, exist_ok=True)
         atomic.write(self.folder / CONFIG, json.dumps({**config, "environment": environment()}, indent=2) + "\n")

@@ -1,0 +1,135 @@
+"""The command line around the commands: help, errors, signals."""
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from femixer import cli
+from femixer.cli import main
+from femixer.optional import MissingExtra, require
+
+
+def femixer(*args, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "femixer", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("args", [[], ["--help"], ["-h"]])
+def test_help_lists_the_commands(capsys, args):
+    assert main(args) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {name} " in shown for name in cli.COMMANDS)
+
+
+def test_every_listed_command_has_help(capsys):
+    for name in cli.COMMANDS:
+        with pytest.raises(SystemExit) as stop:
+            sys.exit(main([name, "--help"]))
+        assert stop.value.code == 0
+        assert f"femixer {name}" in capsys.readouterr().out
+
+
+def test_the_help_of_a_command_explains_every_option(capsys):
+    with pytest.raises(SystemExit):
+        main(["argmax", "--help"])
+    shown = capsys.readouterr().out
+    options = "paper length channels heads margin noise lr batch steps seed out resume overwrite threads"
+    for option in options.split(" "):
+        assert f"--{option}" in shown
+    assert "Positions T of a sequence" in shown
+
+
+def test_an_unknown_command_names_the_known_ones(capsys):
+    assert main(["argmin"]) == 2
+    assert capsys.readouterr().err.startswith("error: command='argmin' is unknown; choose one of argmax")
+
+
+def test_an_unknown_option_is_an_error(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["argmax", "--stepz", "3"])
+    assert stop.value.code == 2
+    assert "--stepz" in capsys.readouterr().err
+
+
+def test_a_missing_extra_is_one_line_with_the_command_that_installs_it(capsys, monkeypatch):
+    import_module = cli.importlib.import_module
+
+    def without_tyro(name, *args):
+        if name == "tyro":
+            raise ModuleNotFoundError("No module named 'tyro'", name="tyro")
+        return import_module(name, *args)
+
+    monkeypatch.setattr("importlib.import_module", without_tyro)
+    assert main(["argmax"]) == 2
+    assert capsys.readouterr().err == (
+        'error: tyro is needed here and is not installed; install it with: pip install "femixer[cli]"\n'
+    )
+
+
+def test_a_broken_package_is_not_reported_as_missing(tmp_path, monkeypatch):
+    (tmp_path / "broken_package.py").write_text("import a_package_it_needs")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="a_package_it_needs") as error:
+        require("broken_package", "cli")
+    assert not isinstance(error.value, MissingExtra)
+    with pytest.raises(MissingExtra, match=r'pip install "femixer\[plot\]"'):
+        require("an_absent_package.module", "plot")
+
+
+def test_python_m_femixer_is_the_command():
+    process = femixer("--version")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert out.startswith("femixer ")
+
+
+OPTIONS = shlex.split(
+    "--length 13 --channels 15 --heads 3 --batch 7 --validation 11 --steps 200 --evaluate-every 20 --threads 1"
+)
+
+
+def records(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{**json.loads(line), "seconds": 0} for line in lines]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_command_ends_like_an_uninterrupted_one_when_resumed(tmp_path, capsys, number):
+    command = ["argmax", *OPTIONS, "--out", str(tmp_path / "run")]
+    process = femixer(*command, "--overwrite")
+    while not [*(tmp_path / "run").glob("checkpoints/step-*[0-9]")]:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.002)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert not (tmp_path / "run" / "table.md").exists()
+    if number == signal.SIGKILL:
+        assert process.returncode == -signal.SIGKILL
+    else:
+        assert process.returncode == 130
+        last = err.splitlines()[-1]
+        assert last.startswith("stopped after step ")
+        assert last.endswith(f"continue with: {shlex.join(['femixer', *command, '--resume'])}")
+    assert main([*command, "--resume"]) == 0
+    assert "step 0/" not in capsys.readouterr().err  # it did continue
+    assert main(["argmax", *OPTIONS, "--out", str(tmp_path / "whole")]) == 0
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
+
+
+def test_ctrl_c_before_training_is_quiet(capsys, monkeypatch):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("femixer.tasks.argmax.main", interrupted)
+    assert main(["argmax"]) == 130
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,247 @@
+"""The time-decay conditioner (part C): recurrence, definition, segments, padding, encoder mode, initial spans."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from matrix import SEGMENTS, assert_close, noise, segments_of, stir, tokens
+from torch import Tensor
+
+from femixer import FreeEnergyMixer
+from femixer.conditioner import TimeDecayConditioner, context
+from femixer.kernels.recurrence import linear_recurrence
+from femixer.layout import Layout, Past, arrange
+
+
+def layout_of(x: Tensor, **given: Tensor) -> Layout:
+    return arrange(x, given.get("mask"), given.get("segments"), Past())[0]
+
+
+def loop(decay: Tensor, inputs: Tensor, initial: Tensor) -> Tensor:
+    """h_t = decay_t h_{t-1} + input_t, one token after the other, in float64."""
+    decay, inputs, h = decay.double(), inputs.double(), initial.double()
+    result = []
+    for t in range(inputs.shape[1]):
+        h = decay[:, t] * h + inputs[:, t]
+        result.append(h)
+    return torch.stack(result, 1) if result else inputs
+
+
+LENGTHS = [0, 1, 2, 3, 17, 64, 100, 1025]
+
+
+class TestRecurrence:
+    @pytest.mark.parametrize("length", LENGTHS)
+    def test_it_is_the_loop_with_its_gradients(self, length: int):
+        leaves = [noise(2, length, 3).sigmoid(), noise(2, length, 3, seed=1), noise(2, 3, seed=2)]
+        cotangent = noise(2, length, 3, seed=3)
+
+        def outcome(recurrence) -> dict[str, Tensor]:
+            given = [leaf.clone().requires_grad_() for leaf in leaves]
+            h = recurrence(*given)
+            # The sums make every leaf part of the graph also without tokens.
+            gradients = torch.autograd.grad((h * cotangent).sum() + 0 * sum(leaf.sum() for leaf in given), given)
+            return {"h": h.detach(), **dict(zip(("d decay", "d inputs", "d initial"), gradients, strict=True))}
+
+        assert_close(outcome(linear_recurrence), outcome(loop), 1e-12)
+
+    @pytest.mark.parametrize("length", [1, 2, 3, 10])
+    def test_gradcheck(self, length: int):
+        decay, inputs, initial = noise(2, length, 2).sigmoid(), noise(2, length, 2, seed=1), noise(2, 2, seed=2)
+        leaves = [leaf.requires_grad_() for leaf in (decay, inputs, initial)]
+        assert torch.autograd.gradcheck(linear_recurrence, leaves)
+
+    def test_exact_at_16384_tokens(self):
+        """Spans from 2 to 1000 tokens, in float32, with gradients; a plain float32 loop has 7e-7 here."""
+        length, spans = 16384, torch.logspace(0.3, 3, 5, dtype=torch.float64)
+        decay = (-1 / spans).exp().expand(1, length, 5).float().contiguous().requires_grad_()
+        inputs, initial = noise(1, length, 5, dtype=torch.float32).requires_grad_(), torch.zeros(1, 5)
+        h = linear_recurrence(decay, inputs, initial)
+        wanted = loop(decay.detach(), inputs.detach(), initial)
+        assert ((h - wanted).abs().amax(1) <= 3e-6 * wanted.abs().amax(1)).all()
+        # The gradient of inputs is the same recurrence backwards: sum_t decay^(t - i).
+        (gradient,) = torch.autograd.grad(h.sum(), inputs)
+        backwards = loop(decay.detach().flip(1), torch.ones(1, length, 5), initial).flip(1)
+        assert ((gradient - backwards).abs().amax(1) <= 3e-6 * backwards.abs().amax(1)).all()
+
+    @pytest.mark.parametrize("length", [3, 17, 1025])
+    def test_decay_one_is_a_sum_and_decay_zero_forgets(self, length: int):
+        decay = torch.zeros(2, length, 2, dtype=torch.float64)
+        decay[..., 0] = 1
+        inputs, initial = noise(2, length, 2), noise(2, 2, seed=1)
+        decay.requires_grad_()
+        h = linear_recurrence(decay, inputs, initial)
+        assert_close({"sum": h[..., 0].detach()}, {"sum": initial[:, None, 0] + inputs[..., 0].cumsum(1)}, 1e-12)
+        assert torch.equal(h[..., 1], inputs[..., 1])
+        (gradient,) = torch.autograd.grad(h.sum(), decay)
+        assert gradient.isfinite().all()
+
+    def test_arguments_are_left_alone_and_may_be_strided(self):
+        decay, inputs = noise(3, 17, 2).sigmoid().permute(2, 1, 0), noise(17, 2, 3, seed=1).transpose(0, 1)
+        before = decay.clone(), inputs.clone()
+        h = linear_recurrence(decay, inputs, torch.zeros(2, 3, dtype=torch.float64))
+        assert_close({"h": h}, {"h": loop(decay, inputs, torch.zeros(2, 3))}, 1e-12)
+        assert torch.equal(decay, before[0])
+        assert torch.equal(inputs, before[1])
+
+    def test_a_token_is_remembered_exactly_as_long_as_its_decays_say(self):
+        """An exponential of a cumulative sum, or a quotient of two, forgets everything after about 40 tokens."""
+        length = 2000
+        decay = (0.7 + 0.3 * noise(1, length, 4).sigmoid()).float()
+        inputs = torch.zeros(1, length, 4)
+        inputs[:, 0] = 1
+        h = linear_recurrence(decay, inputs, torch.zeros(1, 4)).double()
+        wanted = decay.double()[:, 1:].cumprod(1)
+        visible = wanted > 1e-30
+        assert visible.sum() > 400
+        assert ((h[:, 1:] / wanted - 1).abs()[visible] < 1e-4).all()
+
+
+def double_sum(decay: Tensor, u: Tensor, ids: Tensor, causal: bool) -> Tensor:
+    """sum_i K(t, i) u_i over the real tokens of t's segment, K from the definition: gates i+1..t back, t..i-1 ahead."""
+    h = torch.zeros_like(u)
+    for row, row_ids in enumerate(ids.tolist()):
+        for segment in segments_of(row_ids):
+            a, inputs = decay[row, segment], u[row, segment]
+            for t in range(len(segment)):
+                total = sum(a[i + 1 : t + 1].prod(0) * inputs[i] for i in range(t + 1))
+                if not causal:
+                    total = total + sum(a[t:i].prod(0) * inputs[i] for i in range(t + 1, len(segment)))
+                h[row, segment[t]] = total
+    return h
+
+
+class TestContext:
+    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize("kind", ["plain", "segments"])
+    def test_it_is_the_double_sum(self, causal: bool, kind: str):
+        decay, u = noise(3, 23, 2).sigmoid(), noise(3, 23, 2, seed=1)
+        ids = SEGMENTS if kind == "segments" else torch.zeros_like(SEGMENTS)
+        given = {"segments": ids} if kind == "segments" else {}
+        h = context(decay, u, layout_of(u, **given), torch.zeros(3, 2, dtype=torch.float64), causal)
+        real = ids >= 0
+        assert_close({"h": h[real]}, {"h": double_sum(decay, u, ids, causal)[real]}, 1e-12)
+
+    def test_in_encoder_mode_the_token_itself_counts_once(self):
+        u = noise(1, 1, 2)
+        h = context(noise(1, 1, 2).sigmoid(), u, layout_of(u), torch.zeros(1, 2, dtype=torch.float64), False)
+        assert torch.equal(h, u)
+
+    def test_padding_has_decay_one_and_adds_nothing(self):
+        decay, u = noise(2, 9, 3).sigmoid(), noise(2, 9, 3, seed=1)
+        keep = torch.ones(2, 9, dtype=torch.bool)
+        keep[:, 4:7] = False
+        h = context(decay, u, layout_of(u, mask=keep), torch.zeros(2, 3, dtype=torch.float64), True)
+        for t in (4, 5, 6):
+            assert torch.equal(h[:, t], h[:, 3])
+        assert_close({"h": h[:, 7]}, {"h": decay[:, 7] * h[:, 3] + u[:, 7]}, 1e-14)
+
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_the_kernel_of_the_module_is_rank_one_in_time(self, causal: bool):
+        """K(t, i) = phi_t / phi_i: every 2 x 2 minor of the past is zero; its logarithm is a sum of -softplus gates."""
+        torch.manual_seed(0)
+        module = TimeDecayConditioner(12, 2, causal, dtype=torch.float64)
+        x = tokens(batch=1, length=9, dim=12)
+        s, u, _ = module.in_proj(F.layer_norm(x, (12,))).detach().chunk(3, -1)
+        gate = F.softplus(s)[0]
+        initial = torch.zeros(1, 2, dtype=torch.float64)
+        jacobian = torch.autograd.functional.jacobian(
+            lambda u: context((-F.softplus(s)).exp(), u, layout_of(x), initial, causal), u
+        )[0, :, :, 0]
+        for c in range(2):
+            kernel = jacobian[:, c, :, c]
+            assert jacobian[:, c, :, 1 - c].count_nonzero() == 0
+            for t in range(9):
+                for i in range(9):
+                    if i <= t:
+                        wanted = math.exp(-gate[i + 1 : t + 1, c].sum())
+                    else:
+                        wanted = 0.0 if causal else math.exp(-gate[t:i, c].sum())
+                    assert kernel[t, i].item() == pytest.approx(wanted, abs=1e-14)
+            past = kernel[5:, :5]
+            assert torch.linalg.svdvals(past)[1] < 1e-14
+
+
+class TestModule:
+    def plain(self, module: TimeDecayConditioner, x: Tensor, ids: Tensor) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        normal = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        s, u, a = (normal @ module.in_proj.weight.T + module.in_proj.bias).chunk(3, -1)
+        decay = torch.exp(-torch.log1p(s.exp()))
+        h = double_sum(decay, u, ids, module.causal)
+        h = h - h.mean(-1, keepdim=True)
+        h = h / (h.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        a = torch.log1p(a.exp())
+        direction = a / a.norm(dim=-1, keepdim=True)
+        return direction * torch.sigmoid(direction) * h
+
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_features_are_their_formula(self, causal: bool):
+        module = TimeDecayConditioner(12, 5, causal, dtype=torch.float64)
+        with torch.no_grad():
+            module.in_proj.weight.copy_(0.3 * noise(15, 12))
+            module.in_proj.bias.add_(0.3 * noise(15, seed=1))
+        x = tokens(dim=12)
+        features, _ = module(x, layout_of(x, segments=SEGMENTS))
+        real = SEGMENTS >= 0
+        assert_close({"features": features[real]}, {"features": self.plain(module, x, SEGMENTS)[real]}, 1e-10)
+
+    def test_chunks_give_what_the_whole_gives(self):
+        module, x = TimeDecayConditioner(12, 5, dtype=torch.float64), tokens(dim=12)
+        whole, last = module(x, layout_of(x))
+        first, state = module(x[:, :10], layout_of(x[:, :10]))
+        second, state = module(x[:, 10:], layout_of(x[:, 10:]), state)
+        assert_close({"f": torch.cat([first, second], 1), "state": state}, {"f": whole, "state": last}, 1e-12)
+
+    def test_the_state_does_not_grow(self):
+        m = FreeEnergyMixer(64, 2)
+        sizes = [m(torch.zeros(3, t, 64), return_state=True)[1].conditioner.shape for t in (1, 5, 500)]
+        assert set(sizes) == {(3, m.conditioner.channels)}
+
+    @pytest.mark.parametrize("channels", [4, 24, 48])
+    def test_initial_spans_are_spread_from_2_to_1000_tokens(self, channels: int):
+        module = TimeDecayConditioner(12, channels)
+        spans = 1 / F.softplus(module.in_proj.bias.detach().double()[:channels])
+        assert spans.min().item() == pytest.approx(2, rel=1e-3)
+        assert spans.max().item() == pytest.approx(1000, rel=1e-3)
+        ratios = spans[1:] / spans[:-1]
+        assert ratios.max() / ratios.min() < 1.01
+        assert module.in_proj.bias[channels:].count_nonzero() == 0
+
+    def test_a_token_fades_by_1_over_e_in_its_span(self):
+        """The span is what a channel remembers of a token whose gates are at their bias."""
+        module = TimeDecayConditioner(8, 4, dtype=torch.float64)
+        with torch.no_grad():
+            module.in_proj.weight.zero_()
+            module.in_proj.bias[4:8] = 1
+        x = torch.zeros(1, 1, 8, dtype=torch.float64)
+        _, first = module(x, layout_of(x))
+        keep = torch.zeros(1, 1000, 8, dtype=torch.float64)
+        with torch.no_grad():
+            module.in_proj.bias[4:8] = 0
+        _, last = module(keep, layout_of(keep), first)
+        assert (last / first)[0, -1].item() == pytest.approx(math.exp(-1), rel=1e-6)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_the_recurrence_is_float32_under_autocast(self, dtype: torch.dtype):
+        module = TimeDecayConditioner(12, 5)
+        x = tokens(dim=12, dtype=torch.float32)
+        with torch.autocast("cpu", dtype):
+            features, state = module(x, layout_of(x))
+        assert state.dtype == torch.float32
+        wanted, _ = module(x, layout_of(x))
+        assert_close({"features": features}, {"features": wanted}, 0.05)
+
+    def test_conditioned_channels_differ_from_unconditioned_ones(self):
+        """The modulation reaches every projection: without it the output is another one."""
+        m, x = stir(FreeEnergyMixer(24, 3, dtype=torch.float64)), tokens()
+        for projection in (m.prior_proj, m.value_proj):
+            for columns in projection.modulation.detach().split([c.width for c in projection.columns.values()]):
+                before = m(x)
+                kept = columns.clone()
+                columns.zero_()
+                assert (m(x)[:, 1:] - before[:, 1:]).abs().amax(-1).min() > 1e-6
+                columns.copy_(kept)

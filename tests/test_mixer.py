@@ -1,0 +1,298 @@
+"""FreeEnergyMixer: what each part means, initial values, gates, shapes and strides."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from matrix import DIM, HEADS, assert_close, noise, outcome, stir, tokens
+from torch import Tensor
+
+from femixer import FreeEnergyMixer, free_energy
+from femixer.gates import gated_read, outer_gate, temperature_gate
+from femixer.layout import Past, arrange
+from femixer.priors import PRIORS
+from femixer.projection import Columns, Projection
+
+PARTS = ["".join(p) for n in range(5) for p in itertools.combinations("CLTG", n) if "T" not in p or "L" in p]
+priors = pytest.mark.parametrize("prior", PRIORS)
+every_parts = pytest.mark.parametrize("parts", PARTS)
+
+
+def project(projection: Projection, x: Tensor, features: Tensor | None) -> dict[str, Tensor]:
+    """x W + b, times 1 + eta, or plus eta where the columns are logits of a decay or step."""
+    columns, start = {}, 0
+    for name, (width, additive) in projection.columns.items():
+        rows = slice(start, start + width)
+        columns[name] = x @ projection.linear.weight[rows].T + projection.linear.bias[rows]
+        if features is not None:
+            eta = features @ projection.modulation[rows].T
+            columns[name] = columns[name] + eta if additive else columns[name] * (1 + eta)
+        start += width
+    return columns
+
+
+def formula(m: FreeEnergyMixer, x: Tensor) -> Tensor:
+    """Equation (fem-unified), part by part, on the dense prior."""
+    layout, _ = arrange(x, None, None, Past())
+    features = m.conditioner(x, layout)[0] if "C" in m.parts else None
+    inputs, values = project(m.prior_proj, x, features), project(m.value_proj, x, features)
+    by_head = {name: value.unflatten(-1, (-1, m.widths.value)).transpose(1, 2) for name, value in values.items()}
+    v = by_head["v"].repeat_interleave(m.heads // m.kv_heads, 1)
+    p = m.prior.weights(inputs, layout)
+    read = (p * v[:, :, None] if p.dim() == 5 else p[..., None] * v[:, :, None]).sum(3)
+    if "L" in m.parts:
+        mean, beta = read, F.softplus(m.raw_beta + 1.8).repeat_interleave(m.heads // m.kv_heads, 0)[:, None]
+        read = free_energy(p, v, beta)
+        if "T" in m.parts:
+            lam = 1 / (1 + (-by_head["lam"]).exp())
+            read = mean + lam * (read - mean)
+    if "G" in m.parts:
+        gate = (1 + by_head["gate"].exp()).log()
+        read = read * gate / (gate.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    return read.transpose(1, 2).flatten(2) @ m.out_proj.weight.T + m.out_proj.bias
+
+
+class TestParts:
+    @priors
+    @every_parts
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_every_subset_of_parts_is_its_formula(self, prior: str, parts: str, causal: bool):
+        m, x = stir(FreeEnergyMixer(DIM, HEADS, prior, parts=parts, causal=causal, dtype=torch.float64)), tokens()
+        assert_close(outcome(m, m, x), outcome(m, lambda x: formula(m, x), x), 1e-9)
+
+    def test_there_are_twelve_subsets(self):
+        assert len(PARTS) == 12
+
+    @priors
+    @every_parts
+    def test_the_order_of_letters_is_irrelevant(self, prior: str, parts: str):
+        m, other = (FreeEnergyMixer(DIM, HEADS, prior, parts=p) for p in (parts, parts[::-1]))
+        assert m.parts == other.parts == parts
+        other.load_state_dict(m.state_dict())
+        assert torch.equal(other(tokens(dtype=torch.float32)), m(tokens(dtype=torch.float32)))
+
+    @priors
+    @pytest.mark.parametrize("parts", ["C", "CL", "CG", "CLTG"])
+    def test_a_new_conditioner_changes_nothing(self, prior: str, parts: str):
+        x = tokens(dtype=torch.float32)
+        m, without = (FreeEnergyMixer(DIM, HEADS, prior, parts=p) for p in (parts, parts.replace("C", "")))
+        unknown = without.load_state_dict(m.state_dict(), strict=False).unexpected_keys
+        assert {name.split(".")[0] for name in unknown} == {"conditioner", "prior_proj", "value_proj"}
+        assert torch.equal(m(x), without(x))
+
+    @priors
+    def test_lambda_zero_is_the_mean_and_one_the_free_energy(self, prior: str):
+        x = tokens()
+        m = stir(FreeEnergyMixer(DIM, HEADS, prior, parts="LT", dtype=torch.float64))
+        lam = slice(HEADS * m.widths.value, None)
+        for logit, read in ((-1e4, "mean"), (1e4, "free")):
+            with torch.no_grad():
+                m.value_proj.linear.weight[lam] = 0
+                m.value_proj.linear.bias[lam] = logit
+            (inputs, v, *_), layout = m.prepare(x)
+            mean, free, _ = m.prior.read(inputs, v, m._beta(), layout, None, False)
+            assert_close({"y": m(x)}, {"y": m.out_proj((free if read == "free" else mean).flatten(2))}, 1e-12)
+
+    @priors
+    def test_the_read_lies_between_mean_and_free_energy(self, prior: str):
+        m, x = stir(FreeEnergyMixer(DIM, HEADS, prior, parts="LT", dtype=torch.float64)), tokens()
+        (inputs, v, lam, _, _), layout = m.prepare(x)
+        mean, free, _ = m.prior.read(inputs, v, m._beta(), layout, None, False)
+        read = gated_read(mean, free, lam, None)
+        assert (mean <= read + 1e-12).all()
+        assert (read <= free + 1e-12).all()
+
+
+class TestTemperature:
+    @pytest.mark.parametrize("kv_heads", [None, 1])
+    def test_beta_max_starts_at_softplus_of_1_8(self, kv_heads: int | None):
+        m = FreeEnergyMixer(DIM, HEADS, kv_heads=kv_heads)
+        assert m.beta_max.shape == (HEADS, m.widths.value)
+        assert m.raw_beta.shape == (kv_heads or HEADS, m.widths.value)
+        assert torch.allclose(m.beta_max, torch.tensor(math.log1p(math.exp(1.8))))
+
+    def test_beta_max_is_positive_and_shared_by_the_heads_of_a_group(self):
+        m = stir(FreeEnergyMixer(DIM, 6, kv_heads=2))
+        with torch.no_grad():
+            m.raw_beta[0] = -60
+        assert (m.beta_max > 0).all()
+        assert torch.equal(m.beta_max[0], m.beta_max[2])
+        assert torch.equal(m.beta_max[3], m.beta_max[5])
+        assert not torch.equal(m.beta_max[2], m.beta_max[3])
+
+    def test_beta_max_is_zero_where_the_mean_is_read(self):
+        m = FreeEnergyMixer(DIM, HEADS, parts="CG")
+        assert torch.equal(m.beta_max, torch.zeros(HEADS, m.widths.value))
+
+
+class TestInitialValues:
+    @priors
+    @pytest.mark.parametrize("parts", ["", "CLTG"])
+    def test_projections_are_normal_and_biases_zero(self, prior: str, parts: str):
+        torch.manual_seed(0)
+        m = FreeEnergyMixer(192, 4, prior, parts=parts)
+        linears = [m.prior_proj.linear, m.value_proj.linear, m.out_proj]
+        for linear in [*linears, m.conditioner.in_proj] if parts else linears:
+            assert linear.weight.std().item() == pytest.approx(0.02, rel=0.05)
+            assert abs(linear.weight.mean().item()) < 1e-3
+        assert m.value_proj.linear.bias.count_nonzero() == 0
+        assert m.out_proj.bias.count_nonzero() == 0
+        start = 0
+        for width, additive in m.prior_proj.columns.values():
+            assert additive or m.prior_proj.linear.bias[start : start + width].count_nonzero() == 0
+            start += width
+        if parts:
+            assert m.prior_proj.modulation.count_nonzero() == 0
+            assert m.value_proj.modulation.count_nonzero() == 0
+
+    @priors
+    def test_one_seed_gives_one_mixer_and_every_module_can_start_again(self, prior: str):
+        """reset_parameters on every owner of parameters is what building on the meta device and sharding ask for."""
+        torch.manual_seed(3)
+        m = FreeEnergyMixer(DIM, HEADS, prior)
+        torch.manual_seed(3)
+        other = FreeEnergyMixer(DIM, HEADS, prior)
+        assert all(torch.equal(a, b) for a, b in zip(m.parameters(), other.parameters(), strict=True))
+        for module in m.modules():
+            if list(module.parameters(recurse=False)):
+                assert callable(getattr(module, "reset_parameters", None)), type(module).__name__
+
+    @priors
+    @pytest.mark.parametrize("parts", ["", "CLTG"])
+    def test_device_and_dtype_reach_every_parameter(self, prior: str, parts: str):
+        for parameter in FreeEnergyMixer(DIM, HEADS, prior, parts=parts, dtype=torch.float64).parameters():
+            assert parameter.dtype == torch.float64
+        for parameter in FreeEnergyMixer(DIM, HEADS, prior, parts=parts, device="meta").parameters():
+            assert parameter.is_meta
+
+    @priors
+    def test_without_bias_projections_have_none(self, prior: str):
+        m = FreeEnergyMixer(DIM, HEADS, prior, bias=False)
+        assert all(linear.bias is None for linear in (m.prior_proj.linear, m.value_proj.linear, m.out_proj))
+        x = tokens(dtype=torch.float32)
+        assert m(torch.zeros_like(x)).count_nonzero() == 0
+        assert m(x).isfinite().all()
+
+
+class TestGates:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_gates_stay_in_their_range_for_any_logits(self, dtype: torch.dtype):
+        logits = torch.tensor([[-1e4, -80, -1, 0], [0, 1, 80, 1e4], [-80] * 4, [1e4] * 4, [-1e4] * 4], dtype=dtype)
+        lam, gate = temperature_gate(logits), outer_gate(logits)
+        assert ((lam >= 0) & (lam <= 1)).all()
+        assert gate.isfinite().all()
+        assert (gate >= 0).all()
+        assert (gate[logits >= -80] > 0).all()
+
+    def test_the_outer_gate_has_root_mean_square_one(self):
+        gate = outer_gate(3 * noise(5, 7, 3, 11))
+        assert gate.square().mean(-1).sqrt().sub(1).abs().max() < 1e-5
+
+    def test_the_outer_gate_is_softplus_up_to_its_size(self):
+        logits = noise(5, 7, 3, 11)
+        ratio = outer_gate(logits) / (1 + logits.exp()).log()
+        assert_close({"ratio": ratio}, {"ratio": ratio[..., :1].expand_as(ratio)}, 1e-12)
+
+    @pytest.mark.parametrize("which", ["mean", "free", "lam", "gate", "lam gate"])
+    def test_the_gated_read_and_its_gradient(self, which: str):
+        given = {
+            "mean": noise(2, 3, 2, 5).requires_grad_(),
+            "free": noise(2, 3, 2, 5, seed=1).requires_grad_() if which != "mean" else None,
+            "lam_logits": noise(2, 3, 2, 5, seed=2).requires_grad_() if "lam" in which else None,
+            "gate_logits": noise(2, 3, 2, 5, seed=3).requires_grad_() if "gate" in which else None,
+        }
+        mean, free, lam, gate = given.values()
+        wanted = mean if free is None else free
+        if lam is not None:
+            wanted = (1 - lam.sigmoid()) * mean + lam.sigmoid() * free
+        if gate is not None:
+            wanted = wanted * outer_gate(gate)
+        assert_close({"read": gated_read(**given)}, {"read": wanted}, 1e-12)
+        names = [name for name, value in given.items() if value is not None]
+        leaves = [given[name] for name in names]
+        assert torch.autograd.gradcheck(lambda *values: gated_read(**{**given, **dict(zip(names, values))}), leaves)  # noqa: B905
+
+    @priors
+    @pytest.mark.parametrize("logit", [-1e4, 1e4])
+    def test_extreme_gates_give_finite_outputs_and_gradients(self, prior: str, logit: float):
+        m = stir(FreeEnergyMixer(DIM, HEADS, prior))
+        with torch.no_grad():
+            m.value_proj.linear.bias[HEADS * m.widths.value :] = logit
+        for value in outcome(m, m, tokens(dtype=torch.float32)).values():
+            assert value.isfinite().all()
+
+
+class TestProjection:
+    """More rows than are modulated at a time (128), and columns that are added to as well as scaled."""
+
+    def module(self) -> Projection:
+        columns = {
+            "a": Columns(3),
+            "decay": Columns(2, additive=True),
+            "b": Columns(4),
+            "delta": Columns(1, additive=True),
+        }
+        projection = Projection(5, columns, bias=True, conditioner_channels=3, dtype=torch.float64)
+        with torch.no_grad():
+            for seed, parameter in enumerate(projection.parameters()):
+                parameter.copy_(noise(*parameter.shape, seed=seed))
+        return projection
+
+    @pytest.mark.parametrize("length", [0, 1, 97])
+    def test_columns_are_scaled_or_added_to(self, length: int):
+        projection = self.module()
+        leaves = [noise(3, length, 5).requires_grad_(), noise(3, length, 3, seed=1).requires_grad_()]
+        wanted = project(projection, *leaves)
+        actual = projection(*leaves)
+        assert actual.keys() == {"a", "b", "decay", "delta"} == wanted.keys()
+        assert {name: value.shape[-1] for name, value in actual.items()} == {"a": 3, "b": 4, "decay": 2, "delta": 1}
+        assert_close(actual, wanted, 1e-12)
+        leaves += projection.parameters()
+        cotangents = {name: noise(*value.shape, seed=seed) for seed, (name, value) in enumerate(wanted.items())}
+        losses = [sum((columns[name] * c).sum() for name, c in cotangents.items()) for columns in (actual, wanted)]
+        names = [str(i) for i in range(len(leaves))]
+        gradients = [dict(zip(names, torch.autograd.grad(loss, leaves), strict=True)) for loss in losses]
+        assert_close(*gradients, 1e-12)
+
+
+class TestInputs:
+    @priors
+    @pytest.mark.parametrize("parts", ["", "CLTG"])
+    def test_strides_of_the_input_are_irrelevant_and_it_is_left_alone(self, prior: str, parts: str):
+        m, x = stir(FreeEnergyMixer(DIM, HEADS, prior, parts=parts, dtype=torch.float64)), tokens()
+        before = x.clone()
+
+        def restride(x: Tensor) -> Tensor:
+            return x.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+
+        assert not restride(x).is_contiguous()
+        assert_close(outcome(m, lambda x: m(restride(x)), x), outcome(m, m, x), 1e-12)
+        with torch.no_grad():
+            assert_close({"y": m(restride(x))}, {"y": m(x)}, 1e-12)
+            assert_close({"y": m(x[:, ::2])}, {"y": m(x[:, ::2].contiguous())}, 1e-12)
+        assert torch.equal(x, before)
+        keep = torch.ones(x.shape[:2], dtype=torch.bool)
+        keep[:, 3] = False
+        m(x, mask=keep)
+        assert torch.equal(x, before)
+
+    @priors
+    def test_one_row_repeated_is_read_once(self, prior: str):
+        m, x = stir(FreeEnergyMixer(DIM, HEADS, prior, dtype=torch.float64)), tokens(batch=1)
+        assert_close({"y": m(x.expand(5, -1, -1))}, {"y": m(x).expand(5, -1, -1)}, 1e-12)
+
+    @priors
+    def test_more_tokens_than_any_block_holds(self, prior: str):
+        """600 tokens in two rows: blocks of rows, of keys and of the modulation all have several parts."""
+        m, x = stir(FreeEnergyMixer(DIM, HEADS, prior, dtype=torch.float64)), tokens(batch=2, length=600)
+        assert_close({"y": m(x)}, {"y": formula(m, x)}, 1e-9)
+
+    @priors
+    def test_the_mixer_says_what_it_is(self, prior: str):
+        text = repr(FreeEnergyMixer(DIM, HEADS, prior, parts="LT"))
+        assert f"prior={prior!r}" in text
+        assert "parts='LT'" in text

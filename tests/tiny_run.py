@@ -1,0 +1,115 @@
+"""A training run of a few milliseconds for the tests, and `python tiny_run.py FOLDER`: kill -9 it wherever it hurts."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from femixer.training import Results, RunOptions, adamw, generator, train
+
+
+@dataclass(frozen=True)
+class Tiny:
+    steps: int = 7
+    evaluate_every: int = 3
+    lr: float = 0.1
+    seed: int = 0
+
+
+def tiny_run(
+    folder: Path, experiment: Tiny | None = None, each_batch: Callable[[int], None] = lambda step: None, **options: Any
+) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """Fit a line, with dropout and Adam's moments to get wrong. Returns the metrics (without times) and the weights."""
+    experiment = experiment or Tiny()
+    run = RunOptions(folder, **options)
+    run.apply()
+    results = Results("tiny", experiment, run)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.5), nn.Linear(5, 1))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, generator=generator(experiment.seed, "weights", *parameter.shape))
+
+    def batch(step: int) -> Tensor:
+        each_batch(step)
+        return torch.randn(11, 3, generator=generator(experiment.seed, "train", step))
+
+    def error(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x)[:, 0] - x.sum(1)).square().mean()
+
+    held_out = torch.randn(13, 3, generator=generator(experiment.seed, "validation"))
+    train(
+        model,
+        adamw(model, experiment.lr),
+        batch=batch,
+        losses=lambda model, x: {"line": error(model, x)},
+        evaluate=lambda model: [{"model": "line", "mse": error(model, held_out).item()}],
+        results=results,
+        steps=experiment.steps,
+        evaluate_every=experiment.evaluate_every,
+        seed=experiment.seed,
+    )
+    metrics = [{name: value for name, value in record.items() if name != "seconds"} for record in results.metrics()]
+    return metrics, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(a: Any, b: Any) -> bool:
+    return a[0] == b[0] and all(torch.equal(a[1][name], b[1][name]) for name in b[1])
+
+
+def in_child(action: Callable[[], None]) -> int:
+    """Run `action` in a fork and return its wait status."""
+    child = os.fork()
+    if child == 0:
+        action()
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def kill_at(moment: int) -> None:
+    """Make this process end by SIGKILL just before it changes or syncs the disk for the `moment`-th time."""
+    moments = iter(range(1, moment + 1))
+
+    def deadly(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **options: Any) -> Any:
+            if next(moments) == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **options)
+
+        return wrapped
+
+    for name in ("fsync", "replace", "unlink", "rmdir"):
+        setattr(os, name, deadly(getattr(os, name)))
+
+
+def crash_everywhere(folder: Path) -> int:
+    """Kill a run before its 1st, 2nd, ... touch of the disk, resume it, compare. Returns how many there were."""
+    expected = tiny_run(folder / "undisturbed")
+    moment = 0
+    while True:
+        moment += 1
+        run = folder / f"killed-{moment}"
+
+        def killed(run: Path = run, moment: int = moment) -> None:
+            kill_at(moment)
+            tiny_run(run)
+
+        status = in_child(killed)
+        if status == 0:  # it has fewer moments than that
+            return moment - 1
+        assert os.WIFSIGNALED(status), f"the run that should die at moment {moment} failed instead"
+        if (run / "metrics.jsonl").exists() and moment % 2:  # the end of a line that never reached the disk
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write('{"model": "li')
+        resumed = tiny_run(run, resume=True)
+        assert same(resumed, expected), f"killed at moment {moment}, resumed, and the result differs"
+        assert not [*run.rglob("*.partial")], f"moment {moment} left temporary files"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(crash_everywhere(Path(sys.argv[1])))
