@@ -22,16 +22,7 @@ from torch import Tensor
 from femixer.kernels import blocked
 from femixer.kernels.attend import Geometry, Piece, attend, attend_backward, pieces
 from femixer.kernels.precision import without_autocast
-
-# Sums below exp(-60) in float32 begin to lose terms to underflow; gradients divide by them.
-UNDERFLOW_MARGIN = 27.0
-# A channel that spans less than this many nats is read as 1 + sum p (exp - 1): the rounding of p then cancels.
-NARROW = 2.0
-# Below this temperature a wide channel's logarithm, divided by beta, is not good to 1e-5.
-SMALL_BETA = 0.1
-LOG2_E = math.log2(math.e)
-# F = top + log(sum) / beta loses digits where F lies this many times its own size (or 1) below top.
-FAR_BELOW = 40.0
+from femixer.kernels.streams import Shift, exp_minus, logarithm, shift_of, value_range, value_streams
 
 
 def softmax_read(
@@ -64,60 +55,6 @@ def softmax_read(
     return mean, None if beta is None else free
 
 
-def far_below(free: Tensor, top: Tensor) -> Tensor:
-    """Where the difference to `top` has too few digits left to be 1e-5 max(1, |F|)."""
-    return top - free > FAR_BELOW * free.abs().clamp_min(1)
-
-
-class Streams(NamedTuple):
-    """[v, exp(beta (v - top)) - base] of width 2D ([v] alone without beta), and what undoes the shift.
-
-    Channels that one pass cannot read to 1e-5: wide_and_cold certainly, far perhaps; [B, 1, G, D] as top and base.
-    """
-
-    data: Tensor
-    top: Tensor
-    base: Tensor
-    wide_and_cold: Tensor
-    far: Tensor
-
-
-def _exp_minus(x: Tensor, base: Tensor) -> Tensor:
-    """exp(x) - base for base 0 or 1 without cancellation; x is used up."""
-    if not bool(base.any()):
-        return x.mul_(LOG2_E).exp2_()  # on a CPU exp2 takes half the time of exp
-    return torch.where(base > 0, x.expm1(), x.exp())
-
-
-def _log_plus(x: Tensor, base: Tensor) -> Tensor:
-    """log(x + base) for base 0 or 1 without cancellation; x is used up."""
-    if not bool(base.any()):
-        return x.log_()
-    return torch.where(base > 0, x.log1p(), x.log())
-
-
-def _streams(v: Tensor, beta: Tensor | None, run_k: Tensor | None) -> Streams:
-    nothing = v.new_empty(0)
-    if beta is None:
-        return Streams(v, nothing, nothing, nothing, nothing)
-    if run_k is None:
-        bottom, top = v.amin(1, keepdim=True), v.amax(1, keepdim=True)
-    else:
-        padding = (run_k < 0)[..., None, None]
-        bottom = v.masked_fill(padding, torch.inf).amin(1, keepdim=True)
-        top = v.masked_fill(padding, -torch.inf).amax(1, keepdim=True)
-        empty = top < bottom
-        bottom, top = bottom.masked_fill(empty, 0), top.masked_fill(empty, 0)
-    wide = beta * (top - bottom) > NARROW
-    base = (~wide).to(v.dtype)
-    exponent = (v - top).mul_(beta)
-    if run_k is not None:
-        # Padding may lie above top: its weight is zero, but its exponential must not overflow.
-        exponent.clamp_(max=0)
-    data = torch.cat([v, _exp_minus(exponent, base)], -1)
-    return Streams(data, top, base, wide & (beta < SMALL_BETA), top - bottom > FAR_BELOW)
-
-
 def _widen(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
@@ -137,10 +74,6 @@ def _fold(x: Tensor, groups: int, width: int) -> Tensor:
     return x.transpose(1, 2)[..., :width]
 
 
-def least_log(dtype: torch.dtype) -> float:
-    return math.log(torch.finfo(dtype).tiny) + UNDERFLOW_MARGIN
-
-
 @torch.library.custom_op("femixer::softmax_read", mutates_args=())
 def _read(
     q: Tensor,
@@ -157,10 +90,14 @@ def _read(
     """-> (mean, free energy [B, T, H, D], log-normalizers [B, H, T], heads read by `blocked` [B, H])."""
     (b, _, h, e), groups, d = q.shape, k.shape[2], v.shape[-1]
     geometry = Geometry(bias, run_q, run_k, causal, window)
-    streams = _streams(v, beta, run_k)
-    used = streams.data.shape[-1]
+    span = shift = None
+    if beta is not None:
+        span = value_range(v, run_k)
+        shift = shift_of(span, beta)
+    streams = value_streams(v, beta, shift)
+    used = streams.shape[-1]
     width = max(e, used)
-    qh, kh, sh = (_heads_first(x, h, width) for x in (q, k, streams.data))
+    qh, kh, sh = (_heads_first(x, h, width) for x in (q, k, streams))
     outs, logs = [], []
     for rows, keys, mask, triangular in pieces(q, k, geometry):
         o, log_z = attend(qh[:, :, rows], kh[:, :, keys], sh[:, :, keys], mask, triangular, scale)
@@ -170,30 +107,21 @@ def _read(
     log_z = logs[0] if len(logs) == 1 else torch.cat(logs, 2)
     mean, free = out[..., :d].contiguous(), q.new_empty(0)
     exact = torch.zeros(b, h, dtype=torch.bool, device=q.device)
-    if beta is not None:
-        repeats = h // groups
-        total, base = out[..., d:used].contiguous(), streams.base.repeat_interleave(repeats, 2)
-        if run_q is not None:
-            total.masked_fill_((run_q < 0)[..., None, None], 1)
-        least = math.exp(least_log(q.dtype))
-        # The smallest sum settles the common case; a base of 1 only makes sums larger.
-        if bool(total.amin() < least):
-            exact = (total + base < least).any(-1).any(1)
-        if bool(streams.wide_and_cold.any()):
-            exact = exact | streams.wide_and_cold.any(-1)[:, 0].repeat_interleave(repeats, 1)
-        top = streams.top.repeat_interleave(repeats, 2)
-        log_total = _log_plus(total, base)
-        free = torch.addcdiv(top, log_total, beta.repeat_interleave(repeats, 0), out=log_total)
-        if q.dtype != torch.float64 and bool(streams.far.any()):
-            exact = exact | far_below(free, top).any(-1).any(1)
+    padding = None if run_q is None else (run_q < 0)[..., None, None]
+    if beta is not None and shift is not None and span is not None:
+        total = out[..., d:used].contiguous()
+        if padding is not None:
+            total.masked_fill_(padding, 1)
+        free, exact = logarithm(total, beta, shift.per_head(h // groups), span)
         if bool(exact.any()):
             for job in blocked.jobs(exact, q, k, v, beta, geometry, scale):
                 job.put(free, blocked.free_energy(job.sequences))
         # Rounding, or a sum beyond sight, may put F below the mean.
         torch.maximum(free, mean, out=free)
-    if run_q is not None:
-        for x in (mean, free) if beta is not None else (mean,):
-            x.masked_fill_((run_q < 0)[..., None, None], 0)
+        if padding is not None:
+            free.masked_fill_(padding, 0)
+    if padding is not None:
+        mean.masked_fill_(padding, 0)
     return mean, free, log_z, exact
 
 
@@ -226,7 +154,8 @@ class Part(NamedTuple):
     mean: Tensor
     free: Tensor | None
     log_z: Tensor
-    exact: Tensor
+    exact: Tensor | None
+    shift: Shift | None
 
 
 def _head_slices(q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
@@ -241,9 +170,7 @@ def _head_slices(q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
     return [(slice(s * repeats, (s + together) * repeats), slice(s, s + together)) for s in starts]
 
 
-def _undo_logarithm(
-    part: Part, grad_mean: Tensor, grad_free: Tensor, streams: Streams
-) -> tuple[Tensor, Tensor, Tensor]:
+def _undo_logarithm(part: Part, grad_mean: Tensor, grad_free: Tensor, shift: Shift) -> tuple[Tensor, Tensor, Tensor]:
     """From mu and F back to the sums (mu | total - base): their gradient, their values, and dbeta of the logarithm.
 
     total = exp(beta (F - top)), dF/dtotal = 1 / (beta total), dF/dbeta = -(F - top) / beta. Heads that `blocked` read
@@ -252,32 +179,31 @@ def _undo_logarithm(
     assert part.beta is not None
     assert part.free is not None
     repeats = part.free.shape[2] // part.beta.shape[0]
-    temperature = part.beta.repeat_interleave(repeats, 0)
-    below_top = part.free - streams.top.repeat_interleave(repeats, 2)
+    temperature = part.beta if repeats == 1 else part.beta.repeat_interleave(repeats, 0)
+    below_top = part.free - shift.top
     slope = grad_free / temperature
-    if bool(part.exact.any()):
+    if part.exact is not None:
         apart = part.exact[:, None, :, None]
         grad_mean, below_top, slope = (x.masked_fill(apart, 0) for x in (grad_mean, below_top, slope))
-    dbeta = -torch.einsum("bthd,bthd->hd", slope, below_top).unflatten(0, (-1, repeats)).sum(1)
-    base = streams.base.repeat_interleave(repeats, 2)
-    total = _exp_minus(below_top.mul_(temperature), base)
-    slope.div_(total + base if bool(base.any()) else total)
+    dbeta = -(slope * below_top).sum((0, 1)).unflatten(0, (-1, repeats)).sum(1)
+    total = exp_minus(below_top.mul_(temperature), shift.base)
+    slope.div_(total if shift.base is None else total + shift.base)
     return torch.cat([grad_mean, slope], -1), torch.cat([part.mean, total], -1), dbeta
 
 
 def _one_pass_backward(
-    part: Part, grad_mean: Tensor, grad_free: Tensor | None, calls: list[Piece], run_k: Tensor | None, scale: float
+    part: Part, grad_mean: Tensor, grad_free: Tensor | None, calls: list[Piece], scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """-> gradients of q, k, v and beta from the heads that were read in one pass."""
     q, k, v, beta = part[:4]
     h, e, groups, d = *q.shape[2:], *v.shape[2:]
-    streams = _streams(v, beta, run_k)
-    used = streams.data.shape[-1]
+    streams = value_streams(v, beta, part.shift)
+    used = streams.shape[-1]
     width = max(e, used)
     inner, sums, dbeta = grad_mean, part.mean, None
-    if beta is not None and grad_free is not None:
-        inner, sums, dbeta = _undo_logarithm(part, grad_mean, grad_free, streams)
-    qh, kh, sh = (_heads_first(x, h, width) for x in (q, k, streams.data))
+    if grad_free is not None and part.shift is not None:
+        inner, sums, dbeta = _undo_logarithm(part, grad_mean, grad_free, part.shift.per_head(h // groups))
+    qh, kh, sh = (_heads_first(x, h, width) for x in (q, k, streams))
     inner, sums = (_widen(x, width).transpose(1, 2) for x in (inner, sums))
     totals: list[Tensor] = []
     for rows, keys, mask, triangular in calls:
@@ -297,15 +223,17 @@ def _one_pass_backward(
             totals = grads
             break
         if not totals:
-            totals = [torch.zeros_like(x) for x in (q, k, streams.data)]
+            totals = [torch.zeros_like(x) for x in (q, k, streams)]
         for total, at, grad in zip(totals, (rows, keys, keys), grads, strict=True):
             total[:, at] += grad
     dq, dk, dstreams = totals
     dv = dstreams[..., :d]
-    if beta is not None and dbeta is not None:
-        weighted = streams.data[..., d:].add_(streams.base).mul_(dstreams[..., d:])
+    if beta is not None and dbeta is not None and part.shift is not None:
+        weighted = dstreams[..., d:] * (
+            streams[..., d:] if part.shift.base is None else streams[..., d:] + part.shift.base
+        )
         dv = torch.addcmul(dv, weighted, beta)
-        dbeta += weighted.mul_(v - streams.top).sum((0, 1))
+        dbeta += weighted.mul_(v - part.shift.top).sum((0, 1))
     return dq, dk, dv, dbeta
 
 
@@ -344,6 +272,8 @@ def _read_backward(
             x.zero_()
     else:
         calls = list(pieces(q, k, geometry))
+        shift = None if beta is None else shift_of(value_range(v, run_k), beta)
+        apart = bool(exact.any())
         for hs, gs in _head_slices(q, k):
             part = Part(
                 q[:, :, hs],
@@ -353,11 +283,12 @@ def _read_backward(
                 mean[:, :, hs],
                 None if beta is None else free[:, :, hs],
                 log_z[:, hs],
-                exact[:, hs],
+                exact[:, hs] if apart else None,
+                None if shift is None else shift.at(gs),
             )
             to_free = None if grad_free is None else grad_free[:, :, hs]
             masks = [c._replace(mask=c.mask[:, hs]) if c.mask is not None and c.mask.shape[1] > 1 else c for c in calls]
-            results = _one_pass_backward(part, grad_mean[:, :, hs], to_free, masks, run_k, scale)
+            results = _one_pass_backward(part, grad_mean[:, :, hs], to_free, masks, scale)
             dq[:, :, hs], dk[:, :, gs], dv[:, :, gs] = results[:3]
             if results[3] is not None:
                 dbeta[gs] = results[3]

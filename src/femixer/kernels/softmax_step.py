@@ -9,7 +9,8 @@ from torch import Tensor
 
 from femixer.kernels.attend import Geometry, pieces
 from femixer.kernels.precision import without_autocast
-from femixer.kernels.softmax import LOG2_E, SMALL_BETA, far_below, least_log, softmax_read
+from femixer.kernels.softmax import softmax_read
+from femixer.kernels.streams import LOG2_E, SMALL_BETA, far_below, least_log
 
 
 def softmax_step(

@@ -43,11 +43,11 @@ class Experiment:
     """Weight decay of the projection matrices; biases and temperatures have none."""
     batch: int = 64
     """Sequences per step, all of them new."""
-    steps: int = 1000
+    steps: int = 800
     """Training steps."""
     validation: int = 2000
     """Validation sequences."""
-    evaluate_every: int = 50
+    evaluate_every: int = 80
     """Steps between two evaluations, each of which also saves a checkpoint."""
     seed: int = 0
     """Seed of the data and of the initial weights."""
