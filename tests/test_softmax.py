@@ -13,7 +13,7 @@ from matrix import assert_close, noise, oracle, reads_of, stir, streamed, tokens
 from torch import Tensor, nn
 
 from femixer import FreeEnergyMixer
-from femixer.kernels import blocked, softmax
+from femixer.kernels import blocked
 from femixer.kernels.softmax import softmax_read
 from femixer.layout import Past
 from femixer.priors import Alibi
@@ -370,13 +370,18 @@ class TestExactRead:
             assert reads_by_blocked.count("gradients") > 0
 
     @geometries
-    def test_one_pass_and_blocked_agree_where_both_apply(self, geometry: dict, monkeypatch, reads_by_blocked):
+    def test_one_pass_and_blocked_agree_where_both_apply(self, geometry: dict, reads_by_blocked: list[str]):
+        """A further channel, wide and cold, sends every head to the blocked read; the others must not notice."""
         case = Case(**geometry)
         one_pass = with_gradients(case.fast, case)
         assert "free_energy" not in reads_by_blocked
-        monkeypatch.setattr(softmax, "NARROW", -1.0)
-        monkeypatch.setattr(softmax, "SMALL_BETA", math.inf)
-        assert_close(with_gradients(case.fast, case), one_pass, 1e-10)
+
+        def beside_a_cold_channel(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *bias: Tensor):
+            cold = 1e3 * noise(*v.shape[:-1], 1, seed=9)
+            mean, free = case.fast(q, k, torch.cat([v, cold], -1), F.pad(beta, (0, 1), value=0.01), *bias)
+            return mean[..., :-1], free[..., :-1]
+
+        assert_close(with_gradients(beside_a_cold_channel, case), one_pass, 1e-10)
         assert {"free_energy", "gradients"} <= set(reads_by_blocked)
 
     def test_small_values_at_small_temperatures_stay_on_the_fast_path(self, reads_by_blocked: list[str]):

@@ -105,7 +105,8 @@ def _read(
         logs.append(log_z)
     out = outs[0] if len(outs) == 1 else torch.cat(outs, 1)
     log_z = logs[0] if len(logs) == 1 else torch.cat(logs, 2)
-    mean, free = out[..., :d].contiguous(), q.new_empty(0)
+    # Always a copy: results of an operator may not share memory.
+    mean, free = out[..., :d].clone(memory_format=torch.contiguous_format), q.new_empty(0)
     exact = torch.zeros(b, h, dtype=torch.bool, device=q.device)
     padding = None if run_q is None else (run_q < 0)[..., None, None]
     if beta is not None and shift is not None and span is not None:
