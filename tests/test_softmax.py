@@ -391,12 +391,12 @@ class TestExactRead:
         assert not reads_by_blocked
 
     def test_exact_on_both_sides_of_where_sums_become_too_small(self):
-        """Head h has a future value 40 + 4 h nats above the others; the smallest float32 is exp(-87)."""
-        heads, length = 14, 401
+        """Head h has a future value 16 + 4 h nats above the others; the smallest float32 is exp(-87)."""
+        heads, length = 20, 211
         q, k = noise(1, length, heads, 6, dtype=torch.float32), noise(1, length, heads, 6, seed=1, dtype=torch.float32)
-        beta = torch.tensor([[0.1, 1.0]]).expand(heads, 2).contiguous()
-        v = 0.5 * noise(1, length, heads, 2, seed=2, dtype=torch.float32)
-        v[:, -1] = (40 + 4 * torch.arange(heads))[:, None] / beta
+        beta = torch.tensor([[0.1, 0.3, 1.0]]).expand(heads, 3).contiguous()
+        v = 0.5 * noise(1, length, heads, 3, seed=2, dtype=torch.float32)
+        v[:, -1] = (16 + 4 * torch.arange(heads))[:, None] / beta
         _, free = softmax_read(q, k, v, beta)
         scores = torch.einsum("bthe,bshe->bhts", q.double(), k.double()) / math.sqrt(6)
         p = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)

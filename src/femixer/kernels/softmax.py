@@ -166,7 +166,7 @@ def _head_slices(q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
     together = groups
     if q.device.type == "cpu":
         threads = torch.get_num_threads()
-        together = min(groups, 2 * threads // math.gcd(threads, q.shape[0] * repeats))
+        together = min(groups, threads // math.gcd(threads, q.shape[0] * repeats))
     starts = range(0, groups, together)
     return [(slice(s * repeats, (s + together) * repeats), slice(s, s + together)) for s in starts]
 
