@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from femixer import FreeEnergyMixer
+from femixer.budget import solve_widths
 from femixer.priors import PRIORS
 
 PARTS = ["", "L", "G", "LT", "LG", "LTG", "C", "CL", "CG", "CLT", "CLG", "CLTG"]
@@ -118,6 +119,14 @@ def test_the_table_of_widths(prior: str, budget: str):
     for parts, fraction in zip(("CLTG", "LT", ""), TABLE[prior, budget], strict=True):
         m = FreeEnergyMixer(dim, heads, prior, parts=parts, budget=budget, device="meta")
         assert m.widths.value * heads == pytest.approx(fraction * dim, abs=heads / 2)
+
+
+@pytest.mark.parametrize(("own_columns", "prior"), [(1.0, "aft"), (1.0, "decay"), (0.0, "ssm")])
+def test_priors_without_queries_and_keys_spend_their_budget_on_values(own_columns: float, prior: str):
+    for gates, fraction in zip((2, 1, 0), TABLE[prior, "attention"], strict=True):
+        widths = solve_widths(960, 4, 4, gates, "attention", None, False, own_columns)
+        assert widths.key == 0
+        assert widths.value * 4 == pytest.approx(fraction * 960, abs=2)
 
 
 @pytest.mark.parametrize(("dim", "heads"), [(256, 4), (512, 8), (768, 12)])

@@ -119,6 +119,18 @@ class TestStreaming:
 
 class TestPadding:
     @variants()
+    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize("offset", [-300.0, -10.0, 10.0, 300.0])
+    def test_values_far_from_zero_give_padding_no_say_in_gradients(self, variant: Variant, causal: bool, offset: float):
+        """A padding row reads 0, which then lies far above or below every value."""
+        m, x = variant.build(causal=causal), tokens(batch=len(MASK))
+        with torch.no_grad():
+            m.value_proj.linear.bias[: m.kv_heads * m.widths.value] += offset
+        padded = outcome(m, lambda x: m(x, mask=MASK), x)
+        assert all(torch.isfinite(value).all() for value in padded.values())
+        assert_close(padded, outcome(m, lambda x: separately(m, x, MASK.long() - 1), x), 1e-8)
+
+    @variants()
     def test_padded_is_unpadded(self, variant: Variant):
         m, x = variant.build(), tokens(batch=len(MASK))
         padded = outcome(m, lambda x: m(x, mask=MASK), x)
@@ -287,7 +299,7 @@ class TestDefinition:
         visible = (layout.run[:, :, None] == layout.run[:, None]) & (layout.run >= 0)[:, :, None]
         if causal:
             visible = visible.tril()
-        if m.prior.per_channel:
+        if p.dim() == 5:  # per channel
             visible = visible[..., None]
         assert p.masked_fill(visible[:, None], 0).count_nonzero() == 0
         assert (p >= 0).all()
@@ -610,6 +622,14 @@ class TestCopies:
 class TestSmallSizes:
     @variants()
     @pytest.mark.parametrize("causal", [True, False])
+    def test_no_sequences(self, variant: Variant, causal: bool):
+        m, x = variant.build(causal=causal), tokens()[:0]
+        assert m(x).shape == x.shape
+        assert m(x, mask=torch.ones(x.shape[:2], dtype=torch.bool)).shape == x.shape
+        m(x).sum().backward()
+
+    @variants()
+    @pytest.mark.parametrize("causal", [True, False])
     @pytest.mark.parametrize("kind", ["plain", "mask", "segments"])
     def test_no_tokens(self, variant: Variant, causal: bool, kind: str):
         m, x = variant.build(causal=causal), tokens(length=0).requires_grad_()
@@ -670,6 +690,14 @@ class TestErrors:
         ("options", "error", "words"),
         [
             wrong(ValueError, "prior='sofmax'", *PRIORS, prior="sofmax"),
+            wrong(ValueError, "prior=['softmax']", *PRIORS, prior=["softmax"]),
+            wrong(ValueError, "prior_options has rope=False", "own rope=", prior_options={"rope": False}),
+            wrong(ValueError, "prior_options has window=5", "own window=", window=3, prior_options={"window": 5}),
+            wrong(TypeError, "prior_options=3", "dict", prior_options=3),
+            wrong(TypeError, "causal='yes'", "True or False", causal="yes"),
+            wrong(TypeError, "value_dim=12.0", "integer", value_dim=12.0),
+            wrong(ValueError, "dropout='a'", "at least 0", dropout="a"),
+            wrong(ValueError, "window=True", "positive", window=True),
             wrong(ValueError, "budget='large'", "attention", "balanced", budget="large"),
             wrong(ValueError, "dim=25", "heads=3", "divisible", dim=25),
             wrong(ValueError, "dim=0", "positive", dim=0),

@@ -16,13 +16,29 @@ BUDGETS = ("attention", "balanced")
 
 
 def solve_widths(
-    dim: int, heads: int, kv_heads: int, gates: int, budget: str, value_dim: int | None, rope: bool
+    dim: int,
+    heads: int,
+    kv_heads: int,
+    gates: int,
+    budget: str,
+    value_dim: int | None,
+    rope: bool,
+    own_columns: float | None = None,
 ) -> Widths:
-    """Widths per head. attention: queries and keys at dim. balanced: at d. value_dim given: they take what is left."""
+    """Widths per head. attention: queries and keys at dim. balanced: at d. value_dim given: they take what is left.
+
+    own_columns: for a prior without queries and keys, the columns it projects per value channel.
+    """
     if budget not in BUDGETS:
         raise ValueError(f"budget={budget!r} is unknown; choose one of {', '.join(BUDGETS)}")
     r = kv_heads / heads
     total, per_value = 2 * (1 + r) * dim, 1 + gates + r
+
+    if own_columns is not None:
+        if value_dim is not None and value_dim % heads:
+            raise ValueError(f"value_dim={value_dim} must be a positive multiple of heads={heads}")
+        fitting = max(1, round(total / (per_value + own_columns) / heads))
+        return Widths(0, fitting if value_dim is None else value_dim // heads)
 
     def key_width(value_width: int) -> int:
         width = (total - per_value * value_width * heads) / (1 + r) / heads

@@ -37,7 +37,7 @@ def main(args: Sequence[str] | None = None) -> int:
 def run(name: str, args: list[str]) -> int:
     try:
         return importlib.import_module(COMMANDS[name][0]).main(args) or 0
-    except (ValueError, FloatingPointError, MissingExtra) as error:
+    except (ValueError, FloatingPointError, MissingExtra, OSError) as error:
         if sys.flags.dev_mode:  # python -X dev -m femixer ...: show where it comes from
             raise
         return fail(str(error))

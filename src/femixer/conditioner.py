@@ -59,7 +59,7 @@ class TimeDecayConditioner(nn.Module):
             decay = torch.sigmoid(-s)  # exp(-softplus(s))
             if state is None:
                 state = u.new_zeros(u.shape[0], u.shape[2])
-            elif state.is_inference() and torch.is_grad_enabled():
+            elif not torch.compiler.is_compiling() and state.is_inference() and torch.is_grad_enabled():
                 state = state.clone()  # autograd keeps no tensor that was made in inference mode
             h = context(decay, u, layout, state, self.causal)
             new_state = h[:, -1] if h.shape[1] else state
@@ -95,16 +95,17 @@ class NormalizedLinear(torch.autograd.Function):
 
 def context(decay: Tensor, u: Tensor, layout: Layout, initial: Tensor, causal: bool) -> Tensor:
     """sum_i K(t, i) u_i over earlier tokens and the token itself, and over later ones if not causal."""
-    padding, starts, ends = layout.padding, layout.starts, layout.ends
-    forward_decay = backward_decay = decay
-    if padding is not None and starts is not None and ends is not None:
+    padding, starts = layout.padding, layout.starts
+    forward_decay = decay
+    if padding is not None and starts is not None:
         decay = decay.masked_fill(padding[..., None], 1)
         u = u.masked_fill(padding[..., None], 0)
         forward_decay = decay.masked_fill(starts[..., None], 0)
-        backward_decay = decay.masked_fill(ends[..., None], 0)
     h = linear_recurrence(forward_decay, u, initial)
     if causal:
         return h
+    ends = layout.ends
+    backward_decay = decay if ends is None else decay.masked_fill(ends[..., None], 0)
     # later_t = backward_decay_t * (u_{t+1} + later_{t+1}): exclusive, so the token itself counts once.
     shifted_u = torch.cat([u[:, 1:], torch.zeros_like(u[:, :1])], 1)
     later = linear_recurrence(backward_decay.flip(1), (backward_decay * shifted_u).flip(1), torch.zeros_like(initial))

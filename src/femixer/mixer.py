@@ -69,17 +69,23 @@ class FreeEnergyMixer(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        _check_arguments(dim, heads, kv_heads, parts, dropout)
+        _check_arguments(dim, heads, kv_heads, parts, causal, value_dim, dropout, prior_options)
         kind = prior_class(prior)
         options = dict(prior_options or {})
+        for name in ("rope", "window"):
+            if name in options:
+                raise ValueError(f"prior_options has {name}={options[name]!r}; give it as the mixer's own {name}=")
         if kind.queries_and_keys:
             options["rope"] = rope = True if rope is None else bool(rope)
         elif rope:
             raise ValueError(f"rope={rope} does not fit prior={prior!r}: it has no queries and keys")
+        elif kv_heads != heads:
+            raise ValueError(f"kv_heads={kv_heads} does not fit prior={prior!r}: it has no queries and keys")
         if window is not None:
             options["window"] = window
         gates = sum(part in parts for part in "TG")
-        widths = solve_widths(dim, heads, kv_heads, gates, budget, value_dim, bool(rope))
+        own = None if kind.queries_and_keys else kind.columns_per_value
+        widths = solve_widths(dim, heads, kv_heads, gates, budget, value_dim, bool(rope), own)
         self.dim, self.heads, self.kv_heads, self.widths = dim, heads, kv_heads, widths
         self.parts, self.causal, self.prior_name = "".join(p for p in PARTS if p in parts), causal, prior
         self.prior: Prior = build_prior(prior, heads, kv_heads, widths, causal, options)
@@ -227,7 +233,16 @@ class FreeEnergyMixer(nn.Module):
         )
 
 
-def _check_arguments(dim: int, heads: int, kv_heads: int, parts: str, dropout: float) -> None:
+def _check_arguments(
+    dim: int,
+    heads: int,
+    kv_heads: int,
+    parts: str,
+    causal: bool,
+    value_dim: int | None,
+    dropout: float,
+    prior_options: dict[str, Any] | None,
+) -> None:
     for name, given in (("dim", dim), ("heads", heads), ("kv_heads", kv_heads)):
         if not isinstance(given, int) or isinstance(given, bool) or given < 1:
             raise ValueError(f"{name}={given!r} must be a positive integer")
@@ -242,5 +257,11 @@ def _check_arguments(dim: int, heads: int, kv_heads: int, parts: str, dropout: f
         raise ValueError(f"parts={parts!r} is not a set of letters from {PARTS!r}")
     if "T" in parts and "L" not in parts:
         raise ValueError(f"parts={parts!r}: T (temperature) needs L (log-sum-exp)")
-    if not 0 <= dropout < 1:
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal={causal!r} must be True or False")
+    if value_dim is not None and (not isinstance(value_dim, int) or isinstance(value_dim, bool)):
+        raise TypeError(f"value_dim={value_dim!r} must be an integer or None")
+    if prior_options is not None and not isinstance(prior_options, dict):
+        raise TypeError(f"prior_options={prior_options!r} must be a dict of the prior's options or None")
+    if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout!r} must be at least 0 and below 1")

@@ -63,7 +63,9 @@ class Growing:
         length = self.length + x.shape[2]
         if torch.is_grad_enabled() and (x.requires_grad or data.requires_grad):
             return Growing.of(torch.cat([self.tensor, x], 2))
-        alien = data.requires_grad or (data.is_inference() and not torch.is_inference_mode_enabled())
+        alien = data.requires_grad
+        if not torch.compiler.is_compiling():
+            alien = alien or (data.is_inference() and not torch.is_inference_mode_enabled())
         storage = self._storage
         if alien or storage.filled != self.length or length > data.shape[2]:
             room = length if length <= data.shape[2] else max(length + SPARE, 2 * self.length)

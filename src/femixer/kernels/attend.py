@@ -25,6 +25,10 @@ class Geometry(NamedTuple):
     causal: bool
     window: int | None
 
+    def needs_no_mask(self, keys: int) -> bool:
+        """Apart from causality, every query sees all `keys`."""
+        return self.bias is None and self.run_q is None and (self.window is None or self.window >= keys)
+
 
 class Piece(NamedTuple):
     """One attention call: these rows over these keys, under a float mask, the triangular one, or none."""
@@ -38,7 +42,7 @@ class Piece(NamedTuple):
 def pieces(q: Tensor, k: Tensor, g: Geometry) -> Iterator[Piece]:
     t, s = q.shape[1], k.shape[1]
     whole = slice(0, t), slice(0, s)
-    plain = g.bias is None and g.run_q is None and (g.window is None or g.window >= s)
+    plain = g.needs_no_mask(s)
     if plain and (not g.causal or t == 1):
         yield Piece(*whole, None, False)
         return
@@ -53,7 +57,12 @@ def pieces(q: Tensor, k: Tensor, g: Geometry) -> Iterator[Piece]:
     else:
         rank_k = (g.run_k >= 0).cumsum(1)
         rank_q = rank_k[:, s - t :]
-    step = max(64, MASK_ELEMENTS // s)
+    masks = 1
+    if g.bias is not None:
+        masks = q.shape[0] * q.shape[2]
+    elif g.run_q is not None:
+        masks = q.shape[0]
+    step = max(64, MASK_ELEMENTS // (s * masks))
     if g.window is not None and g.run_q is None:
         step = min(step, max(128, g.window))
     index = torch.arange(s, device=q.device)

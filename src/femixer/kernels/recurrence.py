@@ -24,9 +24,9 @@ def _sweep(decay: Tensor, h: Tensor, initial: Tensor) -> Tensor:
     chunk = max(1, math.isqrt(length))
     whole = length // chunk * chunk
     if whole:
-        a = decay[:, :whole].reshape(batch, -1, chunk, width)
+        a = decay[:, :whole].reshape(batch, whole // chunk, chunk, width)
         # A view: whole chunks of h are updated in place.
-        x = h[:, :whole].unflatten(1, (-1, chunk))
+        x = h[:, :whole].unflatten(1, (whole // chunk, chunk))
         reach = torch.empty_like(a)
         reach[:, :, 0] = a[:, :, 0]
         for i in range(1, chunk):

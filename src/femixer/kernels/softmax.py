@@ -13,6 +13,7 @@ Axes: B batch, T queries, S keys, H heads, G key/value heads (H = G * repeats), 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ def softmax_read(
         bias = bias.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     run_q, run_k = (None, None) if runs is None else runs
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if q.shape[1] == 0:
+    if q.shape[0] == 0 or q.shape[1] == 0:
         nothing = q.new_zeros(*q.shape[:-1], v.shape[-1])
         return nothing, None if beta is None else nothing
     with without_autocast(q.device):
@@ -193,7 +194,7 @@ def _undo_logarithm(part: Part, grad_mean: Tensor, grad_free: Tensor, shift: Shi
 
 
 def _one_pass_backward(
-    part: Part, grad_mean: Tensor, grad_free: Tensor | None, calls: list[Piece], scale: float
+    part: Part, grad_mean: Tensor, grad_free: Tensor | None, calls: Iterable[Piece], scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """-> gradients of q, k, v and beta from the heads that were read in one pass."""
     q, k, v, beta = part[:4]
@@ -220,8 +221,8 @@ def _one_pass_backward(
             scale,
         )
         grads = [a.transpose(1, 2)[..., :e], _fold(b, groups, e), _fold(c, groups, used)]
-        if len(calls) == 1 and grads[1].shape[1] == k.shape[1]:
-            totals = grads
+        if grads[0].shape[1] == q.shape[1] and grads[1].shape[1] == k.shape[1]:
+            totals = grads  # one call did it all
             break
         if not totals:
             totals = [torch.zeros_like(x) for x in (q, k, streams)]
@@ -272,10 +273,14 @@ def _read_backward(
         for x in (dq, dk, dv):
             x.zero_()
     else:
-        calls = list(pieces(q, k, geometry))
         shift = None if beta is None else shift_of(value_range(v, run_k), beta)
+        if shift is not None and run_q is not None:
+            # A padding row's F is zero, which may lie anywhere to the others; at top nothing over- or underflows.
+            free = torch.where((run_q < 0)[..., None, None], shift.per_head(q.shape[2] // k.shape[2]).top, free)
         apart = bool(exact.any())
-        for hs, gs in _head_slices(q, k):
+        # Masks are made once, so where they are needed all heads go together.
+        together = _head_slices(q, k) if geometry.needs_no_mask(k.shape[1]) else [(slice(None), slice(None))]
+        for hs, gs in together:
             part = Part(
                 q[:, :, hs],
                 k[:, :, gs],
@@ -288,8 +293,7 @@ def _read_backward(
                 None if shift is None else shift.at(gs),
             )
             to_free = None if grad_free is None else grad_free[:, :, hs]
-            masks = [c._replace(mask=c.mask[:, hs]) if c.mask is not None and c.mask.shape[1] > 1 else c for c in calls]
-            results = _one_pass_backward(part, grad_mean[:, :, hs], to_free, masks, scale)
+            results = _one_pass_backward(part, grad_mean[:, :, hs], to_free, pieces(q, k, geometry), scale)
             dq[:, :, hs], dk[:, :, gs], dv[:, :, gs] = results[:3]
             if results[3] is not None:
                 dbeta[gs] = results[3]

@@ -12,7 +12,7 @@ PRIORS: dict[str, type[Prior]] = {"softmax": SoftmaxPrior}
 
 
 def prior_class(name: str) -> type[Prior]:
-    if name not in PRIORS:
+    if not isinstance(name, str) or name not in PRIORS:
         raise ValueError(f"prior={name!r} is unknown; choose one of {', '.join(PRIORS)}")
     return PRIORS[name]
 

@@ -29,7 +29,7 @@ class Prior(nn.Module):
     """
 
     queries_and_keys = True  # has columns "q" and "k" (so it takes rope and kv_heads)
-    per_channel = False  # p_t differs from channel to channel
+    columns_per_value = 0.0  # without queries and keys: columns of dim that the prior projects per value channel
 
     def __init__(self, heads: int, kv_heads: int, widths: Widths, *, causal: bool) -> None:
         super().__init__()

@@ -116,7 +116,7 @@ class SoftmaxPrior(Prior):
         super().__init__(heads, kv_heads, widths, causal=causal)
         if cache not in CACHES:
             raise ValueError(f"cache={cache!r} is unknown; choose one of {', '.join(CACHES)}")
-        if window is not None and (not isinstance(window, int) or window < 1):
+        if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
             raise ValueError(f"window={window!r} must be a positive number of tokens or None")
         if rope_base <= 0:
             raise ValueError(f"rope_base={rope_base!r} must be positive")
