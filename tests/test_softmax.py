@@ -574,13 +574,21 @@ class TestCache:
         error = (stream - wanted).abs().amax((0, 2)) / wanted.abs().amax((0, 2)).clamp(min=1)
         assert error.max() <= 1e-5
 
-    def test_a_stream_at_small_temperatures_is_exact(self):
-        m = stir(FreeEnergyMixer(24, 3, parts="L"))
+    @pytest.mark.parametrize("cache", ["value", "exp"])
+    @pytest.mark.parametrize("size", [1.0, 100.0])
+    def test_steps_at_small_temperatures_are_exact(self, cache: str, size: float):
+        m = stir(FreeEnergyMixer(24, 3, parts="L", prior_options={"cache": cache}))
+        x = 0.5 * tokens(length=150, dtype=torch.float32)
+        beta = torch.full((3, m.widths.value), 0.02)
         with torch.no_grad():
-            m.raw_beta.fill_(-5.5)
-        assert 0.02 < m.beta_max.min() < 0.1
-        exact = FreeEnergyMixer(24, 3, parts="L", dtype=torch.float64)
-        exact.load_state_dict(m.state_dict())
-        x = 20 * tokens(dtype=torch.float32)
-        with torch.no_grad():
-            assert_close({"y": streamed(m, x, [1] * 23)}, {"y": exact(x.double())}, 2e-5)
+            (inputs, v, *_), layout = m.prepare(x)
+            v = size * v
+            reads, state = [], None
+            for here in (slice(t, t + 1) for t in range(150)):
+                step = {name: value[:, here] for name, value in inputs.items()}
+                at = layout._replace(position=layout.position[:, here])
+                _, free, state = m.prior.read(step, v[:, here], beta, at, state, True)
+                reads.append(free)
+        _, wanted = oracle(m.prior, inputs, v, beta, layout)
+        error = (torch.cat(reads, 1) - wanted).abs() / wanted.abs().clamp(min=1)
+        assert error.max() <= 1e-5
