@@ -128,19 +128,8 @@ def _read(
 
 
 @_read.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    bias: Tensor | None,
-    run_q: Tensor | None,
-    run_k: Tensor | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    b, t, h, _ = q.shape
+def _(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    b, t, h = q.shape[:3]
     mean = q.new_empty(b, t, h, v.shape[-1])
     free = q.new_empty(0) if beta is None else torch.empty_like(mean)
     return mean, free, q.new_empty(b, t, h).transpose(1, 2), q.new_empty(b, h, dtype=torch.bool)
@@ -324,21 +313,12 @@ def _(
     v: Tensor,
     beta: Tensor | None,
     bias: Tensor | None,
-    run_q: Tensor | None,
-    run_k: Tensor | None,
-    mean: Tensor,
-    free: Tensor,
-    log_z: Tensor,
-    exact: Tensor,
-    causal: bool,
-    window: int | None,
-    scale: float,
-    bias_grad: bool,
+    *rest: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     dbeta = q.new_empty(0) if beta is None else torch.empty_like(beta)
     dbias = q.new_empty(0)
-    if bias_grad and bias is not None:
+    if rest[-1] and bias is not None:
         dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
     return dq, dk, dv, dbeta, dbias
 
