@@ -13,7 +13,7 @@ from matrix import assert_close, noise, oracle, reads_of, stir, streamed, tokens
 from torch import Tensor, nn
 
 from femixer import FreeEnergyMixer
-from femixer.kernels import blocked
+from femixer.kernels import attend, blocked
 from femixer.kernels.softmax import softmax_read
 from femixer.layout import Past
 from femixer.priors import Alibi
@@ -592,3 +592,22 @@ class TestCache:
         _, wanted = oracle(m.prior, inputs, v, beta, layout)
         error = (torch.cat(reads, 1) - wanted).abs() / wanted.abs().clamp(min=1)
         assert error.max() <= 1e-5
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 3}, {"kv_heads": 1}], ids=str)
+def test_the_path_of_other_devices_gives_the_same(monkeypatch, options):
+    """Away from the CPU kernel the read calls scaled_dot_product_attention and has a backward of its own."""
+    torch.manual_seed(0)
+    m = FreeEnergyMixer(24, 3, dtype=torch.float64, **options)
+    x = torch.randn(2, 11, 24, dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(2, 11, dtype=torch.bool)
+    mask[1, 3:5] = False
+
+    def results() -> list[torch.Tensor]:
+        y = m(x, mask=mask) if options else m(x)
+        return [y, *torch.autograd.grad(y.square().sum(), [x, *m.parameters()])]
+
+    wanted = results()
+    monkeypatch.setattr(attend, "has_own_kernel", lambda q: False)
+    for got, want in zip(results(), wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)

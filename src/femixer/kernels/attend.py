@@ -90,9 +90,14 @@ def pieces(q: Tensor, k: Tensor, g: Geometry) -> Iterator[Piece]:
         yield Piece(rows, keys, mask.masked_fill(hidden[:, None], -torch.inf), False)
 
 
+def has_own_kernel(q: Tensor) -> bool:
+    """torch's CPU kernel and its backward can be called by name; elsewhere the backward is written out, by rows."""
+    return q.device.type == "cpu"
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of [B, H, T, W] tensors of one width -> (output, log-normalizer that the backward wants)."""
-    if q.device.type == "cpu":
+    if has_own_kernel(q):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
@@ -111,12 +116,24 @@ def attend_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if q.device.type == "cpu":
+    if has_own_kernel(q):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, log_z, 0.0, causal, attn_mask=mask, scale=scale
         )
-    with torch.enable_grad():
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        again = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale)
-    dq, dk, dv = torch.autograd.grad(again, (q, k, v), grad)
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    step = max(64, MASK_ELEMENTS // max(1, k.shape[2]))
+    for start in range(0, q.shape[2], step):
+        rows = slice(start, start + step)
+        scores = q[:, :, rows] @ k.mT * scale
+        if mask is not None:
+            scores = scores + (mask[:, :, rows] if mask.shape[2] > 1 else mask)
+        if causal:
+            key = torch.arange(k.shape[2], device=q.device)
+            scores = scores.masked_fill(key > key[rows, None], -torch.inf)
+        p = scores.softmax(-1)
+        inner = grad[:, :, rows]
+        dv += p.mT @ inner
+        ds = p * (inner @ v.mT - (inner * out[:, :, rows]).sum(-1, keepdim=True)) * scale
+        dq[:, :, rows] = ds @ k
+        dk += ds.mT @ q[:, :, rows]
     return dq, dk, dv
