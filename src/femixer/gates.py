@@ -1,4 +1,4 @@
-"""The two gates of the read: o = g * ((1 - lam) mu + lam F), lam = sigmoid(a), g = RMS-normalized softplus(b)."""
+"""Temperature and gates of the read: o = g * ((1 - lam) mu + lam F), lam = sigmoid(a), g = softplus(b) / rms."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 EPS = 1e-6
+# softplus underflows to zero for a parameter far below zero, and a temperature is divided by.
+LEAST_BETA = 1e-6
+
+
+def inverse_temperature(parameter: Tensor) -> Tensor:
+    """beta_max = softplus(parameter + 1.8), positive; 1.95 where the parameter starts, at zero."""
+    return F.softplus(parameter + 1.8).clamp_min(LEAST_BETA)
 
 
 def temperature_gate(logits: Tensor) -> Tensor:

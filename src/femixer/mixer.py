@@ -6,12 +6,11 @@ import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.budget import solve_widths
 from femixer.conditioner import TimeDecayConditioner
-from femixer.gates import gated_read
+from femixer.gates import gated_read, inverse_temperature
 from femixer.layout import Layout, Past, arrange
 from femixer.priors import Prior, build_prior, prior_class
 from femixer.projection import Columns, Projection
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from femixer.inspection import Inspection
 
 PARTS = "CLTG"
-# softplus underflows to zero for a parameter far below zero; a temperature is divided by.
-LEAST_BETA = 1e-6
 
 
 class Projected(NamedTuple):
@@ -119,7 +116,7 @@ class FreeEnergyMixer(nn.Module):
 
     def _beta(self) -> Tensor | None:
         """[kv_heads, d_v], positive."""
-        return None if self.raw_beta is None else F.softplus(self.raw_beta + 1.8).clamp_min(LEAST_BETA)
+        return None if self.raw_beta is None else inverse_temperature(self.raw_beta)
 
     @property
     def beta_max(self) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from femixer.gates import inverse_temperature
 from femixer.kernels.softmax import softmax_read
 from femixer.optional import require
 from femixer.options import check, parse
@@ -130,7 +131,7 @@ class LastRead(nn.Module):
     @property
     def beta_max(self) -> Tensor | None:
         """Inverse temperature [H, D/H]; None for attention."""
-        return None if self.beta_shift is None else functional.softplus(self.beta_shift + 1.8)
+        return None if self.beta_shift is None else inverse_temperature(self.beta_shift)
 
     def forward(self, values: Tensor) -> Tensor:
         last = values[:, -1:]
