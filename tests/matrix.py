@@ -32,6 +32,10 @@ QUERIES_AND_KEYS: dict[str, dict[str, Any]] = {
     "balanced": {"budget": "balanced"},
 }
 OF_PRIOR: dict[str, dict[str, dict[str, Any]]] = {
+    "gla": {
+        "channel": {"prior_options": {"decay": "channel"}},
+        "channelL": {"parts": "L", "prior_options": {"decay": "channel"}},
+    },
     "softmax": {
         "window": {"window": 5},
         "windowmean": {"window": 4, "parts": "CG"},

@@ -365,7 +365,7 @@ def value_patterns(kind: str, length: int, beta: Tensor) -> dict[str, Tensor]:
     }
 
 
-READS = ("L", "grouped", "window", "alibi", "norope")
+READS = ("L", "channelL", "grouped", "window", "alibi", "norope")
 
 
 class TestExactness:

@@ -35,18 +35,23 @@ def solve_widths(
     total, per_value = 2 * (1 + r) * dim, 1 + gates + r
 
     if own_columns is not None:
-        if value_dim is not None and value_dim % heads:
-            raise ValueError(f"value_dim={value_dim} must be a positive multiple of heads={heads}")
         fitting = max(1, round(total / (per_value + own_columns) / heads))
-        return Widths(0, fitting if value_dim is None else value_dim // heads)
+        if value_dim is None:
+            return Widths(0, fitting)
+        _check_value_dim(value_dim, heads)
+        if value_dim > fitting * heads:
+            raise ValueError(
+                f"value_dim={value_dim} is beyond the parameters of attention at dim={dim} with {gates} gates; "
+                f"at most {fitting * heads} is possible"
+            )
+        return Widths(0, value_dim // heads)
 
     def key_width(value_width: int) -> int:
         width = (total - per_value * value_width * heads) / (1 + r) / heads
         return 2 * round(width / 2) if rope else round(width)
 
     if value_dim is not None:
-        if value_dim < 1 or value_dim % heads:
-            raise ValueError(f"value_dim={value_dim} must be a positive multiple of heads={heads}")
+        _check_value_dim(value_dim, heads)
         widths = Widths(key_width(value_dim // heads), value_dim // heads)
         if widths.key < 1:
             most = next((m for m in range(value_dim - heads, 0, -heads) if key_width(m // heads) >= 1), 0)
@@ -61,3 +66,8 @@ def solve_widths(
         return Widths(key + key % 2 if rope else key, value)
     value = max(1, round(total / (1 + r + per_value) / heads))
     return Widths(max(key_width(value), 2 if rope else 1), value)
+
+
+def _check_value_dim(value_dim: int, heads: int) -> None:
+    if value_dim < 1 or value_dim % heads:
+        raise ValueError(f"value_dim={value_dim} must be a positive multiple of heads={heads}")

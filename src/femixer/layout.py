@@ -7,6 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Marks of tokens for scans: nothing, padding (skipped), a segment's first token (the past is forgotten).
+PADDING, START = 1, 2
+
 
 class Past(NamedTuple):
     """What a stream remembers of its tokens. `seen` counts them; the tensors [B] exist once padding or segments did.
@@ -51,6 +54,21 @@ class Layout(NamedTuple):
         later = torch.cat([later[:, 1:], torch.full_like(later[:, :1], torch.iinfo(run.dtype).max)], 1)
         following = later.flip(1).cummin(1).values.flip(1)
         return (run >= 0) & (following != run)
+
+    def marks(self) -> Tensor | None:
+        """int8 [B, T] for a scan forwards in time: PADDING, START or 0."""
+        return self._marks(self.starts)
+
+    def marks_reversed(self) -> Tensor | None:
+        """The marks for a scan of the tokens in reversed order, in that order."""
+        marks = self._marks(self.ends)
+        return None if marks is None else marks.flip(1)
+
+    def _marks(self, first: Tensor | None) -> Tensor | None:
+        padding = self.padding
+        if padding is None or first is None:
+            return None
+        return padding.to(torch.int8) * PADDING + first.to(torch.int8) * START
 
 
 def arrange(x: Tensor, mask: Tensor | None, segments: Tensor | None, past: Past) -> tuple[Layout, Past]:

@@ -85,14 +85,14 @@ class FreeEnergyMixer(nn.Module):
         widths = solve_widths(dim, heads, kv_heads, gates, budget, value_dim, bool(rope), own)
         self.dim, self.heads, self.kv_heads, self.widths = dim, heads, kv_heads, widths
         self.parts, self.causal, self.prior_name = "".join(p for p in PARTS if p in parts), causal, prior
-        self.prior: Prior = build_prior(prior, heads, kv_heads, widths, causal, options)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.prior: Prior = build_prior(prior, heads, kv_heads, widths, causal, options, made)
 
         value_columns = {"v": Columns(kv_heads * widths.value)}
         if "T" in parts:
             value_columns["lam"] = Columns(heads * widths.value)
         if "G" in parts:
             value_columns["gate"] = Columns(heads * widths.value)
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.conditioner: TimeDecayConditioner | None = None
         context = 0
         if "C" in parts:

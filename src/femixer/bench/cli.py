@@ -6,7 +6,8 @@ import importlib
 from collections.abc import Sequence
 
 BENCHES = {
-    "layer": ("femixer.bench.layer", "one FEM layer against one softmax attention layer with as many parameters"),
+    "layer": ("femixer.bench.layer.command", "FEM layers against one softmax attention layer with as many parameters"),
+    "scaling": ("femixer.bench.scaling.command", "time per token and memory against the length, and decoding far out"),
 }
 
 

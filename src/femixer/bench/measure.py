@@ -9,11 +9,11 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from femixer.state import Growing
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,11 @@ def stopwatch(call: Callable[[], object], device: torch.device) -> float:
 
 
 def race(
-    samples: Mapping[str, Callable[[], float]],
+    samples: Mapping[Key, Callable[[], float]],
     rounds: int,
     warmup: int,
     finished: Callable[[], None] = lambda: None,
-) -> dict[str, list[float]]:
+) -> dict[Key, list[float]]:
     """Seconds of every contestant in every round, after `warmup` rounds that do not count.
 
     A round is one sample of each contestant, in an order shuffled anew: noise that lasts longer than a call hits all
@@ -66,7 +68,7 @@ def race(
     `finished` is called after each round.
     """
     order, shuffle = list(samples), random.Random(0).shuffle
-    seconds: dict[str, list[float]] = {name: [] for name in samples}
+    seconds: dict[Key, list[float]] = {name: [] for name in samples}
     with no_garbage_collection():
         for number in range(warmup + rounds):
             shuffle(order)
@@ -145,7 +147,8 @@ def held_bytes(value: Any) -> int:
 def flops(call: Callable[[], object]) -> int:
     """Multiplications and additions of the matrix products that a call performs, those of custom operators included.
 
-    As is the custom, causal attention counts as if it looked at all pairs, and elementwise work does not count.
+    As is the custom, causal attention counts as if it looked at all pairs, and elementwise work does not count. A
+    recurrence that runs as a compiled kernel is no matrix product of torch's and does not count either.
     """
     counter = FlopCounterMode(display=False, custom_mapping=_ATTENTION_ON_CPU)
     with counter, _InsideOperators():

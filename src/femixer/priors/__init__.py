@@ -5,10 +5,20 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from femixer.priors.aft import AFTPrior
 from femixer.priors.base import Prior, Widths
+from femixer.priors.decay import DecayPrior
+from femixer.priors.gla import GLAPrior
+from femixer.priors.linear import LinearPrior
 from femixer.priors.softmax import Alibi, SoftmaxPrior
 
-PRIORS: dict[str, type[Prior]] = {"softmax": SoftmaxPrior}
+PRIORS: dict[str, type[Prior]] = {
+    "softmax": SoftmaxPrior,
+    "linear": LinearPrior,
+    "gla": GLAPrior,
+    "aft": AFTPrior,
+    "decay": DecayPrior,
+}
 
 
 def prior_class(name: str) -> type[Prior]:
@@ -27,12 +37,15 @@ def options_of(name: str) -> list[str]:
     return sorted(keywords(prior_class(name)) - keywords(Prior))
 
 
-def build_prior(name: str, heads: int, kv_heads: int, widths: Widths, causal: bool, options: dict[str, Any]) -> Prior:
+def build_prior(
+    name: str, heads: int, kv_heads: int, widths: Widths, causal: bool, options: dict[str, Any], made: dict[str, Any]
+) -> Prior:
+    """options: the prior's own; made: device and dtype of its parameters."""
     known = options_of(name)
     for option in options:
         if option not in known:
             raise ValueError(f"{option}={options[option]!r} does not fit prior={name!r}; its options are {known}")
-    return prior_class(name)(heads, kv_heads, widths, causal=causal, **options)
+    return prior_class(name)(heads, kv_heads, widths, causal=causal, **made, **options)
 
 
 __all__ = ["PRIORS", "Alibi", "Prior", "SoftmaxPrior", "Widths", "build_prior", "options_of", "prior_class"]

@@ -31,7 +31,16 @@ class Prior(nn.Module):
     queries_and_keys = True  # has columns "q" and "k" (so it takes rope and kv_heads)
     columns_per_value = 0.0  # without queries and keys: columns of dim that the prior projects per value channel
 
-    def __init__(self, heads: int, kv_heads: int, widths: Widths, *, causal: bool) -> None:
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        widths: Widths,
+        *,
+        causal: bool,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.widths, self.causal = heads, kv_heads, widths, causal
 

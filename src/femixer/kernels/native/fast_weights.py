@@ -1,0 +1,272 @@
+"""Compiled kernels of `femixer.kernels.fast_weights`: the decayed sum of outer products, token by token, in float64.
+
+Per key/value head the state S [E, W] is the sum of decayed k_i x_i with the stream x = (v, 1, exp(beta v - top)), so
+W is 2 D + 1 (D + 1 without beta). top follows the largest exponent as it decays, per value channel, so that the sum of
+exponentials neither over- nor underflows, whatever the values.
+
+Arrays: q [B, T, H, E]; k [B, T, G, E]; gate [B, T, G, E or 1] log decays; v [B, T, G, D]; beta [G, D]; marks [B, T];
+state [B, G, E, W], top [B, G, D] float64; mean, free [B, T, H, D]; log_total [B, T, H]. Empty arrays stand for nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import prange
+
+from femixer.kernels.native.primitives import dot, exp, job, kernel, log
+from femixer.layout import PADDING, START
+
+# A sum of exponentials below this is beyond sight; the free energy is then the mean.
+TINY = 1e-290
+
+
+@job
+def _stream(v, beta, gate, x, top, slow_decay, decay, fade):  # type: ignore[no-untyped-def]
+    """Fill the token's x [W], the decays of the state's rows for the streams v and 1 (decay [E]) and, relative to the
+    slowest row, for the exponentials (slow_decay [E], times fade [D] for the change of top)."""
+    width, rows = v.shape[0], decay.shape[0]
+    slowest = 0.0
+    if gate.size == 1:
+        slowest = np.float64(gate[0])
+    elif gate.size:
+        slowest = -math.inf
+        for m in range(rows):
+            slowest = max(slowest, np.float64(gate[m]))
+    common = exp(v.dtype.type(slowest))
+    if gate.size > 1:
+        for m in range(rows):
+            slow_decay[m] = exp(v.dtype.type(gate[m] - slowest))
+    for m in range(rows):
+        decay[m] = common * slow_decay[m]
+    for d in range(width):
+        x[d] = v[d]
+    x[width] = 1.0
+    if beta.size:
+        for d in range(width):
+            new = np.float64(beta[d]) * np.float64(v[d])
+            old = top[d] + slowest
+            top[d] = max(old, new)
+            fade[d] = exp(v.dtype.type(old - top[d]))
+            x[width + 1 + d] = exp(v.dtype.type(new - top[d]))
+
+
+@job
+def _advance(s, k, x, decay, slow_decay, fade, add):  # type: ignore[no-untyped-def]
+    """Decay the state, then (if add) write the token."""
+    rows, width = s.shape
+    plain = width - fade.shape[0]
+    for m in range(rows):
+        row, a, slow, key = s[m], decay[m], slow_decay[m], np.float64(k[m]) if add else 0.0
+        for w in range(plain):
+            row[w] = row[w] * a + key * x[w]
+        for w in range(width - plain):
+            row[plain + w] = row[plain + w] * (slow * fade[w]) + key * x[plain + w]
+
+
+@job
+def _write(s, k, x):  # type: ignore[no-untyped-def]
+    rows, width = s.shape
+    for m in range(rows):
+        row, key = s[m], np.float64(k[m])
+        for w in range(width):
+            row[w] += key * x[w]
+
+
+@job
+def _sums(s, q, y):  # type: ignore[no-untyped-def]
+    """y = q S"""
+    rows, width = s.shape
+    for w in range(width):
+        y[w] = 0.0
+    for m in range(rows):
+        row, query = s[m], np.float64(q[m])
+        for w in range(width):
+            y[w] += query * row[w]
+
+
+@kernel
+def forward(  # type: ignore[no-untyped-def]
+    q, k, gate, v, beta, marks, state, top, exclusive, mean, free, log_total, last, last_top
+):  # fmt: skip
+    for index in prange(v.shape[0] * v.shape[2]):
+        _forward(
+            index // v.shape[2], index % v.shape[2], q, k, gate, v, beta, marks, state, top, exclusive,
+            mean, free, log_total, last, last_top,
+        )  # fmt: skip
+
+
+@job
+def _forward(  # type: ignore[no-untyped-def]
+    b, g, q, k, gate, v, beta, marks, state, top, exclusive, mean, free, log_total, last, last_top
+):  # fmt: skip
+    length, width, rows = v.shape[1], v.shape[3], k.shape[3]
+    repeats = q.shape[2] // v.shape[2]
+    s, shift = last[b, g], last_top[b, g]
+    s[:] = state[b, g]
+    shift[:] = top[b, g]
+    total_width = s.shape[1]
+    x, y = np.empty(total_width), np.empty(total_width)
+    decay, slow, fade = np.ones(rows), np.ones(rows), np.ones(total_width - width - 1)
+    none = np.empty(0, v.dtype)
+    for t in range(length):
+        if marks.size and marks[b, t] == PADDING:
+            mean[b, t, g * repeats : (g + 1) * repeats] = 0.0
+            log_total[b, t, g * repeats : (g + 1) * repeats] = 0.0
+            if beta.size:
+                free[b, t, g * repeats : (g + 1) * repeats] = 0.0
+            continue
+        if marks.size and marks[b, t] == START:
+            s[:] = 0.0
+            shift[:] = -math.inf
+        temperature = beta[g] if beta.size else none
+        _stream(v[b, t, g], temperature, gate[b, t, g] if gate.size else none, x, shift, slow, decay, fade)
+        _advance(s, k[b, t, g], x, decay, slow, fade, not exclusive)
+        for h in range(g * repeats, (g + 1) * repeats):
+            _sums(s, q[b, t, h], y)
+            out, total = mean[b, t, h], y[width]
+            if not total > 0.0:
+                log_total[b, t, h] = -math.inf
+                for d in range(width):
+                    out[d] = 0.0
+                    if beta.size:
+                        free[b, t, h, d] = 0.0
+                continue
+            log_total[b, t, h] = math.log(total)
+            for d in range(width):
+                out[d] = y[d] / total
+            if beta.size:
+                energy = free[b, t, h]
+                for d in range(width):
+                    ratio = y[width + 1 + d] / total
+                    value = (shift[d] + log(max(ratio, TINY))) / np.float64(temperature[d])
+                    energy[d] = max(value, y[d] / total) if ratio > TINY else y[d] / total
+        if exclusive:
+            _write(s, k[b, t, g], x)
+
+
+@kernel
+def backward(  # type: ignore[no-untyped-def]
+    q, k, gate, v, beta, marks, state, top, exclusive, to_mean, to_free, to_log, to_last,
+    d_q, d_k, d_gate, d_v, d_beta, d_state,
+):  # fmt: skip
+    for index in prange(v.shape[0] * v.shape[2]):
+        _backward(
+            index // v.shape[2], index % v.shape[2], q, k, gate, v, beta, marks, state, top, exclusive,
+            to_mean, to_free, to_log, to_last, d_q, d_k, d_gate, d_v, d_beta, d_state,
+        )  # fmt: skip
+
+
+@job
+def _backward(  # type: ignore[no-untyped-def]
+    b, g, q, k, gate, v, beta, marks, state, top, exclusive, to_mean, to_free, to_log, to_last,
+    d_q, d_k, d_gate, d_v, d_beta, d_state,
+):  # fmt: skip
+    """Forwards once more for the gradient of q, which needs the state, then backwards with the state's gradient.
+
+    The gradient of a gate is what flows across it: of all reads after it from all writes before it. That is the sum of
+    q dq - k dk over what follows it.
+    """
+    length, width, rows = v.shape[1], v.shape[3], k.shape[3]
+    repeats = q.shape[2] // v.shape[2]
+    s, shift = state[b, g].copy(), top[b, g].copy()
+    total_width = s.shape[1]
+    energies = total_width - width - 1
+    y = np.empty(total_width)
+    none = np.empty(0, v.dtype)
+    # What the way back needs of every token: streams, decays, gradients of the sums.
+    xs, to_sums = np.empty((length, total_width)), np.zeros((length, repeats, total_width))
+    decays, slows, fades = np.ones((length, rows)), np.ones((length, rows)), np.ones((length, energies))
+    flow, reads = np.zeros(rows), np.zeros((length, rows))
+    beta_sum = np.zeros(width)
+    for t in range(length):
+        if marks.size and marks[b, t] == PADDING:
+            continue
+        if marks.size and marks[b, t] == START:
+            s[:] = 0.0
+            shift[:] = -math.inf
+        temperature = beta[g] if beta.size else none
+        x, fade = xs[t], fades[t]
+        _stream(v[b, t, g], temperature, gate[b, t, g] if gate.size else none, x, shift, slows[t], decays[t], fade)
+        _advance(s, k[b, t, g], x, decays[t], slows[t], fade, not exclusive)
+        for r in range(repeats):
+            h = g * repeats + r
+            _sums(s, q[b, t, h], y)
+            total, n = y[width], to_sums[t, r]
+            if not total > 0.0:
+                for m in range(rows):
+                    d_q[b, t, h, m] = 0.0
+                continue
+            common = np.float64(to_log[b, t, h])
+            for d in range(width):
+                to_m, average = np.float64(to_mean[b, t, h, d]), y[d] / total
+                if beta.size:
+                    to_f, ratio = np.float64(to_free[b, t, h, d]), y[width + 1 + d] / total
+                    value = (shift[d] + math.log(ratio)) / temperature[d] if ratio > TINY else -math.inf
+                    if value > average:
+                        n[width + 1 + d] = to_f / (temperature[d] * y[width + 1 + d])
+                        common -= to_f / temperature[d]
+                        beta_sum[d] -= to_f * value / temperature[d]
+                    else:
+                        to_m += to_f
+                n[d] = to_m / total
+                common -= to_m * average
+            n[width] = common / total
+            for m in range(rows):
+                gradient = dot(s[m], n, total_width)
+                d_q[b, t, h, m] = gradient
+                reads[t, m] += np.float64(q[b, t, h, m]) * gradient
+        if exclusive:
+            _write(s, k[b, t, g], x)
+    back = to_last[b, g].copy()
+    for m in range(rows):
+        flow[m] = dot(back[m], s[m], total_width)
+    d_x = np.empty(total_width)
+    for u in range(length):
+        t = length - 1 - u
+        if marks.size and marks[b, t] == PADDING:
+            d_v[b, t, g] = 0.0
+            d_k[b, t, g] = 0.0
+            for h in range(g * repeats, (g + 1) * repeats):
+                d_q[b, t, h] = 0.0
+            if gate.size:
+                d_gate[b, t, g] = 0.0
+            continue
+        if not exclusive:
+            for r in range(repeats):
+                _write(back, q[b, t, g * repeats + r], to_sums[t, r])
+        _sums(back, k[b, t, g], d_x)
+        x = xs[t]
+        for m in range(rows):
+            gradient = dot(back[m], x, total_width)
+            d_k[b, t, g, m] = gradient
+            flow[m] += reads[t, m] - np.float64(k[b, t, g, m]) * gradient
+        if exclusive:
+            for r in range(repeats):
+                _write(back, q[b, t, g * repeats + r], to_sums[t, r])
+        for d in range(width):
+            gradient = d_x[d]
+            if beta.size:
+                weighted = x[width + 1 + d] * d_x[width + 1 + d]
+                gradient += beta[g, d] * weighted
+                beta_sum[d] += v[b, t, g, d] * weighted
+            d_v[b, t, g, d] = gradient
+        if marks.size and marks[b, t] == START:
+            back[:] = 0.0
+            flow[:] = 0.0
+        if gate.size:
+            if gate.shape[3] == 1:
+                d_gate[b, t, g, 0] = flow.sum()
+            else:
+                for m in range(rows):
+                    d_gate[b, t, g, m] = flow[m]
+        for m in range(rows):
+            row = back[m]
+            for w in range(width + 1):
+                row[w] *= decays[t, m]
+            for w in range(energies):
+                row[width + 1 + w] *= slows[t, m] * fades[t, w]
+    d_state[b, g] = back
+    if beta.size:
+        d_beta[b, g] = beta_sum

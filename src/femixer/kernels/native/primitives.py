@@ -1,0 +1,143 @@
+"""Elementary functions that LLVM can vectorise, and the decorator of all compiled kernels.
+
+The functions are accurate to float32 for float32 arguments (about 1e-7, more than enough for sums kept in float64) and
+to float64 for float64 arguments. Kernels keep their states and sums in float64.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba import types
+from numba.extending import intrinsic, overload
+
+# Parallel loops share torch's own pool where numba offers OpenMP: two pools would fight for the cores.
+if "NUMBA_THREADING_LAYER" not in os.environ:
+    try:
+        from numba.np.ufunc import omppool  # noqa: F401
+
+        numba.config.THREADING_LAYER = "omp"
+    except ImportError:
+        pass
+
+# No infinities are assumed away (gates and logarithms of empty sums use them), and nothing is reordered (rounding is).
+MATH = {"contract", "nsz"}
+inline = numba.njit(fastmath=MATH, error_model="numpy")
+job = numba.njit(fastmath=MATH, error_model="numpy", cache=True, nogil=True)
+
+
+# Arrays below this size are not worth waking other threads for.
+SMALL = 30_000
+
+
+def kernel(function: Callable[..., None]) -> Callable[..., None]:
+    """Compile a loop over independent jobs (`prange`), to be run on as many threads as torch uses.
+
+    The work itself is a function of its own, compiled with `job`: numba's analysis of parallel loops is slow, and made
+    for loops that are short.
+    """
+    serial = numba.njit(cache=True, nogil=True)(function)
+    # numba's cache tells two compilations of one function apart by its name only.
+    twin = FunctionType(function.__code__, function.__globals__, function.__name__)
+    twin.__qualname__ = f"{function.__qualname__}_parallel"
+    parallel = numba.njit(parallel=True, cache=True, nogil=True)(twin)
+
+    @functools.wraps(function)
+    def run(*args: Any) -> None:
+        threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+        if threads == 1 or max(getattr(x, "size", 0) for x in args) < SMALL:
+            serial(*args)
+            return
+        before = numba.get_num_threads()
+        numba.set_num_threads(threads)
+        try:
+            parallel(*args)
+        finally:
+            numba.set_num_threads(before)
+
+    return run
+
+
+@numba.njit(fastmath={*MATH, "reassoc"}, error_model="numpy")
+def dot(a, b, n):  # type: ignore[no-untyped-def]
+    """sum over i < n of a_i b_i, in any order."""
+    total = 0.0
+    for i in range(n):
+        total += a[i] * b[i]
+    return total
+
+
+def _bitcast(source: Any, target: Any) -> Any:
+    def typed(typing_context: Any, x: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], context.get_value_type(target))
+
+        return target(source), generate
+
+    return intrinsic(typed)
+
+
+_float_of = _bitcast(types.int32, types.float32)
+_double_of = _bitcast(types.int64, types.float64)
+_bits_of = _bitcast(types.float64, types.int64)
+
+f32 = np.float32
+LEAST = f32(-87.0)
+ROUND = f32(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to a whole number
+LOG2_E = f32(math.log2(math.e))
+LN2_HIGH, LN2_LOW = f32(0.693359375), f32(-2.12194440e-4)
+
+
+@inline
+def _exp_parts(x):  # type: ignore[no-untyped-def]
+    """2^n and exp(r) - 1 with x = n log 2 + r, for -87 <= x <= 88."""
+    n = (x * LOG2_E + ROUND) - ROUND
+    r = (x - n * LN2_HIGH) - n * LN2_LOW
+    p = f32(1.9875691500e-4)
+    p = p * r + f32(1.3981999507e-3)
+    p = p * r + f32(8.3334519073e-3)
+    p = p * r + f32(4.1665795894e-2)
+    p = p * r + f32(1.6666665459e-1)
+    p = p * r + f32(5.0000001201e-1)
+    return _float_of((np.int32(n) + np.int32(127)) << np.int32(23)), p * r * r + r
+
+
+def exp(x: Any) -> Any:
+    """exp(x) for x <= 0 as float64; the small difference to 1 near x = 0 keeps its digits."""
+    raise TypeError("for compiled code only")
+
+
+@overload(exp, jit_options={"fastmath": MATH, "error_model": "numpy"})
+def _(x):  # type: ignore[no-untyped-def]
+    if x == types.float32:
+
+        def single(x):  # type: ignore[no-untyped-def]
+            scale, rest = _exp_parts(max(x, LEAST))
+            value = np.float64(scale) * (1.0 + np.float64(rest))
+            return value if x > LEAST else 0.0
+
+        return single
+    return lambda x: math.exp(x)
+
+
+@inline
+def log(x):  # type: ignore[no-untyped-def]
+    """log(x) for normal x > 0 in float64, to about 1e-10."""
+    bits = _bits_of(x)
+    # Mantissa in [sqrt(1/2), sqrt(2)): the exponent's last step is decided by the bits of sqrt(1/2).
+    shifted = bits - np.int64(0x3FE6A09E667F3BCD)
+    whole = (shifted >> np.int64(52)) + np.int64(2048)
+    exponent = _double_of(whole | np.int64(0x4330000000000000)) - (4503599627370496.0 + 2048.0)
+    m = _double_of(bits - ((shifted >> np.int64(52)) << np.int64(52)))
+    s = (m - 1.0) / (m + 1.0)
+    z = s * s
+    series = 1.0 + z * (1 / 3 + z * (1 / 5 + z * (1 / 7 + z * (1 / 9 + z * (1 / 11 + z * (1 / 13))))))
+    return exponent * 0.6931471805599453 + 2.0 * s * series

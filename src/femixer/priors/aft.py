@@ -1,0 +1,57 @@
+"""AFT, a linear RNN with softmax weights, as prior: p_t(i) proportional to exp(k_i), per channel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from femixer.kernels.running import empty_state, running_read
+from femixer.layout import Layout
+from femixer.priors.directed import DirectedPrior, Reading, decay_between
+from femixer.projection import Columns
+
+
+class ChannelPrior(DirectedPrior):
+    """Weights exp(key_i + gates after i) of their own in every value channel; tracks "key" and "gate" [B, T, H, D]."""
+
+    queries_and_keys = False
+    columns_per_value = 1.0
+
+    def scan(
+        self,
+        tracks: dict[str, Tensor],
+        v: Tensor,
+        beta: Tensor | None,
+        marks: Tensor | None,
+        state: Any,
+        keep: bool,
+        exclusive: bool,
+    ) -> Reading:
+        key, gate = (None if name not in tracks else tracks[name].flatten(-2) for name in ("key", "gate"))
+        flat, shape = v.flatten(-2), v.shape[-2:]
+        state = empty_state(flat) if state is None else state
+        beta = None if beta is None else beta.flatten()
+        read = running_read(key, gate, flat, beta, marks, state, exclusive)
+        mean, free, log_total = (None if x is None else x.unflatten(-1, shape) for x in read[:3])
+        assert mean is not None
+        assert log_total is not None
+        return Reading(mean, free, log_total, read.state)
+
+    def log_scores(self, tracks: dict[str, Tensor], rows: Tensor) -> Tensor:
+        some = next(iter(tracks.values()))
+        scores = some.new_zeros(some.shape[0], len(rows), *some.shape[1:])
+        if "key" in tracks:
+            scores = scores + tracks["key"][:, None]
+        if "gate" in tracks:
+            scores = scores + decay_between(tracks["gate"], rows)
+        return scores.permute(0, 3, 1, 2, 4)
+
+
+class AFTPrior(ChannelPrior):
+    def columns(self) -> dict[str, Columns]:
+        return {"k": Columns(self.heads * self.widths.value)}
+
+    def tracks(self, inputs: dict[str, Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {"key": inputs["k"].to(dtype).unflatten(-1, (self.heads, self.widths.value))}

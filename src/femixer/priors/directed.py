@@ -1,0 +1,164 @@
+"""Priors whose weights come from a scan along time: linear in the length, with a state of constant size.
+
+The scan reads each token's past. In encoder mode a second scan in reversed time reads its future, without the token
+itself, and the two reads are mixed by their total weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from femixer.kernels.precision import without_autocast
+from femixer.layout import Layout
+from femixer.priors.base import Prior
+
+
+class Reading(NamedTuple):
+    """One direction's read [B, T, H, D]; log of the total weight [B, T, H, D] or [B, T, H, 1], -inf where it is empty;
+    and the state after the last token."""
+
+    mean: Tensor
+    free: Tensor | None
+    log_total: Tensor
+    state: Any
+
+
+class DirectedPrior(Prior):
+    """A subclass says what it derives from the projections per token (`tracks`), how it scans (`scan`) and what its
+    weights are (`log_scores`)."""
+
+    normalize = True
+
+    def tracks(self, inputs: dict[str, Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Tensors [B, T, ...] that the scan needs besides the values."""
+        raise TypeError(f"{type(self).__name__} must define tracks()")
+
+    def scan(
+        self,
+        tracks: dict[str, Tensor],
+        v: Tensor,
+        beta: Tensor | None,
+        marks: Tensor | None,
+        state: Any,
+        keep: bool,
+        exclusive: bool,
+    ) -> Reading:
+        """Read along dim 1. exclusive: a token reads only those before it, with its own gate applied."""
+        raise TypeError(f"{type(self).__name__} must define scan()")
+
+    def log_scores(self, tracks: dict[str, Tensor], rows: Tensor) -> Tensor:
+        """log s_t(i) as if all were visible, [B, H, rows, T] or [B, H, rows, T, D]."""
+        raise TypeError(f"{type(self).__name__} must define log_scores()")
+
+    def read(
+        self, inputs: dict[str, Tensor], v: Tensor, beta: Tensor | None, layout: Layout, state: Any, keep: bool
+    ) -> tuple[Tensor, Tensor | None, Any]:
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        v, beta = v.to(dtype), None if beta is None else beta.to(dtype)
+        if v.shape[0] == 0 or v.shape[1] == 0:
+            nothing = v.new_zeros(*v.shape[:2], self.heads, v.shape[3])
+            return nothing, None if beta is None else nothing, state
+        with without_autocast(v.device):
+            tracks = self.tracks(inputs, layout, dtype)
+            past = self.scan(tracks, v, beta, layout.marks(), usable(state), keep, exclusive=False)
+            mean, free, log_total, state = past
+            if not self.causal:
+                mirrored = {name: x.flip(1) for name, x in tracks.items()}
+                marks = layout.marks_reversed()
+                future = self.scan(mirrored, v.flip(1), beta, marks, None, False, exclusive=True)
+                mean, free, log_total = mix(past, future, beta)
+            if not self.normalize:
+                mean = mean * log_total.exp()
+                free = None if free is None or beta is None else free + log_total / beta
+            if layout.padding is not None:
+                padding = layout.padding[..., None, None]
+                mean, free = mean.masked_fill(padding, 0), None if free is None else free.masked_fill(padding, 0)
+        return mean, free, state
+
+    def weights(
+        self,
+        inputs: dict[str, Tensor],
+        layout: Layout,
+        rows: Tensor | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> Tensor:
+        with without_autocast(next(iter(inputs.values())).device):
+            tracks = self.tracks(inputs, layout, dtype)
+            if layout.padding is not None and "gate" in tracks:
+                padding = layout.padding.view(*layout.padding.shape, *[1] * (tracks["gate"].dim() - 2))
+                tracks["gate"] = tracks["gate"].masked_fill(padding, 0)
+            length = layout.position.shape[1]
+            rows = torch.arange(length, device=layout.position.device) if rows is None else rows
+            scores = self.log_scores(tracks, rows)
+        seen = visible(layout, rows, self.causal)[:, None]
+        if scores.dim() == 5:
+            seen = seen[..., None]
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if not self.normalize:
+            return scores.exp()
+        return scores.softmax(3).masked_fill(~seen, 0)
+
+
+def usable(state: Any) -> Any:
+    """Autograd keeps no tensor that was made in inference mode: copies of those."""
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or state is None:
+        return state
+    if isinstance(state, Tensor):
+        return state.clone() if state.is_inference() else state
+    return type(state)(*map(usable, state))
+
+
+def mix(past: Reading, future: Reading, beta: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Mean, free energy and log total of two reads together; `future` is in reversed time.
+
+    log(w e^(beta F) + w' e^(beta F')) is taken relative to the larger F.
+    """
+    # A padding row is empty on both sides; any finite number does there. A logarithm divided by beta needs the digits.
+    dtype = past.mean.dtype
+    past, future = (
+        Reading(*(None if x is None else x.double() for x in read[:3]), read.state) for read in (past, future)
+    )
+    beta = None if beta is None else beta.double()
+    ours = past.log_total.masked_fill(past.log_total == -torch.inf, 0)
+    theirs = future.log_total.flip(1)
+    empty = theirs == -torch.inf
+    odds = (theirs.masked_fill(empty, 0) - ours).masked_fill(empty, -torch.inf)
+    share = torch.sigmoid(odds)
+    mean = past.mean + share * (future.mean.flip(1) - past.mean)
+    log_total = ours + F.softplus(odds)
+    if beta is None or past.free is None or future.free is None:
+        return mean.to(dtype), None, log_total.to(dtype)
+    other = torch.where(empty, past.free, future.free.flip(1))
+    rise = beta * (other - past.free)
+    ours_above = rise <= 0
+    above, below = torch.where(ours_above, past.free, other), torch.where(ours_above, rise, -rise)
+    finite = odds.masked_fill(empty, 0)
+    log_share, log_rest = F.logsigmoid(finite), F.logsigmoid(-finite)
+    high, low = torch.where(ours_above, log_rest, log_share), torch.where(ours_above, log_share, log_rest)
+    free = torch.where(empty, past.free, above + torch.logaddexp(high, low + below) / beta)
+    return mean.to(dtype), free.to(dtype), log_total.to(dtype)
+
+
+def visible(layout: Layout, rows: Tensor, causal: bool) -> Tensor:
+    """bool [B or 1, rows, T]: which tokens a row's query sees."""
+    length = layout.position.shape[1]
+    key = torch.arange(length, device=rows.device)
+    seen = torch.ones(1, len(rows), length, dtype=torch.bool, device=rows.device)
+    if layout.run is not None:
+        seen = (layout.run[:, rows, None] == layout.run[:, None]) & (layout.run[:, rows, None] >= 0)
+    return seen & (key <= rows[:, None]) if causal else seen
+
+
+def decay_between(gate: Tensor, rows: Tensor) -> Tensor:
+    """Sum of the gates [B, T, ...] between rows t and tokens i, [B, rows, T, ...]: of i+1..t, or of t..i-1 ahead."""
+    until = gate.cumsum(1)
+    before = until - gate
+    key = torch.arange(gate.shape[1], device=gate.device)
+    ahead = (key > rows[:, None]).view(1, len(rows), len(key), *[1] * (gate.dim() - 2))
+    return torch.where(
+        ahead, before[:, None] - before[:, rows][:, :, None], until[:, rows][:, :, None] - until[:, None]
+    )

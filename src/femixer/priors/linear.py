@@ -1,0 +1,83 @@
+"""Linear attention as prior: p_t(i) proportional to <q_t, k_i> with features ReLU(RoPE(.)) + epsilon."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from femixer.kernels.chunked import chunked_read
+from femixer.kernels.fast_weights import FastWeights, fast_weight_read
+from femixer.layout import Layout
+from femixer.priors.base import Widths
+from femixer.priors.directed import DirectedPrior, Reading, decay_between
+from femixer.projection import Columns
+from femixer.rotary import rotary_angles, rotate
+
+# Small against features of order one; large enough that the sum of two products of it is a normal number.
+EPSILON = 1e-6
+
+
+class LinearPrior(DirectedPrior):
+    """Rotary positions, grouped key/value heads; causal or encoder. RoPE followed by ReLU is not relative: positions
+    count the real tokens of a segment. A subclass may add log decays as the track "gate" [B, T, G, E or 1]."""
+
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        widths: Widths,
+        *,
+        causal: bool,
+        rope: bool = True,
+        rope_base: float = 10000.0,
+        **made: Any,
+    ) -> None:
+        super().__init__(heads, kv_heads, widths, causal=causal, **made)
+        if rope_base <= 0:
+            raise ValueError(f"rope_base={rope_base!r} must be positive")
+        self.rope, self.rope_base = rope, rope_base
+
+    def columns(self) -> dict[str, Columns]:
+        width = self.widths.key
+        return {"q": Columns(self.heads * width), "k": Columns(self.kv_heads * width)}
+
+    def tracks(self, inputs: dict[str, Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
+        q, k = (inputs[name].to(dtype).unflatten(-1, (-1, self.widths.key)) for name in ("q", "k"))
+        if self.rope:
+            cos, sin = rotary_angles(layout.position, self.widths.key, self.rope_base, dtype)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return {"q": q.relu() + EPSILON, "k": k.relu() + EPSILON}
+
+    def scan(
+        self,
+        tracks: dict[str, Tensor],
+        v: Tensor,
+        beta: Tensor | None,
+        marks: Tensor | None,
+        state: Any,
+        keep: bool,
+        exclusive: bool,
+    ) -> Reading:
+        q, k, gate = tracks["q"], tracks["k"], tracks.get("gate")
+        by_head = gate is None or gate.shape[-1] == 1
+        if state is None and not keep and by_head:
+            heads = None if gate is None else gate[..., 0]
+            mean, free, log_total = chunked_read(q, k, heads, v, beta, marks, exclusive)
+            return Reading(mean, free, log_total[..., None], None)
+        state = FastWeights.empty(k, v, beta) if state is None else state
+        read = fast_weight_read(q, k, gate, v, beta, marks, state, exclusive)
+        return Reading(read.mean, read.free, read.log_total[..., None], read.state)
+
+    def log_scores(self, tracks: dict[str, Tensor], rows: Tensor) -> Tensor:
+        repeats = self.heads // self.kv_heads
+        q, k = tracks["q"][:, rows], tracks["k"].repeat_interleave(repeats, 2)
+        if "gate" not in tracks:
+            return torch.einsum("bthe,bshe->bhts", q, k).log()
+        gate = tracks["gate"].repeat_interleave(repeats, 2)
+        decay = decay_between(gate, rows)  # [B, rows, T, H, E or 1]
+        if gate.shape[-1] == 1:
+            return torch.einsum("bthe,bshe->bhts", q, k).log() + decay[..., 0].permute(0, 3, 1, 2)
+        terms = q.log()[:, :, None] + k.log()[:, None] + decay
+        return terms.logsumexp(-1).permute(0, 3, 1, 2)
