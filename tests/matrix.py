@@ -36,6 +36,11 @@ OF_PRIOR: dict[str, dict[str, dict[str, Any]]] = {
         "channel": {"prior_options": {"decay": "channel"}},
         "channelL": {"parts": "L", "prior_options": {"decay": "channel"}},
     },
+    "ssm": {"onemode": {"parts": "LT", "prior_options": {"state_size": 1}}},
+    "mamba": {
+        "states": {"parts": "L", "prior_options": {"state_size": 3, "rank": 2}},
+        "unnormalized": {"prior_options": {"normalize": False}},
+    },
     "softmax": {
         "window": {"window": 5},
         "windowmean": {"window": 4, "parts": "CG"},
@@ -79,7 +84,7 @@ def stir(m: FreeEnergyMixer, seed: int = 7) -> FreeEnergyMixer:
     with torch.no_grad():
         for index, (name, parameter) in enumerate(m.named_parameters()):
             random = 0.3 * noise(*parameter.shape, seed=100 * seed + index, dtype=parameter.dtype)
-            if name.endswith("weight") and not name.startswith("prior."):
+            if name.endswith(("weight", "_map")):
                 parameter.copy_(random)
             else:
                 parameter.add_(random)
@@ -185,7 +190,7 @@ def oracle(
 ) -> tuple[Tensor, Tensor | None]:
     """prior.read by its definition, in float64 on prior.weights, for some rows."""
     p = prior.weights(inputs, layout, rows, torch.float64)
-    return reads_of(p, v.double(), None if beta is None else beta.double())
+    return reads_of(p, prior.over_index(v.double()), None if beta is None else beta.double())
 
 
 def plain_mixer(m: FreeEnergyMixer, x: Tensor, dtype: torch.dtype = torch.float64, **given: Tensor) -> Tensor:
@@ -196,7 +201,8 @@ def plain_mixer(m: FreeEnergyMixer, x: Tensor, dtype: torch.dtype = torch.float6
     """
     projected, layout = m.prepare(x, **given)
     p = m.prior.weights(projected.inputs, layout, None, dtype)
-    v = projected.v.repeat_interleave(m.heads // m.kv_heads, 2)
+    p = p.expand(x.shape[0], *p.shape[1:])
+    v = m.prior.over_index(projected.v).repeat_interleave(m.heads // m.kv_heads, 2)
     average = "bhtsd,bshd->bthd" if p.dim() == 5 else "bhts,bshd->bthd"
     read = torch.einsum(average, p, v.to(p.dtype))
     if "L" in m.parts:

@@ -15,11 +15,10 @@ SIZES = [(24, 3), (96, 4), (96, 12), (120, 5), (512, 8), (768, 12)]
 
 
 def weights(m: FreeEnergyMixer) -> int:
-    """Entries of the projection matrices, without biases and conditioner."""
-    linears = [m.out_proj, m.prior_proj.linear, m.value_proj.linear]
-    return sum(linear.weight.numel() for linear in linears) + sum(
-        p.numel() for p in m.prior.parameters() if p.dim() > 1
-    )
+    """Entries of the projection matrices, without biases and conditioner, and without what a prior has per channel."""
+    linears = [m.out_proj, m.value_proj.linear, *([] if m.prior_proj is None else [m.prior_proj.linear])]
+    low_rank = [p for name, p in m.prior.named_parameters() if name in ("decay_map", "delta_map")]
+    return sum(linear.weight.numel() for linear in linears) + sum(p.numel() for p in low_rank)
 
 
 def gates(parts: str) -> int:
@@ -121,8 +120,8 @@ def test_the_table_of_widths(prior: str, budget: str):
         assert m.widths.value * heads == pytest.approx(fraction * dim, abs=heads / 2)
 
 
-@pytest.mark.parametrize(("own_columns", "prior"), [(1.0, "aft"), (1.0, "decay"), (0.0, "ssm")])
-def test_priors_without_queries_and_keys_spend_their_budget_on_values(own_columns: float, prior: str):
+@pytest.mark.parametrize(("own_columns", "prior"), [((0.0, 1.0), "aft"), ((0.0, 1.0), "decay"), ((0.0, 0.0), "ssm")])
+def test_priors_without_queries_and_keys_spend_their_budget_on_values(own_columns: tuple[float, float], prior: str):
     for gates, fraction in zip((2, 1, 0), TABLE[prior, "attention"], strict=True):
         widths = solve_widths(960, 4, 4, gates, "attention", None, False, own_columns)
         assert widths.key == 0

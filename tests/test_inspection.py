@@ -40,11 +40,16 @@ def test_every_tensor_agrees_with_its_definition(prior):
     assert r.posterior.shape == (2, 3, 11, 11, m.widths.value)
     torch.testing.assert_close(r.posterior.sum(-2), torch.ones_like(r.mean))
     torch.testing.assert_close(r.prior.sum(3), torch.ones_like(r.prior.sum(3)))
-    torch.testing.assert_close(r.free_energy, free_energy(r.prior, r.value, beta))
-    torch.testing.assert_close(r.posterior_mean, posterior_mean(r.prior, r.value, beta))
-    torch.testing.assert_close(free_energy(r.prior, r.value, r.hidden_beta), r.read)
+    p, v = r.prior, r.value
+    if m.prior.one_temperature:  # the definitions hold on pairs of token and channel
+        projected, layout = m.prepare(x)
+        p, v = m.prior.weights(projected.inputs, layout), m.prior.over_index(projected.v).transpose(1, 2)
+        torch.testing.assert_close(r.prior, m.prior.over_tokens(p))
+    torch.testing.assert_close(r.free_energy, free_energy(p, v, beta))
+    torch.testing.assert_close(r.posterior_mean, posterior_mean(p, v, beta))
+    torch.testing.assert_close(free_energy(p, v, r.hidden_beta), r.read)
     # KL(q||p) = beta (E_q[v] - F) at the hidden temperature
-    expected = r.hidden_beta * (posterior_mean(r.prior, r.value, r.hidden_beta) - r.read)
+    expected = r.hidden_beta * (posterior_mean(p, v, r.hidden_beta) - r.read)
     torch.testing.assert_close(r.kl, expected, rtol=1e-6, atol=1e-9)
     assert (r.hidden_beta <= beta + 1e-12).all() and (r.hidden_beta >= 0).all()
     assert (r.gate > 0).all() and ((r.lam > 0) & (r.lam < 1)).all()

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from femixer import FreeEnergyMixer
 from femixer.priors import PRIORS
+from femixer.priors.directed import DirectedPrior
 
 EXACT = 1e-10  # float64, different order of summation
 ROUNDING = 2e-5  # float32, relative to the largest output
@@ -295,7 +296,7 @@ class TestDefinition:
     def test_weights_are_a_distribution_over_what_is_visible(self, variant: Variant, causal: bool):
         m, x = variant.build(causal=causal), tokens()
         projected, layout = m.prepare(x, segments=SEGMENTS)
-        p = m.prior.weights(projected.inputs, layout)
+        p = m.prior.over_tokens(m.prior.weights(projected.inputs, layout))
         visible = (layout.run[:, :, None] == layout.run[:, None]) & (layout.run >= 0)[:, :, None]
         if causal:
             visible = visible.tril()
@@ -385,15 +386,21 @@ class TestExactness:
         groups = v.shape[2]
         order = torch.randperm(groups * self.WIDTH, generator=torch.Generator().manual_seed(13))
         beta = torch.logspace(-1.69, 1, groups * self.WIDTH)[order].view(groups, self.WIDTH)
+        if m.prior.one_temperature:
+            beta = beta[:, :1].expand(-1, self.WIDTH)
         patterns = value_patterns(kind, length, beta)
         v = torch.stack(list(patterns.values()), -1)[None].float()
         return m, inputs, v, beta, layout, list(patterns)
 
     @staticmethod
-    def visible_extent(p: Tensor, v: Tensor) -> Tensor:
-        """Largest value over the support, [B, rows, H, D]."""
+    def visible_extent(m: FreeEnergyMixer, p: Tensor, v: Tensor, rows: Tensor) -> Tensor:
+        """Largest value over the support, [B, rows, H, D]; a decayed weight may be too small for float64."""
         v = v.repeat_interleave(p.shape[1] // v.shape[2], 2).transpose(1, 2)[:, :, None]
+        if m.prior.one_temperature:  # all channels of the head compete
+            v = v.amax(-1, keepdim=True).expand(*v.shape)
         support = p > 0 if p.dim() == 5 else (p > 0)[..., None]
+        if isinstance(m.prior, DirectedPrior):
+            support = (torch.arange(p.shape[3]) <= rows[:, None])[..., None] if m.causal else torch.ones_like(support)
         return torch.where(support, v, -torch.inf).amax(-2).transpose(1, 2)
 
     @variants(*READS)
@@ -412,9 +419,9 @@ class TestExactness:
         rows = torch.tensor(
             sorted({0, 1, 2, length // 3, length * 3 // 4 - 1, length * 3 // 4, length - 2, length - 1})
         )
-        p = m.prior.weights(inputs, layout, rows)
+        p = m.prior.over_tokens(m.prior.weights(inputs, layout, rows))
         wanted_mean, wanted = oracle(m.prior, inputs, v, beta, layout, rows)
-        top = self.visible_extent(p, v.double())
+        top = self.visible_extent(m, p, v.double(), rows)
         repeats = HEADS // beta.shape[0]
         temperature = beta.double().repeat_interleave(repeats, 0)
         assert mean.isfinite().all()
@@ -424,6 +431,8 @@ class TestExactness:
         assert (mean <= free + rounding).all()
         assert (free <= top + rounding).all()
         size = v.double().abs().amax(1).repeat_interleave(repeats, 1)[:, None]
+        if m.prior.one_temperature:
+            size = size.amax(-1, keepdim=True)
         assert ((mean - wanted_mean).abs() <= 1e-5 * size).all()
         within_sight = (temperature >= 0.02) & (temperature * (top - wanted) <= 60)
         assert within_sight.float().mean() > 0.5
@@ -441,7 +450,8 @@ class TestExactness:
         wide_inputs = dict(zip(inputs, wide, strict=False))
         wanted_mean, wanted = oracle(m.prior, wide_inputs, wide[-2], wide[-1], layout)
         mean, free, _ = m.prior.read(inputs, v, beta, layout, None, False)
-        top = self.visible_extent(m.prior.weights(wide_inputs, layout), wide[-2])
+        p = m.prior.over_tokens(m.prior.weights(wide_inputs, layout))
+        top = self.visible_extent(m, p, wide[-2], torch.arange(self.ROWS))
         temperature = wide[-1].repeat_interleave(HEADS // beta.shape[0], 0)
         within_sight = (temperature * (top - wanted) <= 60).double()
         for channel, pattern in enumerate(patterns):
@@ -450,7 +460,11 @@ class TestExactness:
             cotangent[..., :channel] = cotangent[..., channel + 1 :] = 0
             actual = torch.autograd.grad(((free + mean) * cotangent.float()).sum(), leaves, retain_graph=True)
             expected = torch.autograd.grad(((wanted + wanted_mean) * cotangent).sum(), wide, retain_graph=True)
+            if m.prior.one_temperature:  # only all channels' together are one temperature's gradient
+                actual, expected = ((*grads[:-1], grads[-1].sum(-1)) for grads in (actual, expected))
             size = v.detach()[0, ..., channel].abs().amax(0)
+            if m.prior.one_temperature:
+                size = v.detach()[0].abs().amax((0, 2))
             yield (
                 pattern,
                 size,
@@ -644,8 +658,8 @@ class TestSmallSizes:
     def test_one_token_reads_itself(self, variant: Variant, causal: bool):
         """With one visible token mean and free energy are its value, so L and T change nothing."""
         m, x = variant.build(causal=causal), tokens(length=1)
-        if not getattr(m.prior, "normalize", True):
-            return
+        if not getattr(m.prior, "normalize", True) or m.prior.one_temperature:
+            return  # what it reads is not one value
         projected, _ = m.prepare(x)
         value = projected.v.repeat_interleave(m.heads // m.kv_heads, 2)
         if "G" in m.parts:

@@ -23,11 +23,11 @@ def solve_widths(
     budget: str,
     value_dim: int | None,
     rope: bool,
-    own_columns: float | None = None,
+    own_columns: tuple[float, float] | None = None,
 ) -> Widths:
     """Widths per head. attention: queries and keys at dim. balanced: at d. value_dim given: they take what is left.
 
-    own_columns: for a prior without queries and keys, the columns it projects per value channel.
+    own_columns: of a prior without queries and keys, in all and per value channel.
     """
     if budget not in BUDGETS:
         raise ValueError(f"budget={budget!r} is unknown; choose one of {', '.join(BUDGETS)}")
@@ -35,7 +35,8 @@ def solve_widths(
     total, per_value = 2 * (1 + r) * dim, 1 + gates + r
 
     if own_columns is not None:
-        fitting = max(1, round(total / (per_value + own_columns) / heads))
+        in_all, per_channel = own_columns
+        fitting = max(1, round((total - in_all) / (per_value + per_channel) / heads))
         if value_dim is None:
             return Widths(0, fitting)
         _check_value_dim(value_dim, heads)

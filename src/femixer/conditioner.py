@@ -17,11 +17,19 @@ EPS = 1e-5
 SHORTEST_SPAN, LONGEST_SPAN = 2.0, 1000.0
 
 
+def memory_spans(count: int) -> Tensor:
+    """Numbers of tokens, spread evenly in log from 2 to 1000, float64."""
+    return torch.logspace(math.log10(SHORTEST_SPAN), math.log10(LONGEST_SPAN), count, dtype=torch.float64)
+
+
+def inverse_softplus(x: Tensor) -> Tensor:
+    return x + torch.log(-torch.expm1(-x))
+
+
 def spread_decay_(bias: Tensor) -> Tensor:
     """Fill a bias b so that softplus(b) = 1 / span with spans spread evenly in log from 2 to 1000 tokens."""
     with torch.no_grad():
-        spans = torch.logspace(math.log10(SHORTEST_SPAN), math.log10(LONGEST_SPAN), bias.numel(), dtype=torch.float64)
-        return bias.copy_(torch.expm1(1 / spans).log().view_as(bias))
+        return bias.copy_(inverse_softplus(1 / memory_spans(bias.numel())).view_as(bias))
 
 
 class TimeDecayConditioner(nn.Module):

@@ -80,8 +80,9 @@ class FreeEnergyMixer(nn.Module):
             raise ValueError(f"kv_heads={kv_heads} does not fit prior={prior!r}: it has no queries and keys")
         if window is not None:
             options["window"] = window
+        options = kind.sized(dim, options)
         gates = sum(part in parts for part in "TG")
-        own = None if kind.queries_and_keys else kind.columns_per_value
+        own = None if kind.queries_and_keys else kind.own_columns(dim, heads, options)
         widths = solve_widths(dim, heads, kv_heads, gates, budget, value_dim, bool(rope), own)
         self.dim, self.heads, self.kv_heads, self.widths = dim, heads, kv_heads, widths
         self.parts, self.causal, self.prior_name = "".join(p for p in PARTS if p in parts), causal, prior
@@ -99,10 +100,12 @@ class FreeEnergyMixer(nn.Module):
             context = max(4, heads * widths.value // 16)
             self.conditioner = TimeDecayConditioner(dim, context, causal, **made)
         # Two products, not one: what the prior rotates or maps need not stay in memory with the values and gates.
-        self.prior_proj = Projection(dim, self.prior.columns(), bias, context, **made)
+        columns = self.prior.columns()
+        self.prior_proj = Projection(dim, columns, bias, context, **made) if columns else None
         self.value_proj = Projection(dim, value_columns, bias, context, **made)
         self.out_proj = nn.Linear(heads * widths.value, dim, bias=bias, **made)
-        self.raw_beta = nn.Parameter(torch.zeros(kv_heads, widths.value, **made)) if "L" in parts else None
+        temperatures = 1 if kind.one_temperature else widths.value
+        self.raw_beta = nn.Parameter(torch.zeros(kv_heads, temperatures, **made)) if "L" in parts else None
         self.dropout = nn.Dropout(dropout)
         self._owner = next(_owners)
         self.reset_parameters()
@@ -116,7 +119,9 @@ class FreeEnergyMixer(nn.Module):
 
     def _beta(self) -> Tensor | None:
         """[kv_heads, d_v], positive."""
-        return None if self.raw_beta is None else inverse_temperature(self.raw_beta)
+        if self.raw_beta is None:
+            return None
+        return inverse_temperature(self.raw_beta).expand(-1, self.widths.value)
 
     @property
     def beta_max(self) -> Tensor:
@@ -158,7 +163,7 @@ class FreeEnergyMixer(nn.Module):
         features = None
         if self.conditioner is not None:
             features, context = self.conditioner(x, layout, context)
-        inputs = self.prior_proj(x, features)
+        inputs = {} if self.prior_proj is None else self.prior_proj(x, features)
         values = {
             name: piece.unflatten(-1, (-1, self.widths.value)) for name, piece in self.value_proj(x, features).items()
         }

@@ -66,8 +66,11 @@ class Projection(nn.Module):
 def modulate(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, out: Tensor) -> Tensor:
     """x * (1 + f Mᵀ) in the first `scaled` columns, x + f Mᵀ in the others, without ever storing eta = f Mᵀ whole."""
     with without_autocast(x.device):
-        rows, y = x.flatten(0, -2), out.flatten(0, -2)
         f, m = features.flatten(0, -2).to(x.dtype), matrix.to(x.dtype)
+        if torch.compiler.is_compiling():  # a compiler chooses itself what to store
+            eta = (f @ m.mT).view_as(x)
+            return torch.cat([x[..., :scaled] * (1 + eta[..., :scaled]), x[..., scaled:] + eta[..., scaled:]], -1)
+        rows, y = x.flatten(0, -2), out.flatten(0, -2)
         for at in _stretches(len(rows)):
             eta, here = f[at] @ m.mT, rows[at]
             if scaled == m.shape[0]:
@@ -96,19 +99,23 @@ class Modulate(torch.autograd.Function):
         scaled = ctx.scaled
         rows, f, m = x.flatten(0, -2), features.flatten(0, -2).to(x.dtype), matrix.to(x.dtype)
         g = grad.flatten(0, -2)
-        dx, df, dm = torch.empty_like(rows), torch.empty_like(f), torch.zeros_like(m)
         with without_autocast(x.device):
-            for at in _stretches(len(rows)):
-                eta = f[at] @ m.mT
-                torch.addcmul(g[at, :scaled], g[at, :scaled], eta[:, :scaled], out=dx[at, :scaled])
-                dx[at, scaled:] = g[at, scaled:]
-                eta.copy_(g[at])[:, :scaled].mul_(rows[at, :scaled])
-                torch.mm(eta, m, out=df[at])
-                dm.addmm_(eta.mT, f[at])
+            if torch.compiler.is_compiling():
+                eta = f @ m.mT
+                dx = torch.cat([g[:, :scaled] * (1 + eta[:, :scaled]), g[:, scaled:]], -1)
+                to_eta = torch.cat([g[:, :scaled] * rows[:, :scaled], g[:, scaled:]], -1)
+                df, dm = to_eta @ m, to_eta.mT @ f
+            else:
+                dx, df, dm = torch.empty_like(rows), torch.empty_like(f), torch.zeros_like(m)
+                for at in _stretches(len(rows)):
+                    eta = f[at] @ m.mT
+                    torch.addcmul(g[at, :scaled], g[at, :scaled], eta[:, :scaled], out=dx[at, :scaled])
+                    dx[at, scaled:] = g[at, scaled:]
+                    eta.copy_(g[at])[:, :scaled].mul_(rows[at, :scaled])
+                    torch.mm(eta, m, out=df[at])
+                    dm.addmm_(eta.mT, f[at])
         return dx.view_as(x), df.view_as(features).to(features.dtype), dm.to(matrix.dtype), None
 
 
 def _stretches(rows: int) -> list[slice]:
-    if torch.compiler.is_compiling():
-        return [slice(0, rows)]
     return [slice(start, start + ROWS) for start in range(0, rows, ROWS)]

@@ -53,32 +53,34 @@ def inspect_mixer(
 ) -> Inspection:
     with torch.no_grad():
         (inputs, v, lam_logits, gate_logits, _), layout = mixer.prepare(x, mask, segments)
+        # A prior that does not look at the tokens has one p for all sequences.
         p = mixer.prior.weights(inputs, layout)
+        p = p.expand(x.shape[0], *p.shape[1:])
 
         def per_head(t: Tensor) -> Tensor:
             """[B, T, heads or kv_heads, D] -> [B, H, T, D] in float64"""
             return t.double().repeat_interleave(mixer.heads // t.shape[2], 2).transpose(1, 2)
 
-        value = per_head(v)
+        value, over_index = per_head(v), per_head(mixer.prior.over_index(v))
         beta = mixer.beta_max.double()[:, None]
         read_free = "L" in mixer.parts
         lam = torch.full_like(value, float(read_free)) if lam_logits is None else per_head(temperature_gate(lam_logits))
         gate = torch.ones_like(value) if gate_logits is None else per_head(outer_gate(gate_logits))
-        mean, free = free_energy(p, value, 0.0), free_energy(p, value, beta)
-        at_max = posterior(p, value, beta)
-        hidden = hidden_temperature(p, value, beta, lam) if read_free else torch.zeros_like(value)
+        mean, free = free_energy(p, over_index, 0.0), free_energy(p, over_index, beta)
+        at_max = posterior(p, over_index, beta)
+        hidden = hidden_temperature(p, over_index, beta, lam) if read_free else torch.zeros_like(value)
         weights = p if p.dim() == value.dim() + 1 else p[..., None]
         result = Inspection(
-            prior=p,
-            posterior=at_max,
+            prior=mixer.prior.over_tokens(p),
+            posterior=mixer.prior.over_tokens(at_max),
             value=value,
             mean=mean,
             free_energy=free,
-            posterior_mean=torch.einsum("bhtsd,bhsd->bhtd", at_max, value),
+            posterior_mean=torch.einsum("bhtsd,bhsd->bhtd", at_max, over_index),
             lam=lam,
             gate=gate,
             read=torch.lerp(mean, free, lam),
             hidden_beta=hidden,
-            kl=kl_divergence(posterior(p, value, hidden), weights),
+            kl=kl_divergence(posterior(p, over_index, hidden), weights),
         )
         return Inspection(**{f.name: getattr(result, f.name).to(x.dtype) for f in fields(result)})

@@ -28,7 +28,8 @@ CHUNK = 64
 
 class Chunks(NamedTuple):
     """Everything per head and chunk, [B, H, N, C, ...]: features, streams, and within the chunk the decay from token i
-    to token t (decay [.., C, C]), from its beginning to t (into [.., C]) and from i to its end (out [.., C])."""
+    to token t (decay [.., C, C]), from its beginning to t (into [.., C]) and from i to its end (out [.., C]); numbers
+    of the segments within the chunk, where there are several."""
 
     q: Tensor
     k: Tensor
@@ -37,6 +38,7 @@ class Chunks(NamedTuple):
     into: Tensor | None
     out: Tensor | None
     seen: Tensor
+    segment: Tensor | None
 
     @property
     def whole(self) -> Tensor | None:
@@ -68,13 +70,16 @@ def arrange(q: Tensor, k: Tensor, gate: Tensor | None, x: Tensor, exclusive: boo
     chunk = qc.shape[3]
     seen = torch.ones(chunk, chunk, dtype=q.dtype, device=q.device).tril(-1 if exclusive else 0)
     if gate is None:
-        return Chunks(qc, kc, xc, None, None, None, seen)
+        return Chunks(qc, kc, xc, None, None, None, seen, None)
     # Sums of strong gates leave no digits for weak ones in float32.
-    reach = _chunks(gate[..., None].double(), heads, length)[..., 0].cumsum(-1)
+    gates = _chunks(gate[..., None].double(), heads, length)[..., 0]
+    starts = gates <= WIPE
+    segment = starts.cumsum(-1) if bool(starts.any()) else None
+    reach = gates.cumsum(-1)
     decay = (reach[..., None] - reach[..., None, :]).to(q.dtype).clamp_(max=0).exp_().mul_(seen)
     into = reach.to(q.dtype).exp()
     out = (reach[..., -1:] - reach).to(q.dtype).exp()
-    return Chunks(qc, kc, xc, decay, into, out, seen)
+    return Chunks(qc, kc, xc, decay, into, out, seen, segment)
 
 
 def _scaled(x: Tensor, factor: Tensor | None) -> Tensor:
@@ -400,7 +405,12 @@ def _products(c: Chunks, n: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor, 
         before = (to_future * keys).sum(-1)
         through = (sums * back).sum((-1, -2)) + (totals * back_total).sum(-1)
         through = through * c.into[..., -1]
-        flow = after.flip(-1).cumsum(-1).flip(-1) + before.cumsum(-1) - before + through[..., None]
+        if c.segment is None:
+            later = after.flip(-1).cumsum(-1).flip(-1)
+        else:  # no rounding of one segment may reach another
+            same = (c.segment[..., None] == c.segment[..., None, :]).to(after.dtype).triu()
+            later = (same @ after[..., None])[..., 0]
+        flow = later + before.cumsum(-1) - before + through[..., None]
     d_q = to_scores @ c.k
     d_q += _scaled(from_past, c.into)
     d_k = to_scores.mT @ c.q

@@ -19,8 +19,8 @@ from femixer.kernels.backend import array, compiled, native
 from femixer.layout import PADDING, START
 
 CHUNK = 16
-# A log decay that leaves nothing, and yet can be summed and subtracted.
-WIPE = -1e5
+# A log decay that leaves nothing, and yet can be summed and subtracted without losing the digits of others.
+WIPE = -1000.0
 
 
 class FastWeights(NamedTuple):

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from femixer.kernels.backend import array, compiled, native
+
 
 def linear_recurrence(decay: Tensor, inputs: Tensor, initial: Tensor) -> Tensor:
     """h [B, T, C] with h_0 = decay_0 * initial + inputs_0; decay and inputs [B, T, C], initial [B, C].
@@ -46,6 +48,10 @@ def _sweep(decay: Tensor, h: Tensor, initial: Tensor) -> Tensor:
 
 @torch.library.custom_op("femixer::linear_recurrence", mutates_args=())
 def _recurrence(decay: Tensor, inputs: Tensor, initial: Tensor) -> Tensor:
+    if compiled(inputs):
+        h = torch.empty_like(inputs)
+        native("recurrence").forward(*map(array, (decay, inputs, initial, h)))
+        return h
     return _sweep(decay, inputs.clone(), initial)
 
 
@@ -59,6 +65,10 @@ def _recurrence_backward(grad: Tensor, decay: Tensor, h: Tensor, initial: Tensor
     """The same recurrence backwards: e_t = grad_t + decay_{t+1} e_{t+1}; d input = e, d decay_t = e_t h_{t-1}."""
     if h.shape[1] == 0:
         return torch.zeros_like(decay), torch.zeros_like(h), torch.zeros_like(initial)
+    if compiled(h):
+        results = torch.empty_like(decay), torch.empty_like(h), torch.empty_like(initial)
+        native("recurrence").backward(*map(array, (grad, decay, h, initial, *results)))
+        return results
     later = torch.cat([decay[:, 1:], torch.zeros_like(decay[:, :1])], 1).flip(1)
     error = _sweep(later, grad.flip(1), torch.zeros_like(initial)).flip(1)
     before = torch.cat([initial[:, None], h[:, :-1]], 1)

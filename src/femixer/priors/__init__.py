@@ -9,8 +9,11 @@ from femixer.priors.aft import AFTPrior
 from femixer.priors.base import Prior, Widths
 from femixer.priors.decay import DecayPrior
 from femixer.priors.gla import GLAPrior
+from femixer.priors.interactive import InteractivePrior
 from femixer.priors.linear import LinearPrior
+from femixer.priors.mamba import MambaPrior
 from femixer.priors.softmax import Alibi, SoftmaxPrior
+from femixer.priors.ssm import SSMPrior
 
 PRIORS: dict[str, type[Prior]] = {
     "softmax": SoftmaxPrior,
@@ -18,6 +21,9 @@ PRIORS: dict[str, type[Prior]] = {
     "gla": GLAPrior,
     "aft": AFTPrior,
     "decay": DecayPrior,
+    "ssm": SSMPrior,
+    "mamba": MambaPrior,
+    "mamba-interactive": InteractivePrior,
 }
 
 

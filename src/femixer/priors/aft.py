@@ -17,7 +17,10 @@ class ChannelPrior(DirectedPrior):
     """Weights exp(key_i + gates after i) of their own in every value channel; tracks "key" and "gate" [B, T, H, D]."""
 
     queries_and_keys = False
-    columns_per_value = 1.0
+
+    @classmethod
+    def own_columns(cls, dim: int, heads: int, options: dict[str, Any]) -> tuple[float, float]:
+        return 0.0, 1.0
 
     def scan(
         self,

@@ -29,7 +29,7 @@ class Prior(nn.Module):
     """
 
     queries_and_keys = True  # has columns "q" and "k" (so it takes rope and kv_heads)
-    columns_per_value = 0.0  # without queries and keys: columns of dim that the prior projects per value channel
+    one_temperature = False  # all channels of a head share one, because they compete
 
     def __init__(
         self,
@@ -43,6 +43,19 @@ class Prior(nn.Module):
     ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.widths, self.causal = heads, kv_heads, widths, causal
+
+    @classmethod
+    def sized(cls, dim: int, options: dict[str, Any]) -> dict[str, Any]:
+        """The options, completed by those whose default depends on dim."""
+        return options
+
+    @classmethod
+    def own_columns(cls, dim: int, heads: int, options: dict[str, Any]) -> tuple[float, float]:
+        """Without queries and keys: the columns of dim that the prior has, some in all and some per value channel.
+
+        Parameters per channel alone (rates, weights of a state) do not grow with dim and are not counted.
+        """
+        return 0.0, 0.0
 
     def columns(self) -> dict[str, Columns]:
         """What the prior wants projected from the tokens, by name."""
@@ -65,5 +78,16 @@ class Prior(nn.Module):
         rows: Tensor | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> Tensor:
-        """p [B, H, rows, T], or [B, H, rows, T, D] where it differs per channel; rows: which queries (all)."""
+        """p [B, H, rows, T], or [B, H, rows, T, D] where it differs per channel; rows: which queries (all).
+
+        A prior over pairs of token and channel has T * D entries instead of T (see `over_index` and `over_tokens`).
+        """
         raise TypeError(f"{type(self).__name__} must define weights()")
+
+    def over_index(self, v: Tensor) -> Tensor:
+        """The values [B, T, G, D] as what `weights` distributes over: [B, index, G, D]."""
+        return v
+
+    def over_tokens(self, p: Tensor) -> Tensor:
+        """Weights over the index as weights over tokens."""
+        return p

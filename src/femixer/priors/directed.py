@@ -86,21 +86,31 @@ class DirectedPrior(Prior):
         rows: Tensor | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> Tensor:
-        with without_autocast(next(iter(inputs.values())).device):
+        with without_autocast(layout.position.device):
             tracks = self.tracks(inputs, layout, dtype)
-            if layout.padding is not None and "gate" in tracks:
-                padding = layout.padding.view(*layout.padding.shape, *[1] * (tracks["gate"].dim() - 2))
-                tracks["gate"] = tracks["gate"].masked_fill(padding, 0)
+            for name in ("gate", "delta"):
+                if layout.padding is not None and name in tracks:
+                    padding = layout.padding.view(*layout.padding.shape, *[1] * (tracks[name].dim() - 2))
+                    tracks[name] = tracks[name].masked_fill(padding, 0)
             length = layout.position.shape[1]
             rows = torch.arange(length, device=layout.position.device) if rows is None else rows
             scores = self.log_scores(tracks, rows)
-        seen = visible(layout, rows, self.causal)[:, None]
+        seen = self.visible(layout, rows)[:, None]
         if scores.dim() == 5:
             seen = seen[..., None]
         scores = scores.masked_fill(~seen, -torch.inf)
         if not self.normalize:
             return scores.exp()
         return scores.softmax(3).masked_fill(~seen, 0)
+
+    def visible(self, layout: Layout, rows: Tensor) -> Tensor:
+        """bool [B or 1, rows, index]: what a row's query sees."""
+        length = layout.position.shape[1]
+        key = torch.arange(length, device=rows.device)
+        seen = torch.ones(1, len(rows), length, dtype=torch.bool, device=rows.device)
+        if layout.run is not None:
+            seen = (layout.run[:, rows, None] == layout.run[:, None]) & (layout.run[:, rows, None] >= 0)
+        return seen & (key <= rows[:, None]) if self.causal else seen
 
 
 def usable(state: Any) -> Any:
@@ -141,16 +151,6 @@ def mix(past: Reading, future: Reading, beta: Tensor | None) -> tuple[Tensor, Te
     high, low = torch.where(ours_above, log_rest, log_share), torch.where(ours_above, log_share, log_rest)
     free = torch.where(empty, past.free, above + torch.logaddexp(high, low + below) / beta)
     return mean.to(dtype), free.to(dtype), log_total.to(dtype)
-
-
-def visible(layout: Layout, rows: Tensor, causal: bool) -> Tensor:
-    """bool [B or 1, rows, T]: which tokens a row's query sees."""
-    length = layout.position.shape[1]
-    key = torch.arange(length, device=rows.device)
-    seen = torch.ones(1, len(rows), length, dtype=torch.bool, device=rows.device)
-    if layout.run is not None:
-        seen = (layout.run[:, rows, None] == layout.run[:, None]) & (layout.run[:, rows, None] >= 0)
-    return seen & (key <= rows[:, None]) if causal else seen
 
 
 def decay_between(gate: Tensor, rows: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def _forward(b, low, key, gate, v, beta, marks, state, mean, free, log_total, la
                 rise = value - last_free
                 factor = exp(v.dtype.type(-abs(beta[low + i] * rise)))
                 share = w[i] + c[i] * factor if rise > 0 else max(c[i], TINY) + w[i] * factor
-                f[i] = max(last_free, value) + log(share) / beta[low + i] if c[i] > TINY else f[i]
+                f[i] = max(last_free, value) + log(min(share, 1.0)) / beta[low + i] if c[i] > TINY else f[i]
             for i in range(n):
                 if c[i] <= TINY:
                     # A past of a weight too small for a product can still have the largest term.

@@ -1,0 +1,167 @@
+"""A channel-interactive (Mamba-style) prior: a distribution over pairs (i, k) of token and input channel of the head.
+
+    s_{t,j}(i, k) = sum_n R[j, n] c_t[n] (a_{i+1} ... a_t)[n] b_i[n] W[n, k],   normalized per output channel j
+
+This is our reading of one sentence of the paper ("a channel-interactive variant lifts the index set to pairs (i, k) and
+normalizes per output channel, enabling cross-channel competition"). All channels of a head compete for the same
+exponentials exp(beta v_{i,k}), so a head has one temperature.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from femixer.conditioner import inverse_softplus, spread_decay_
+from femixer.kernels.recurrence import linear_recurrence
+from femixer.layout import PADDING, START, Layout
+from femixer.priors.base import Widths
+from femixer.priors.directed import DirectedPrior, Reading, decay_between
+from femixer.projection import Columns
+
+NOTHING = -1e9
+
+
+class PairSums(NamedTuple):
+    """State: sums [B, 3, H, N] of 1, v and exp(beta v - top) through W, and top [B, H], float64."""
+
+    sums: Tensor
+    top: Tensor
+
+
+class InteractivePrior(DirectedPrior):
+    """a = exp(-delta A) per head and mode with delta = softplus of a projection; b, c softplus of projections shared by
+    all heads; R and W positive. Memory spans start spread from 2 to 1000 tokens over the heads."""
+
+    queries_and_keys = False
+    one_temperature = True
+
+    def __init__(
+        self, heads: int, kv_heads: int, widths: Widths, *, causal: bool, state_size: int = 16, **made: Any
+    ) -> None:
+        super().__init__(heads, kv_heads, widths, causal=causal, **made)
+        if not isinstance(state_size, int) or isinstance(state_size, bool) or state_size < 1:
+            raise ValueError(f"state_size={state_size!r} must be a positive integer")
+        self.state_size = state_size
+        self.rate = nn.Parameter(torch.empty(heads, state_size, **made))
+        self.delta_bias = nn.Parameter(torch.empty(heads, **made))
+        self.write_map = nn.Parameter(torch.empty(heads, state_size, widths.value, **made))
+        self.read_map = nn.Parameter(torch.empty(heads, widths.value, state_size, **made))
+        self.reset_parameters()
+
+    @classmethod
+    def own_columns(cls, dim: int, heads: int, options: dict[str, Any]) -> tuple[float, float]:
+        states = options.get("state_size", 16)
+        return (heads + 2.0 * states if isinstance(states, int) else 0.0), 0.0
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            modes = torch.arange(1, self.state_size + 1, dtype=torch.float64)
+            self.rate.copy_(inverse_softplus(modes).expand_as(self.rate))
+        spread_decay_(self.delta_bias)
+        # Modes and channels start different: equal ones would stay equal.
+        nn.init.normal_(self.write_map)
+        nn.init.normal_(self.read_map)
+
+    def columns(self) -> dict[str, Columns]:
+        return {
+            "b": Columns(self.state_size),
+            "c": Columns(self.state_size),
+            "delta": Columns(self.heads, additive=True),
+        }
+
+    def tracks(self, inputs: dict[str, Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
+        delta = F.softplus(inputs["delta"].to(dtype) + self.delta_bias.to(dtype))
+        gate = -delta[..., None] * F.softplus(self.rate.to(dtype))
+        b, c = (F.softplus(inputs[name].to(dtype)) for name in ("b", "c"))
+        return {"b": b, "c": c, "gate": gate}
+
+    def scan(
+        self,
+        tracks: dict[str, Tensor],
+        v: Tensor,
+        beta: Tensor | None,
+        marks: Tensor | None,
+        state: Any,
+        keep: bool,
+        exclusive: bool,
+    ) -> Reading:
+        dtype, v = v.dtype, v.double()
+        gate, b, c = (tracks[name].double() for name in ("gate", "b", "c"))
+        write, read = (F.softplus(x.double()) for x in (self.write_map, self.read_map))
+        start = torch.zeros_like(v[..., 0, 0], dtype=torch.bool)
+        real = ~start
+        if marks is not None:
+            real, start = marks != PADDING, marks == START
+            gate = torch.where(real[..., None, None], gate, 0)
+        b = b[:, :, None] * real[..., None, None]
+        if state is None:
+            sums = v.new_zeros(v.shape[0], 3, self.heads, self.state_size)
+            state = PairSums(sums, v.new_full((v.shape[0], self.heads), -torch.inf))
+
+        def sweep(decay: Tensor, through: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
+            """Sums that a row reads [B, T, H, D], and the state [B, H, N] after the last token."""
+            written = linear_recurrence(decay.flatten(2), (b * through).flatten(2), initial.flatten(1))
+            written = written.unflatten(2, initial.shape[1:])
+            h = decay * torch.cat([initial[:, None], written[:, :-1]], 1) if exclusive else written
+            return torch.einsum("bthn,btn,hdn->bthd", h, c, read), written[:, -1]
+
+        decay = gate.exp().masked_fill(start[..., None, None], 0)
+        totals, last_total = sweep(decay, write.sum(-1).expand(*gate.shape), state.sums[:, 0])
+        there = (totals > 0) & real[..., None, None]
+        safe = torch.where(there, totals, 1)
+        log_total = torch.where(there, safe.log(), -torch.inf)
+        weighted, last_mean = sweep(decay, torch.einsum("bthk,hnk->bthn", v, write), state.sums[:, 1])
+        mean = torch.where(there, weighted / safe, 0)
+        if beta is None:
+            sums = torch.stack([last_total, last_mean, state.sums[:, 2]], 1)
+            return Reading(mean.to(dtype), None, log_total.to(dtype), PairSums(sums, state.top))
+        exponent = beta.double() * v
+        shift = self._shift(exponent.detach().amax(-1), gate.detach().amax(-1), start, real, state.top)
+        first = torch.where(state.top > -torch.inf, state.top, NOTHING)[:, None]
+        change = torch.cat([first, shift[:, :-1]], 1) - shift
+        x = torch.where(real[..., None, None], exponent - shift[..., None], 0).exp()
+        decay = (gate + change[..., None]).exp().masked_fill(start[..., None, None], 0)
+        energy, last_energy = sweep(decay, torch.einsum("bthk,hnk->bthn", x, write), state.sums[:, 2])
+        ratio = energy / safe
+        seen = there & (ratio > 0)
+        free = (shift[..., None] + torch.where(seen, ratio, 1).log()) / beta.double()
+        free = torch.where(seen, torch.maximum(free, mean), mean)
+        top = shift[:, -1].masked_fill(shift[:, -1] < NOTHING / 2, -torch.inf)
+        next_state = PairSums(torch.stack([last_total, last_mean, last_energy], 1), top)
+        return Reading(mean.to(dtype), free.to(dtype), log_total.to(dtype), next_state)
+
+    @staticmethod
+    def _shift(largest: Tensor, slowest: Tensor, start: Tensor, real: Tensor, top: Tensor) -> Tensor:
+        """The largest exponent so far [B, T, H], decaying with the slowest mode."""
+        reach = slowest.masked_fill(start[..., None], 10 * NOTHING).cumsum(1)
+        first = torch.where(top > -torch.inf, top, NOTHING)[:, None]
+        fresh = torch.where(real[..., None], largest, NOTHING)
+        return torch.cat([first, fresh - reach], 1).cummax(1).values[:, 1:] + reach
+
+    def log_scores(self, tracks: dict[str, Tensor], rows: Tensor) -> Tensor:
+        """[B, H, rows, T * D, D]: over pairs (i, k), for every output channel j."""
+        dtype = tracks["b"].dtype
+        write, read = (F.softplus(x.to(dtype)).log() for x in (self.write_map, self.read_map))
+        between = decay_between(tracks["gate"], rows).permute(0, 3, 1, 2, 4)  # [B, H, rows, T, N]
+        terms = between + tracks["c"][:, None, rows, None].log() + tracks["b"][:, None, None].log()
+        scores = (
+            terms[..., n, None, None]
+            + write[:, n, :, None][None, :, None, None]
+            + read[:, None, :, n][None, :, None, None]
+            for n in range(self.state_size)
+        )
+        return reduce(torch.logaddexp, scores).flatten(3, 4)
+
+    def visible(self, layout: Layout, rows: Tensor) -> Tensor:
+        return super().visible(layout, rows).repeat_interleave(self.widths.value, 2)
+
+    def over_index(self, v: Tensor) -> Tensor:
+        return v.permute(0, 1, 3, 2).flatten(1, 2)[..., None].expand(-1, -1, -1, v.shape[-1])
+
+    def over_tokens(self, p: Tensor) -> Tensor:
+        return p.unflatten(3, (-1, self.widths.value)).sum(4)

@@ -1,0 +1,99 @@
+"""An input-dependent (Mamba-style) state space with positive parameters as prior, per channel.
+
+p_t(i) proportional to  sum_n c_t[n] exp(A[n] (delta_{i+1} + ... + delta_t)) b_i[n] delta_i,   A < 0
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from femixer.conditioner import inverse_softplus, spread_decay_
+from femixer.kernels.state_space import System
+from femixer.layout import Layout
+from femixer.priors.base import Widths
+from femixer.priors.directed import decay_between
+from femixer.priors.ssm import StateSpacePrior
+from femixer.projection import Columns
+
+
+class MambaPrior(StateSpacePrior):
+    """delta, b and c are softplus of projections (delta through a map of low rank), b and c shared by all channels.
+
+    normalize=False reads with the unnormalized weights (the paper's ablation "- p_t norm"). The slowest mode starts
+    with memory spans spread from 2 to 1000 tokens in every head; the others decay n times as fast.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        widths: Widths,
+        *,
+        causal: bool,
+        state_size: int = 16,
+        normalize: bool = True,
+        rank: int | None = None,
+        **made: Any,
+    ) -> None:
+        super().__init__(heads, kv_heads, widths, causal=causal, state_size=state_size, **made)
+        if not isinstance(normalize, bool):
+            raise TypeError(f"normalize={normalize!r} must be True or False")
+        self.normalize = normalize
+        self.rank = max(1, heads * widths.value // 16) if rank is None else rank
+        if not isinstance(self.rank, int) or isinstance(rank, bool) or self.rank < 1:
+            raise ValueError(f"rank={rank!r} must be a positive integer or None")
+        self.rate = nn.Parameter(torch.empty(heads, widths.value, state_size, **made))
+        self.delta_map = nn.Parameter(torch.empty(heads * widths.value, self.rank, **made))
+        self.delta_bias = nn.Parameter(torch.empty(heads, widths.value, **made))
+        self.reset_parameters()
+
+    @classmethod
+    def sized(cls, dim: int, options: dict[str, Any]) -> dict[str, Any]:
+        return options if options.get("rank") is not None else {**options, "rank": max(1, dim // 16)}
+
+    @classmethod
+    def own_columns(cls, dim: int, heads: int, options: dict[str, Any]) -> tuple[float, float]:
+        rank, states = options["rank"], options.get("state_size", 16)
+        if not isinstance(states, int) or not isinstance(rank, int):
+            return 0.0, 0.0  # refused by name when the prior is built
+        return rank + 2.0 * states, rank / dim
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            modes = torch.arange(1, self.state_size + 1, dtype=torch.float64)
+            self.rate.copy_(inverse_softplus(modes).expand_as(self.rate))
+        nn.init.normal_(self.delta_map, std=self.rank**-0.5)
+        for row in self.delta_bias:
+            spread_decay_(row)
+
+    def columns(self) -> dict[str, Columns]:
+        return {
+            "b": Columns(self.state_size),
+            "c": Columns(self.state_size),
+            "delta": Columns(self.rank, additive=True),
+        }
+
+    def tracks(self, inputs: dict[str, Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
+        logits = F.linear(inputs["delta"].to(dtype), self.delta_map.to(dtype)) + self.delta_bias.to(dtype).flatten()
+        return {"delta": F.softplus(logits), **{name: F.softplus(inputs[name].to(dtype)) for name in ("b", "c")}}
+
+    def system(self, tracks: dict[str, Tensor], dtype: torch.dtype) -> System:
+        rate = self.modes_first(-F.softplus(self.rate.to(dtype)))
+        return System(rate, step=tracks["delta"], write=tracks["b"], read=tracks["c"])
+
+    def log_scores(self, tracks: dict[str, Tensor], rows: Tensor) -> Tensor:
+        delta = tracks["delta"].unflatten(-1, (self.heads, self.widths.value))  # [B, T, H, D]
+        between = decay_between(delta, rows)  # [B, rows, T, H, D]
+        rate = F.softplus(self.rate.to(delta.dtype))
+        terms = (
+            tracks["c"][:, rows, n].log()[:, :, None, None, None]
+            + tracks["b"][:, :, n].log()[:, None, :, None, None]
+            - rate[..., n] * between
+            for n in range(self.state_size)
+        )
+        return (reduce(torch.logaddexp, terms) + delta.log()[:, None]).permute(0, 3, 1, 2, 4)
