@@ -70,7 +70,8 @@ class TimeDecayConditioner(nn.Module):
             elif not torch.compiler.is_compiling() and state.is_inference() and torch.is_grad_enabled():
                 state = state.clone()  # autograd keeps no tensor that was made in inference mode
             h = context(decay, u, layout, state, self.causal)
-            new_state = h[:, -1] if h.shape[1] else state
+            # Not a view, which would keep the whole sequence in memory.
+            new_state = h[:, -1].clone() if h.shape[1] else state
             features = F.silu(F.normalize(F.softplus(a), dim=-1)) * F.layer_norm(h, (self.channels,))
         return features, new_state
 

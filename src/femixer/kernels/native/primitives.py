@@ -30,7 +30,8 @@ if "NUMBA_THREADING_LAYER" not in os.environ:
 
 # No infinities are assumed away (gates and logarithms of empty sums use them), and nothing is reordered (rounding is).
 MATH = {"contract", "nsz"}
-inline = numba.njit(fastmath=MATH, error_model="numpy")
+# Inlined by LLVM: a call inside a loop would keep it from being vectorised.
+inline = numba.njit(fastmath=MATH, error_model="numpy", forceinline=True)
 job = numba.njit(fastmath=MATH, error_model="numpy", cache=True, nogil=True)
 
 
@@ -66,13 +67,28 @@ def kernel(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-@numba.njit(fastmath={*MATH, "reassoc"}, error_model="numpy")
+@numba.njit(fastmath={*MATH, "reassoc"}, error_model="numpy", forceinline=True)
 def dot(a, b, n):  # type: ignore[no-untyped-def]
     """sum over i < n of a_i b_i, in any order."""
     total = 0.0
     for i in range(n):
         total += a[i] * b[i]
     return total
+
+
+@job
+def copy(source, target):  # type: ignore[no-untyped-def]
+    for i in range(source.size):
+        target[i] = source[i]
+
+
+@numba.njit(fastmath={*MATH, "reassoc", "nnan"}, error_model="numpy", cache=True, nogil=True)
+def largest(a):  # type: ignore[no-untyped-def]
+    """The largest of numbers >= 0."""
+    top = 0.0
+    for i in range(a.size):
+        top = max(top, a[i])
+    return top
 
 
 def _bitcast(source: Any, target: Any) -> Any:
@@ -115,7 +131,7 @@ def exp(x: Any) -> Any:
     raise TypeError("for compiled code only")
 
 
-@overload(exp, jit_options={"fastmath": MATH, "error_model": "numpy"})
+@overload(exp, jit_options={"fastmath": MATH, "error_model": "numpy", "forceinline": True})
 def _(x):  # type: ignore[no-untyped-def]
     if x == types.float32:
 

@@ -12,12 +12,16 @@ import math
 import numpy as np
 from numba import prange
 
-from femixer.kernels.native.primitives import exp, job, kernel, log
+from femixer.kernels.native.primitives import copy, exp, job, kernel, largest, log
 from femixer.layout import PADDING, START
 
-# Below this share of the sum a term is kept as a logarithm only.
-TINY = 1e-290
+# Beyond these log odds a share is kept as a logarithm only.
+DISTANT, TINY = 600.0, 1e-290
+# Exponents above this would overflow float32.
+FAR = 80.0
 LANES = 128  # channels that one thread works on at a time
+# Rows of the scratch array: what goes on from token to token, the token's own, and the temperatures.
+TOTAL, MEAN, FREE, BEFORE, ODDS, FAR_ODDS, W, C, KEY, GATE, VALUE, WARM, COLD = range(13)
 
 
 @kernel
@@ -29,78 +33,95 @@ def forward(key, gate, v, beta, marks, state, mean, free, log_total, last):  # t
 
 @job
 def _forward(b, low, key, gate, v, beta, marks, state, mean, free, log_total, last):  # type: ignore[no-untyped-def]
+    """With w and c = 1 - w the shares of a token and of its past, a prime marking the row before:
+
+    log(w / c) = key - gate - log total',   mean = c mean' + w v,   exp(beta F) = c exp(beta F') + w exp(beta v)
+    """
     length, n = v.shape[1], min(LANES, v.shape[2] - low)
-    # The sums z (of 1) and s (of v) are relative to exp(top); free energies go on from row to row.
-    top, z, s, f = np.full(LANES, -math.inf), np.zeros(LANES), np.zeros(LANES), np.zeros(LANES)
-    k, g, w, c = np.zeros(LANES), np.zeros(LANES), np.zeros(LANES), np.zeros(LANES)
-    before, total = np.full(LANES, -math.inf), np.full(LANES, -math.inf)
+    # One array, so that the compiler sees that its rows do not overlap.
+    r = np.zeros((13, LANES))
+    r[TOTAL] = -math.inf
+    r[WARM] = 1.0
     for i in range(n):
-        total[i] = state[0, b, low + i]
-        if total[i] > -math.inf:
-            top[i], z[i], s[i], f[i] = total[i], 1.0, state[1, b, low + i], state[2, b, low + i]
+        r[TOTAL, i], r[MEAN, i] = state[0, b, low + i], state[1, b, low + i]
+        if beta.size:
+            r[FREE, i], r[WARM, i] = state[2, b, low + i], beta[low + i]
+    r[COLD] = 1.0 / r[WARM]
     for t in range(length):
         if marks.size:
             if marks[b, t] == PADDING:
-                for i in range(n):
-                    mean[b, t, low + i] = 0.0
-                    log_total[b, t, low + i] = 0.0
-                    if beta.size:
-                        free[b, t, low + i] = 0.0
+                mean[b, t, low : low + n] = 0.0
+                log_total[b, t, low : low + n] = 0.0
+                if beta.size:
+                    free[b, t, low : low + n] = 0.0
                 continue
             if marks[b, t] == START:
-                top[:], total[:], z[:], s[:] = -math.inf, -math.inf, 0.0, 0.0
-        x = v[b, t]
+                r[TOTAL], r[MEAN], r[FREE] = -math.inf, 0.0, 0.0
+        copy(v[b, t, low : low + n], r[VALUE])
         if key.size:
-            for i in range(n):
-                k[i] = key[b, t, low + i]
+            copy(key[b, t, low : low + n], r[KEY])
         if gate.size:
-            for i in range(n):
-                g[i] = gate[b, t, low + i]
-        for i in range(n):
-            old = top[i] + g[i]
-            rise = k[i] - old
-            factor = exp(v.dtype.type(-abs(rise)))
-            keep = factor if rise > 0 else 1.0
-            add = 1.0 if rise > 0 else factor
-            top[i] = max(old, k[i])
-            c[i], w[i] = z[i] * keep, add
-            z[i] = c[i] + add
-            s[i] = s[i] * keep + add * x[low + i]
-        out = mean[b, t]
-        for i in range(n):
-            inverse = 1.0 / z[i]
-            out[low + i] = s[i] * inverse
-            w[i] *= inverse
-            c[i] *= inverse
-        for i in range(n):
-            before[i] = total[i] + g[i]
-            total[i] = top[i] + log(z[i])
-        out = log_total[b, t]
-        for i in range(n):
-            out[low + i] = total[i]
+            copy(gate[b, t, low : low + n], r[GATE])
+        _advance(r, v, beta.size > 0)
         if beta.size:
-            # With w and c = 1 - w the shares of this token and of the past, and relative to the larger of F' and v:
-            # exp(beta F) = c exp(beta F') + w exp(beta v).
-            for i in range(n):
-                value = np.float64(x[low + i])
-                last_free = f[i] if c[i] > 0.0 else value
-                rise = value - last_free
-                factor = exp(v.dtype.type(-abs(beta[low + i] * rise)))
-                share = w[i] + c[i] * factor if rise > 0 else max(c[i], TINY) + w[i] * factor
-                f[i] = max(last_free, value) + log(min(share, 1.0)) / beta[low + i] if c[i] > TINY else f[i]
-            for i in range(n):
-                if c[i] <= TINY:
-                    # A past of a weight too small for a product can still have the largest term.
-                    new = beta[low + i] * np.float64(x[low + i]) + k[i] - total[i]
-                    old = beta[low + i] * f[i] + before[i] - total[i] if before[i] > -math.inf else -math.inf
-                    f[i] = (max(old, new) + math.log1p(math.exp(-abs(new - old)))) / beta[low + i]
-            out = free[b, t]
-            for i in range(n):
-                out[low + i] = max(f[i], s[i] / z[i])
+            if largest(r[FAR_ODDS]) > DISTANT:
+                _far(r, n)
+            for i in range(LANES):
+                r[BEFORE, i] = max(r[FREE, i], r[MEAN, i])
+            copy(r[BEFORE, :n], free[b, t, low : low + n])
+        copy(r[MEAN, :n], mean[b, t, low : low + n])
+        copy(r[TOTAL, :n], log_total[b, t, low : low + n])
     for i in range(n):
-        last[0, b, low + i] = total[i]
-        if z[i] > 0:
-            last[1, b, low + i], last[2, b, low + i] = s[i] / z[i], f[i]
+        last[0, b, low + i], last[1, b, low + i] = r[TOTAL, i], r[MEAN, i]
+        if beta.size:
+            last[2, b, low + i] = r[FREE, i]
+
+
+@job
+def _far(r, n):  # type: ignore[no-untyped-def]
+    """A share too small for a product can still belong to the larger term."""
+    for i in range(n):
+        odds = r[ODDS, i]
+        if r[FAR_ODDS, i] > DISTANT:
+            new, old = r[WARM, i] * r[VALUE, i] + min(odds, 0.0), r[WARM, i] * r[BEFORE, i] - max(odds, 0.0)
+            r[FREE, i] = (max(old, new) + math.log1p(math.exp(-abs(new - old)))) * r[COLD, i]
+
+
+@job
+def _advance(r, v, energies):  # type: ignore[no-untyped-def]
+    """Go on by the token whose key, gate and value are in r. All lanes, also unused ones: a fixed number."""
+    for i in range(LANES):
+        # Whatever is loaded is loaded first: a load inside a condition could not be vectorised.
+        value, key, old = r[VALUE, i], r[KEY, i], r[TOTAL, i] + r[GATE, i]
+        odds = key - old
+        factor = exp(v.dtype.type(-abs(odds)))
+        inverse = 1.0 / (1.0 + factor)
+        newer, rest = inverse, factor * inverse
+        w = newer if odds > 0 else rest
+        c = rest if odds > 0 else newer
+        r[TOTAL, i] = max(old, key) + log(1.0 + factor)
+        r[MEAN, i] = c * r[MEAN, i] + w * value
+        r[ODDS, i] = odds
+        r[FAR_ODDS, i] = abs(odds) if old > -math.inf else 0.0
+        r[W, i] = w
+        r[C, i] = c
+    if not energies:
+        return
+    for i in range(LANES):
+        value, before, w, c = r[VALUE, i], r[FREE, i], r[W, i], r[C, i]
+        rise = r[WARM, i] * (value - before)
+        ahead = r[ODDS, i] + rise
+        # Relative to the larger of the two terms. The other one's exponent is large only where its share is small, and
+        # is then taken from the odds.
+        base = w if ahead > 0 else c
+        other = c if ahead > 0 else w
+        exponent = -rise if ahead > 0 else rise
+        from_odds = -abs(ahead)
+        amount = base if exponent > FAR else other
+        exponent = from_odds if exponent > FAR else exponent
+        reference = value if ahead > 0 else before
+        r[BEFORE, i] = before
+        r[FREE, i] = reference + r[COLD, i] * log(max(base + amount * exp(v.dtype.type(exponent)), TINY))
 
 
 @kernel
