@@ -19,11 +19,13 @@ from torch import Tensor
 
 from femixer.kernels import fast_weights
 from femixer.kernels.backend import compiled
-from femixer.kernels.fast_weights import WIPE, FastWeights
+from femixer.kernels.fast_weights import FastWeights
 from femixer.kernels.streams import Shift, exp_minus, logarithm, shift_of, value_range, value_streams
 from femixer.layout import PADDING, START
 
 CHUNK = 64
+# A log decay that leaves nothing, and yet can be summed without losing the digits of others.
+WIPE = -1000.0
 
 
 class Chunks(NamedTuple):
@@ -53,7 +55,9 @@ class Chunks(NamedTuple):
 
 def _chunks(x: Tensor, heads: int, length: int) -> Tensor:
     """[B, T, G, W] -> [B, H, N, C, W], padded with zeros, key/value heads repeated."""
-    x = F.pad(x, (0, 0, 0, 0, 0, length - x.shape[1])).transpose(1, 2)
+    if length > x.shape[1]:
+        x = F.pad(x, (0, 0, 0, 0, 0, length - x.shape[1]))
+    x = x.transpose(1, 2)
     if x.shape[1] != heads:
         x = x.repeat_interleave(heads // x.shape[1], 1)
     chunk = min(CHUNK, length)
@@ -71,12 +75,13 @@ def arrange(q: Tensor, k: Tensor, gate: Tensor | None, x: Tensor, exclusive: boo
     seen = torch.ones(chunk, chunk, dtype=q.dtype, device=q.device).tril(-1 if exclusive else 0)
     if gate is None:
         return Chunks(qc, kc, xc, None, None, None, seen, None)
-    # Sums of strong gates leave no digits for weak ones in float32.
     gates = _chunks(gate[..., None].double(), heads, length)[..., 0]
     starts = gates <= WIPE
     segment = starts.cumsum(-1) if bool(starts.any()) else None
     reach = gates.cumsum(-1)
-    decay = (reach[..., None] - reach[..., None, :]).to(q.dtype).clamp_(max=0).exp_().mul_(seen)
+    # Sums of strong gates leave no digits for weak ones in float32.
+    digits = reach if bool(reach.amin() < -8) else reach.to(q.dtype)
+    decay = (digits[..., None] - digits[..., None, :]).to(q.dtype).clamp_(max=0).exp_().mul_(seen)
     into = reach.to(q.dtype).exp()
     out = (reach[..., -1:] - reach).to(q.dtype).exp()
     return Chunks(qc, kc, xc, decay, into, out, seen, segment)
@@ -201,7 +206,7 @@ def _read(
     y = query @ sums
     total = (query @ totals[..., None])[..., 0] + scores.sum(-1)
     y += scores @ c.x
-    y, total = _flat(y, length), _flat(total[..., None], length)[..., 0].contiguous()
+    y, total = _flat(y, length), _flat(total[..., None], length)[..., 0].contiguous()  # [B, T, H, W], [B, T, H]
     empty = total <= 0
     if padding is not None:
         empty = empty | padding[..., None]

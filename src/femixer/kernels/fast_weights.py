@@ -19,8 +19,8 @@ from femixer.kernels.backend import array, compiled, native
 from femixer.layout import PADDING, START
 
 CHUNK = 16
-# A log decay that leaves nothing, and yet can be summed and subtracted without losing the digits of others.
-WIPE = -1000.0
+# A log decay that leaves nothing even of exp(beta v), and yet can be summed without losing the digits of others.
+WIPE = -3e4
 
 
 class FastWeights(NamedTuple):

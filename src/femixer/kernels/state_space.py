@@ -115,7 +115,7 @@ def _block(
         return y if exclusive or skip is None else y + skip * x
 
     ones = torch.ones_like(v)
-    decay = gates.exp().masked_fill(start[..., None], 0)
+    decay = gates.masked_fill(start[..., None], -torch.inf).exp()
     swept = [sweep(decay, amount * x[:, :, None], sums[:, j]) for j, x in enumerate((ones, v))]
     total, weighted = (look(*states, x) for states, x in zip(swept, (ones, v), strict=True))
     there = total > 0
@@ -134,7 +134,7 @@ def _block(
     first = torch.where(top > -torch.inf, top, NOTHING)[:, None]
     shift = torch.cat([first, fresh - reach], 1).cummax(1).values[:, 1:] + reach
     before = torch.cat([first, shift[:, :-1]], 1)
-    decay = (gates + (before - shift)[:, :, None]).exp().masked_fill(start[..., None], 0)
+    decay = (gates + (before - shift)[:, :, None]).masked_fill(start[..., None], -torch.inf).exp()
     x = (
         (exponent - shift).exp()
         if marks is None

@@ -110,7 +110,7 @@ class InteractivePrior(DirectedPrior):
             h = decay * torch.cat([initial[:, None], written[:, :-1]], 1) if exclusive else written
             return torch.einsum("bthn,btn,hdn->bthd", h, c, read), written[:, -1]
 
-        decay = gate.exp().masked_fill(start[..., None, None], 0)
+        decay = gate.masked_fill(start[..., None, None], -torch.inf).exp()
         totals, last_total = sweep(decay, write.sum(-1).expand(*gate.shape), state.sums[:, 0])
         there = (totals > 0) & real[..., None, None]
         safe = torch.where(there, totals, 1)
@@ -125,7 +125,7 @@ class InteractivePrior(DirectedPrior):
         first = torch.where(state.top > -torch.inf, state.top, NOTHING)[:, None]
         change = torch.cat([first, shift[:, :-1]], 1) - shift
         x = torch.where(real[..., None, None], exponent - shift[..., None], 0).exp()
-        decay = (gate + change[..., None]).exp().masked_fill(start[..., None, None], 0)
+        decay = (gate + change[..., None]).masked_fill(start[..., None, None], -torch.inf).exp()
         energy, last_energy = sweep(decay, torch.einsum("bthk,hnk->bthn", x, write), state.sums[:, 2])
         ratio = energy / safe
         seen = there & (ratio > 0)

@@ -52,26 +52,29 @@ def _stream(v, beta, gate, x, top, slow_decay, decay, fade):  # type: ignore[no-
             x[width + 1 + d] = exp(v.dtype.type(new - top[d]))
 
 
+# Rows of two-dimensional arrays are indexed in place, not taken as arrays of their own, which costs time.
+
+
 @job
 def _advance(s, k, x, decay, slow_decay, fade, add):  # type: ignore[no-untyped-def]
     """Decay the state, then (if add) write the token."""
     rows, width = s.shape
     plain = width - fade.shape[0]
     for m in range(rows):
-        row, a, slow, key = s[m], decay[m], slow_decay[m], np.float64(k[m]) if add else 0.0
+        a, slow, key = decay[m], slow_decay[m], np.float64(k[m]) if add else 0.0
         for w in range(plain):
-            row[w] = row[w] * a + key * x[w]
-        for w in range(width - plain):
-            row[plain + w] = row[plain + w] * (slow * fade[w]) + key * x[plain + w]
+            s[m, w] = s[m, w] * a + key * x[w]
+        for w in range(plain, width):
+            s[m, w] = s[m, w] * (slow * fade[w - plain]) + key * x[w]
 
 
 @job
 def _write(s, k, x):  # type: ignore[no-untyped-def]
     rows, width = s.shape
     for m in range(rows):
-        row, key = s[m], np.float64(k[m])
+        key = np.float64(k[m])
         for w in range(width):
-            row[w] += key * x[w]
+            s[m, w] += key * x[w]
 
 
 @job
@@ -81,9 +84,9 @@ def _sums(s, q, y):  # type: ignore[no-untyped-def]
     for w in range(width):
         y[w] = 0.0
     for m in range(rows):
-        row, query = s[m], np.float64(q[m])
+        query = np.float64(q[m])
         for w in range(width):
-            y[w] += query * row[w]
+            y[w] += query * s[m, w]
 
 
 @kernel
@@ -214,14 +217,14 @@ def _backward(  # type: ignore[no-untyped-def]
                 common -= to_m * average
             n[width] = common / total
             for m in range(rows):
-                gradient = dot(s[m], n, total_width)
+                gradient = dot(s, m, n)
                 d_q[b, t, h, m] = gradient
                 reads[t, m] += np.float64(q[b, t, h, m]) * gradient
         if exclusive:
             _write(s, k[b, t, g], x)
     back = to_last[b, g].copy()
     for m in range(rows):
-        flow[m] = dot(back[m], s[m], total_width)
+        flow[m] = dot(back, m, s[m])
     d_x = np.empty(total_width)
     for u in range(length):
         t = length - 1 - u
@@ -239,7 +242,7 @@ def _backward(  # type: ignore[no-untyped-def]
         _sums(back, k[b, t, g], d_x)
         x = xs[t]
         for m in range(rows):
-            gradient = dot(back[m], x, total_width)
+            gradient = dot(back, m, x)
             d_k[b, t, g, m] = gradient
             flow[m] += reads[t, m] - np.float64(k[b, t, g, m]) * gradient
         if exclusive:
@@ -262,11 +265,11 @@ def _backward(  # type: ignore[no-untyped-def]
                 for m in range(rows):
                     d_gate[b, t, g, m] = flow[m]
         for m in range(rows):
-            row = back[m]
+            a, slow = decays[t, m], slows[t, m]
             for w in range(width + 1):
-                row[w] *= decays[t, m]
-            for w in range(energies):
-                row[width + 1 + w] *= slows[t, m] * fades[t, w]
+                back[m, w] *= a
+            for w in range(width + 1, total_width):
+                back[m, w] *= slow * fades[t, w - width - 1]
     d_state[b, g] = back
     if beta.size:
         d_beta[b, g] = beta_sum

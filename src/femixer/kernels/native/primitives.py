@@ -68,11 +68,11 @@ def kernel(function: Callable[..., None]) -> Callable[..., None]:
 
 
 @numba.njit(fastmath={*MATH, "reassoc"}, error_model="numpy", forceinline=True)
-def dot(a, b, n):  # type: ignore[no-untyped-def]
-    """sum over i < n of a_i b_i, in any order."""
+def dot(a, m, b):  # type: ignore[no-untyped-def]
+    """sum over i of a[m, i] b[i], in any order."""
     total = 0.0
-    for i in range(n):
-        total += a[i] * b[i]
+    for i in range(b.size):
+        total += a[m, i] * b[i]
     return total
 
 

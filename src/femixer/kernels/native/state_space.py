@@ -16,7 +16,7 @@ import math
 import numpy as np
 from numba import prange
 
-from femixer.kernels.native.primitives import dot, exp, job, kernel, log
+from femixer.kernels.native.primitives import copy, dot, exp, job, kernel, log
 from femixer.layout import PADDING, START
 
 LANES = 64  # channels that one thread works on at a time
@@ -25,99 +25,93 @@ TINY = 1e-290
 
 
 @job
-def _coefficients(rate, slow, step, v, beta, top, t, b, low, n, a, fade, x):  # type: ignore[no-untyped-def]
-    """Of token t: the decays a [2, N, lanes] of the streams 1 and v, and of the exponentials (times fade, the change of
-    top); the streams x [3, lanes]."""
-    for i in range(n):
-        x[0, i] = 1.0
-        x[1, i] = v[b, t, low + i]
-    slowest = a[0, 0]  # overwritten below, last
-    if step.size:
-        for i in range(n):
-            slowest[i] = step[b, t, low + i] * slow[i]
-    else:
-        for i in range(n):
-            slowest[i] = slow[i]
-    if beta.size:
-        for i in range(n):
-            new, old = beta[low + i] * x[1, i], top[i] + slowest[i]
-            top[i] = max(old, new)
-            fade[i] = exp(v.dtype.type(old - top[i]))
-            x[2, i] = exp(v.dtype.type(new - top[i]))
+def _coefficients(rate, slow, d, x, warm, top, a, fade, common, single, energies):  # type: ignore[no-untyped-def]
+    """Of a token with steps d and values x[1]: the decays a [2, N, lanes] of the streams 1 and v, and of exponentials
+    (times fade, the change of top); the exponential x[2]. All lanes, also unused ones: a fixed number."""
+    for i in range(LANES):
+        common[i] = d[i] * slow[i]
+    if energies:
+        value, energy = x[1], x[2]
+        for i in range(LANES):
+            new, old = warm[i] * value[i], top[i] + common[i]
+            highest = max(old, new)
+            top[i] = highest
+            fade[i] = exp(single.dtype.type(old - highest))
+            energy[i] = exp(single.dtype.type(new - highest))
+    for i in range(LANES):
+        common[i] = exp(single.dtype.type(common[i]))
     for m in range(rate.shape[0]):
-        row, relative = rate[m], a[1, m]
-        if step.size:
-            for i in range(n):
-                relative[i] = exp(v.dtype.type(step[b, t, low + i] * (row[low + i] - slow[i])))
-        else:
-            for i in range(n):
-                relative[i] = exp(v.dtype.type(row[low + i] - slow[i]))
-    for i in range(n):
-        slowest[i] = exp(v.dtype.type(slowest[i]))
-    for u in range(rate.shape[0]):
-        m = rate.shape[0] - 1 - u
-        plain, relative = a[0, m], a[1, m]
-        for i in range(n):
-            plain[i] = relative[i] * slowest[i]
+        for i in range(LANES):
+            factor = exp(single.dtype.type(d[i] * (rate[m, i] - slow[i])))
+            a[1, m, i] = factor
+            a[0, m, i] = factor * common[i]
+
+
+# Rows of larger arrays are indexed in place: taking a row as an array of its own costs as much as working on it.
 
 
 @job
-def _decay(s, a, fade, n, streams):  # type: ignore[no-untyped-def]
+def _decay(s, a, fade, streams):  # type: ignore[no-untyped-def]
     for m in range(s.shape[1]):
-        one, mean, plain = s[0, m], s[1, m], a[0, m]
-        for i in range(n):
-            one[i] *= plain[i]
-            mean[i] *= plain[i]
+        for i in range(LANES):
+            s[0, m, i] *= a[0, m, i]
+            s[1, m, i] *= a[0, m, i]
         if streams == 3:
-            free, relative = s[2, m], a[1, m]
-            for i in range(n):
-                free[i] *= relative[i] * fade[i]
+            for i in range(LANES):
+                s[2, m, i] *= a[1, m, i] * fade[i]
 
 
 @job
-def _write(s, x, step, write, t, b, low, n, streams):  # type: ignore[no-untyped-def]
+def _write(s, x, d, write, streams):  # type: ignore[no-untyped-def]
+    """Add write[m] d x to every mode; an empty `write` is 1."""
     for m in range(s.shape[1]):
-        amount = np.float64(write[b, t, m]) if write.size else 1.0
+        amount = np.float64(write[m]) if write.size else 1.0
         for j in range(streams):
-            row, stream = s[j, m], x[j]
-            if step.size:
-                for i in range(n):
-                    row[i] += amount * step[b, t, low + i] * stream[i]
-            else:
-                for i in range(n):
-                    row[i] += amount * stream[i]
+            for i in range(LANES):
+                s[j, m, i] += amount * d[i] * x[j, i]
 
 
 @job
-def _sums(s, read, weight, t, b, low, n, streams, y):  # type: ignore[no-untyped-def]
+def _sums(s, read, weight, streams, y):  # type: ignore[no-untyped-def]
     """y [3, lanes] = sum over the modes of their weight times s."""
     for j in range(streams):
-        out = y[j]
-        for i in range(n):
-            out[i] = 0.0
+        for i in range(LANES):
+            y[j, i] = 0.0
         for m in range(s.shape[1]):
-            row = s[j, m]
             if read.size:
-                amount = np.float64(read[b, t, m])
-                for i in range(n):
-                    out[i] += amount * row[i]
+                amount = np.float64(read[m])
+                for i in range(LANES):
+                    y[j, i] += amount * s[j, m, i]
             else:
-                factor = weight[m]
-                for i in range(n):
-                    out[i] += factor[low + i] * row[i]
+                for i in range(LANES):
+                    y[j, i] += weight[m, i] * s[j, m, i]
 
 
 @job
-def _load(state, top, rate, b, low, n, s, shift, slow):  # type: ignore[no-untyped-def]
+def _load(state, top, rate, weight, skip, beta, b, low, n, s, shift, slow, rates, weights, skips, warm):  # type: ignore[no-untyped-def]
+    """The block's part of everything that does not change from token to token."""
     for m in range(rate.shape[0]):
+        copy(rate[m, low : low + n], rates[m])
+        if weight.size:
+            copy(weight[m, low : low + n], weights[m])
         for j in range(3):
-            for i in range(n):
-                s[j, m, i] = state[b, j, m, low + i]
+            copy(state[b, j, m, low : low + n], s[j, m])
+    if skip.size:
+        copy(skip[low : low + n], skips)
+    if beta.size:
+        copy(beta[low : low + n], warm)
     for i in range(n):
         shift[i] = top[b, low + i]
-        slow[i] = -math.inf
-        for m in range(rate.shape[0]):
-            slow[i] = max(slow[i], np.float64(rate[m, low + i]))
+    slow[:] = rates[0]
+    for m in range(rate.shape[0]):
+        slow[:] = np.maximum(slow, rates[m])
+
+
+@job
+def _token(step, v, b, t, low, n, d, x):  # type: ignore[no-untyped-def]
+    copy(v[b, t, low : low + n], x[1])
+    if step.size:
+        copy(step[b, t, low : low + n], d)
 
 
 @job
@@ -145,10 +139,13 @@ def _forward(  # type: ignore[no-untyped-def]
     mean, free, log_total, last, last_top,
 ):  # fmt: skip
     length, n, modes = v.shape[1], min(LANES, v.shape[2] - low), rate.shape[0]
-    streams = 3 if beta.size else 2
+    streams, none = 3 if beta.size else 2, np.empty(0, v.dtype)
     s, shift, slow = np.zeros((3, modes, LANES)), np.zeros(LANES), np.zeros(LANES)
-    a, fade, x, y = np.zeros((2, modes, LANES)), np.zeros(LANES), np.zeros((3, LANES)), np.zeros((3, LANES))
-    _load(state, top, rate, b, low, n, s, shift, slow)
+    rates, weights = np.zeros((modes, LANES)), np.zeros((modes, LANES))
+    skips, warm, d = np.zeros(LANES), np.ones(LANES), np.ones(LANES)
+    a, fade, common = np.zeros((2, modes, LANES)), np.zeros(LANES), np.zeros(LANES)
+    x, y, out = np.ones((3, LANES)), np.zeros((3, LANES)), np.zeros(LANES)
+    _load(state, top, rate, weight, skip, beta, b, low, n, s, shift, slow, rates, weights, skips, warm)
     for t in range(length):
         if marks.size and marks[b, t] == PADDING:
             mean[b, t, low : low + n] = 0.0
@@ -158,36 +155,39 @@ def _forward(  # type: ignore[no-untyped-def]
             continue
         if marks.size and marks[b, t] == START:
             _reset(s, shift)
-        _coefficients(rate, slow, step, v, beta, shift, t, b, low, n, a, fade, x)
-        _decay(s, a, fade, n, streams)
+        query = read[b, t] if read.size else none
+        _token(step, v, b, t, low, n, d, x)
+        _coefficients(rates, slow, d, x, warm, shift, a, fade, common, v, beta.size > 0)
+        _decay(s, a, fade, streams)
         if skip.size or exclusive:
-            _sums(s, read, weight, t, b, low, n, streams, y)
+            _sums(s, query, weights, streams, y)
         if skip.size and not exclusive:
             for j in range(streams):
-                for i in range(n):
-                    y[j, i] += skip[low + i] * x[j, i]
-        _write(s, x, step, write, t, b, low, n, streams)
+                for i in range(LANES):
+                    y[j, i] += skips[i] * x[j, i]
+        _write(s, x, d, write[b, t] if write.size else none, streams)
         if not skip.size and not exclusive:
-            _sums(s, read, weight, t, b, low, n, streams, y)
-        out = mean[b, t]
-        for i in range(n):
-            out[low + i] = y[1, i] / y[0, i] if y[0, i] > 0.0 else 0.0
-        out = log_total[b, t]
-        for i in range(n):
-            out[low + i] = log(max(y[0, i], TINY)) if y[0, i] > 0.0 else -math.inf
+            _sums(s, query, weights, streams, y)
+        for i in range(LANES):
+            total = y[0, i]
+            out[i] = y[1, i] / (total if total > 0.0 else 1.0)
+        copy(out[:n], mean[b, t, low : low + n])
         if beta.size:
-            out = free[b, t]
-            for i in range(n):
-                total = y[0, i] if y[0, i] > 0.0 else 1.0
-                ratio, average = y[2, i] / total, y[1, i] / total
-                value = (shift[i] + log(max(ratio, TINY))) / beta[low + i]
-                out[low + i] = max(value, average) if ratio > TINY else average
+            for i in range(LANES):
+                total, average = y[0, i], out[i]
+                ratio = y[2, i] / (total if total > 0.0 else 1.0)
+                value = max((shift[i] + log(max(ratio, TINY))) / warm[i], average)
+                out[i] = value if ratio > TINY else average
+            copy(out[:n], free[b, t, low : low + n])
+        for i in range(LANES):
+            total = y[0, i]
+            value = log(max(total, TINY))
+            out[i] = value if total > 0.0 else -math.inf
+        copy(out[:n], log_total[b, t, low : low + n])
     for m in range(modes):
         for j in range(3):
-            for i in range(n):
-                last[b, j, m, low + i] = s[j, m, i]
-    for i in range(n):
-        last_top[b, low + i] = shift[i]
+            copy(s[j, m, :n], last[b, j, m, low : low + n])
+    copy(shift[:n], last_top[b, low : low + n])
 
 
 @kernel
@@ -215,12 +215,15 @@ def _backward(  # type: ignore[no-untyped-def]
     """
     low = block * LANES
     length, n, modes = v.shape[1], min(LANES, v.shape[2] - low), rate.shape[0]
-    streams = 3 if beta.size else 2
+    streams, none = 3 if beta.size else 2, np.empty(0, v.dtype)
     own = skip.size > 0 and not exclusive  # a token reads itself past the state
     late = skip.size == 0 and not exclusive  # rows read the state after the token was written
     s, shift, slow = np.zeros((3, modes, LANES)), np.zeros(LANES), np.zeros(LANES)
-    a, fade, x, y = np.zeros((2, modes, LANES)), np.zeros(LANES), np.zeros((3, LANES)), np.zeros((3, LANES))
-    _load(state, top, rate, b, low, n, s, shift, slow)
+    rates, weights = np.zeros((modes, LANES)), np.zeros((modes, LANES))
+    skips, warm, d = np.zeros(LANES), np.ones(LANES), np.ones(LANES)
+    a, fade, common = np.zeros((2, modes, LANES)), np.zeros(LANES), np.zeros(LANES)
+    x, y = np.ones((3, LANES)), np.zeros((3, LANES))
+    _load(state, top, rate, weight, skip, beta, b, low, n, s, shift, slow, rates, weights, skips, warm)
     rows = max(16, int(math.sqrt(length)) // 2)
     chunks = (length + rows - 1) // rows
     kept, kept_top = np.empty((chunks, 3, modes, LANES)), np.empty((chunks, LANES))
@@ -231,19 +234,20 @@ def _backward(  # type: ignore[no-untyped-def]
             continue
         if marks.size and marks[b, t] == START:
             _reset(s, shift)
-        _coefficients(rate, slow, step, v, beta, shift, t, b, low, n, a, fade, x)
-        _decay(s, a, fade, n, streams)
-        _write(s, x, step, write, t, b, low, n, streams)
+        _token(step, v, b, t, low, n, d, x)
+        _coefficients(rates, slow, d, x, warm, shift, a, fade, common, v, beta.size > 0)
+        _decay(s, a, fade, streams)
+        _write(s, x, d, write[b, t] if write.size else none, streams)
     states, decays = np.empty((rows, 3, modes, LANES)), np.empty((rows, 2, modes, LANES))
-    fades, xs, to_sums = np.empty((rows, LANES)), np.empty((rows, 3, LANES)), np.zeros((rows, 3, LANES))
+    fades, xs, to_sums = np.empty((rows, LANES)), np.ones((rows, 3, LANES)), np.zeros((rows, 3, LANES))
+    steps = np.ones((rows, LANES))
     back = np.zeros((3, modes, LANES))
     for m in range(modes):
         for j in range(3):
-            for i in range(n):
-                back[j, m, i] = to_last[b, j, m, low + i]
+            copy(to_last[b, j, m, low : low + n], back[j, m])
     d_x, d_d, rate_sum = np.zeros((3, LANES)), np.zeros(LANES), np.zeros((modes, LANES))
-    weight_sum, skip_sum, beta_sum, ones = np.zeros((modes, LANES)), np.zeros(LANES), np.zeros(LANES), np.ones(LANES)
-    work = np.zeros(LANES)
+    weight_sum, skip_sum, beta_sum = np.zeros((modes, LANES)), np.zeros(LANES), np.zeros(LANES)
+    work, to_m, to_f, to_l = np.zeros((1, LANES)), np.zeros(LANES), np.zeros(LANES), np.zeros(LANES)
     for chunk in range(chunks - 1, -1, -1):
         start, stop = chunk * rows, min((chunk + 1) * rows, length)
         s[:], shift[:] = kept[chunk], kept_top[chunk]
@@ -253,37 +257,27 @@ def _backward(  # type: ignore[no-untyped-def]
             if marks.size and marks[b, t] == START:
                 _reset(s, shift)
             at = t - start
-            _coefficients(rate, slow, step, v, beta, shift, t, b, low, n, decays[at], fades[at], xs[at])
-            _decay(s, decays[at], fades[at], n, streams)
+            query = read[b, t] if read.size else none
+            _token(step, v, b, t, low, n, steps[at], xs[at])
+            _coefficients(
+                rates, slow, steps[at], xs[at], warm, shift, decays[at], fades[at], common, v, beta.size > 0
+            )  # fmt: skip
+            _decay(s, decays[at], fades[at], streams)
             states[at] = s
             if not late:
-                _sums(s, read, weight, t, b, low, n, streams, y)
+                _sums(s, query, weights, streams, y)
             if own:
                 for j in range(streams):
-                    for i in range(n):
-                        y[j, i] += skip[low + i] * xs[at, j, i]
-            _write(s, xs[at], step, write, t, b, low, n, streams)
+                    for i in range(LANES):
+                        y[j, i] += skips[i] * xs[at, j, i]
+            _write(s, xs[at], steps[at], write[b, t] if write.size else none, streams)
             if late:
-                _sums(s, read, weight, t, b, low, n, streams, y)
-            grad = to_sums[at]
-            for i in range(n):
-                there = y[0, i] > 0.0
-                total = y[0, i] if there else 1.0
-                to_m = np.float64(to_mean[b, t, low + i]) if there else 0.0
-                common = np.float64(to_log[b, t, low + i]) if there else 0.0
-                average = y[1, i] / total
-                if beta.size:
-                    to_f = np.float64(to_free[b, t, low + i]) if there else 0.0
-                    ratio, warm = y[2, i] / total, np.float64(beta[low + i])
-                    value = (shift[i] + log(max(ratio, TINY))) / warm
-                    free = ratio > TINY and value > average
-                    slope = to_f / warm if free else 0.0
-                    grad[2, i] = slope / y[2, i] if free else 0.0
-                    common -= slope
-                    beta_sum[i] -= slope * value if free else 0.0
-                    to_m += 0.0 if free else to_f
-                grad[1, i] = to_m / total
-                grad[0, i] = (common - to_m * average) / total
+                _sums(s, query, weights, streams, y)
+            copy(to_mean[b, t, low : low + n], to_m)
+            copy(to_log[b, t, low : low + n], to_l)
+            if beta.size:
+                copy(to_free[b, t, low : low + n], to_f)
+            _to_sums(y, to_m, to_f, to_l, shift, warm, to_sums[at], beta_sum, beta.size > 0)
         for t in range(stop - 1, start - 1, -1):
             at = t - start
             if marks.size and marks[b, t] == PADDING:
@@ -295,93 +289,109 @@ def _backward(  # type: ignore[no-untyped-def]
                 if read.size:
                     d_read[b, block, t] = 0.0
                 continue
-            grad, x, old = to_sums[at], xs[at], states[at]
+            grad, x, d, old = to_sums[at], xs[at], steps[at], states[at]
             d_x[:] = 0.0
             d_d[:] = 0.0
             for m in range(modes):
                 amount = np.float64(write[b, t, m]) if write.size else 1.0
                 query = np.float64(read[b, t, m]) if read.size else 0.0
-                read_sum = 0.0
+                read_sum, write_sum = 0.0, 0.0
                 for j in range(streams):
-                    row, stream, to_y, before = back[j, m], x[j], grad[j], old[j, m]
-                    if late:
-                        # The row reads the state with the token in it.
-                        if step.size:
-                            for i in range(n):
-                                work[i] = before[i] + amount * step[b, t, low + i] * stream[i]
-                        else:
-                            for i in range(n):
-                                work[i] = before[i] + amount * stream[i]
-                        if read.size:
-                            read_sum += dot(work, to_y, n)
-                            for i in range(n):
-                                row[i] += query * to_y[i]
-                        else:
-                            for i in range(n):
-                                weight_sum[m, i] += work[i] * to_y[i]
-                                row[i] += weight[m, low + i] * to_y[i]
-                    # The token's own writing.
-                    for i in range(n):
-                        d_x[j, i] += amount * row[i]
-                    for i in range(n):
-                        work[i] = row[i] * stream[i]
-                    if write.size:
-                        scale = dot(work, step[b, t, low : low + n], n) if step.size else dot(work, ones, n)
-                        d_write[b, block, t, m] = scale if j == 0 else d_write[b, block, t, m] + scale
-                    for i in range(n):
-                        d_d[i] += amount * work[i]
-                    if not late:
-                        if read.size:
-                            read_sum += dot(before, to_y, n)
-                            for i in range(n):
-                                row[i] += query * to_y[i]
-                        else:
-                            for i in range(n):
-                                weight_sum[m, i] += before[i] * to_y[i]
-                                row[i] += weight[m, low + i] * to_y[i]
-                    # The decay: of its logarithm, rate times step.
-                    for i in range(n):
-                        work[i] = row[i] * before[i]
-                    if step.size:
-                        for i in range(n):
-                            rate_sum[m, i] += work[i] * step[b, t, low + i]
-                        for i in range(n):
-                            d_d[i] += work[i] * rate[m, low + i]
+                    for i in range(LANES):
+                        # What the row reads: the state with the token in it, or without.
+                        work[0, i] = old[j, m, i] + (amount * d[i] * x[j, i] if late else 0.0)
+                    if read.size:
+                        read_sum += dot(work, 0, grad[j])
                     else:
-                        for i in range(n):
-                            rate_sum[m, i] += work[i]
+                        for i in range(LANES):
+                            weight_sum[m, i] += work[0, i] * grad[j, i]
+                    if late:
+                        _pull(back, j, m, query, weights, grad, read.size > 0)
+                    # The token's own writing.
+                    for i in range(LANES):
+                        d_x[j, i] += amount * back[j, m, i]
+                    for i in range(LANES):
+                        work[0, i] = back[j, m, i] * x[j, i]
+                    if write.size:
+                        write_sum += dot(work, 0, d)
+                    for i in range(LANES):
+                        d_d[i] += amount * work[0, i]
+                    if not late:
+                        _pull(back, j, m, query, weights, grad, read.size > 0)
+                    # The decay: of its logarithm, rate times step.
+                    for i in range(LANES):
+                        work[0, i] = back[j, m, i] * old[j, m, i]
+                    for i in range(LANES):
+                        rate_sum[m, i] += work[0, i] * d[i]
+                    for i in range(LANES):
+                        d_d[i] += work[0, i] * rates[m, i]
                 if read.size:
                     d_read[b, block, t, m] = read_sum
+                if write.size:
+                    d_write[b, block, t, m] = write_sum
             if step.size:
-                for j in range(streams):
-                    for i in range(n):
-                        d_x[j, i] *= step[b, t, low + i]
-                for i in range(n):
-                    d_step[b, t, low + i] = d_d[i]
+                copy(d_d[:n], d_step[b, t, low : low + n])
+            for j in range(streams):
+                for i in range(LANES):
+                    d_x[j, i] *= d[i]
             if own:
                 for j in range(streams):
-                    for i in range(n):
-                        d_x[j, i] += skip[low + i] * grad[j, i]
+                    for i in range(LANES):
+                        d_x[j, i] += skips[i] * grad[j, i]
                         skip_sum[i] += x[j, i] * grad[j, i]
-            for i in range(n):
-                gradient = d_x[1, i]
-                if beta.size:
+            for i in range(LANES):
+                work[0, i] = d_x[1, i]
+            if beta.size:
+                for i in range(LANES):
                     weighted = x[2, i] * d_x[2, i]
-                    gradient += beta[low + i] * weighted
+                    work[0, i] += warm[i] * weighted
                     beta_sum[i] += x[1, i] * weighted
-                d_v[b, t, low + i] = gradient
+            copy(work[0, :n], d_v[b, t, low : low + n])
             if marks.size and marks[b, t] == START:
                 back[:] = 0.0
             else:
-                _decay(back, decays[at], fades[at], n, streams)
-    for i in range(n):
-        for m in range(modes):
-            d_rate[b, m, low + i] = rate_sum[m, i]
-            for j in range(3):
-                d_state[b, j, m, low + i] = back[j, m, i]
-            if weight.size:
-                d_weight[b, m, low + i] = weight_sum[m, i]
-        if skip.size:
-            d_skip[b, low + i] = skip_sum[i]
-        if beta.size:
-            d_beta[b, low + i] = beta_sum[i]
+                _decay(back, decays[at], fades[at], streams)
+    for m in range(modes):
+        copy(rate_sum[m, :n], d_rate[b, m, low : low + n])
+        if weight.size:
+            copy(weight_sum[m, :n], d_weight[b, m, low : low + n])
+        for j in range(3):
+            copy(back[j, m, :n], d_state[b, j, m, low : low + n])
+    if skip.size:
+        copy(skip_sum[:n], d_skip[b, low : low + n])
+    if beta.size:
+        copy(beta_sum[:n], d_beta[b, low : low + n])
+
+
+@job
+def _pull(back, j, m, query, weight, to_y, by_token):  # type: ignore[no-untyped-def]
+    """Add the gradient of what a row reads to the state's."""
+    if by_token:
+        for i in range(LANES):
+            back[j, m, i] += query * to_y[j, i]
+    else:
+        for i in range(LANES):
+            back[j, m, i] += weight[m, i] * to_y[j, i]
+
+
+@job
+def _to_sums(y, to_m, to_f, to_l, shift, warm, grad, beta_sum, energies):  # type: ignore[no-untyped-def]
+    """Gradients grad [3, lanes] of the sums y from those of mean, free energy and log total."""
+    for i in range(LANES):
+        there = y[0, i] > 0.0
+        total = y[0, i] if there else 1.0
+        toward_mean = to_m[i] if there else 0.0
+        common = to_l[i] if there else 0.0
+        average = y[1, i] / total
+        if energies:
+            toward_free = to_f[i] if there else 0.0
+            ratio = y[2, i] / total
+            value = (shift[i] + log(max(ratio, TINY))) / warm[i]
+            free = ratio > TINY and value > average
+            slope = toward_free / warm[i] if free else 0.0
+            grad[2, i] = slope / y[2, i] if free else 0.0
+            common -= slope
+            beta_sum[i] -= slope * value if free else 0.0
+            toward_mean += 0.0 if free else toward_free
+        grad[1, i] = toward_mean / total
+        grad[0, i] = (common - toward_mean * average) / total
