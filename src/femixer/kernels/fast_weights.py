@@ -21,6 +21,8 @@ from femixer.layout import PADDING, START
 CHUNK = 16
 # A log decay that leaves nothing even of exp(beta v), and yet can be summed without losing the digits of others.
 WIPE = -3e4
+# A total below this is nothing; gradients divide by its square.
+TINY = 1e-140
 
 
 class FastWeights(NamedTuple):
@@ -105,7 +107,7 @@ def _plain(
         decayed = qc * reach.exp()[:, :, None]
         past = decayed @ sums[:, :, None]  # [B, G, R, t, W]
         total = weight.sum(-1) + past[..., width]
-        there = total > 0
+        there = total > TINY
         safe = torch.where(there, total, 1)
         mean = (weight @ vc[:, :, None] + past[..., :width]) / safe[..., None]
         free = torch.zeros_like(mean)

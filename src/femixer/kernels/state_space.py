@@ -21,6 +21,8 @@ from femixer.layout import PADDING, START
 
 BLOCK = 128  # tokens whose modes the plain path holds at a time
 NOTHING = -1e9
+# A total below this is nothing; gradients divide by its square.
+TINY = 1e-140
 
 
 class Modes(NamedTuple):
@@ -66,10 +68,10 @@ def state_space_read(
     """v [B, T, C]; beta [C]; marks [B, T]. exclusive: a token reads those before it, decayed by its own step."""
     if not compiled(v):
         return _plain(system, v, beta, marks, state, exclusive)
-    system = System(*(None if x is None else x.contiguous() for x in system))
+    whole = [None if x is None else x.contiguous() for x in system]
     beta, marks = (None if x is None else x.contiguous() for x in (beta, marks))
     sums, top = (x.contiguous() for x in state)
-    mean, free, log_total, *last = _read(*system, v.contiguous(), beta, marks, sums, top, exclusive)
+    mean, free, log_total, *last = _read(*whole, v.contiguous(), beta, marks, sums, top, exclusive)
     return Reading(mean, None if beta is None else free, log_total, Modes(*last))
 
 
@@ -80,7 +82,9 @@ def _plain(
     results = []
     for start in range(0, v.shape[1], BLOCK):
         at = slice(start, start + BLOCK)
-        here = System(*(x[:, at] if x is not None and x.dim() == 3 else x for x in system))
+        here = system._replace(
+            **{name: x[:, at] for name, x in system._asdict().items() if x is not None and x.dim() == 3}
+        )
         mark = None if marks is None else marks[:, at]
         *read, state = _block(here, v[:, at].double(), None if beta is None else beta.double(), mark, state, exclusive)
         results.append(read)
@@ -111,14 +115,18 @@ def _block(
 
     def look(decayed: Tensor, written: Tensor, x: Tensor) -> Tensor:
         h = decayed if exclusive or skip is not None else written
-        y = (h * weight).sum(2) if read is None else (h * read[..., None]).sum(2)
+        if read is not None:
+            y = (h * read[..., None]).sum(2)
+        else:
+            assert weight is not None
+            y = (h * weight).sum(2)
         return y if exclusive or skip is None else y + skip * x
 
     ones = torch.ones_like(v)
     decay = gates.masked_fill(start[..., None], -torch.inf).exp()
     swept = [sweep(decay, amount * x[:, :, None], sums[:, j]) for j, x in enumerate((ones, v))]
     total, weighted = (look(*states, x) for states, x in zip(swept, (ones, v), strict=True))
-    there = total > 0
+    there = total > TINY
     if marks is not None:
         there = there & (marks != PADDING)[..., None]
     safe = torch.where(there, total, 1)

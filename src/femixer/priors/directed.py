@@ -26,6 +26,10 @@ class Reading(NamedTuple):
     log_total: Tensor
     state: Any
 
+    def double(self) -> Reading:
+        free = None if self.free is None else self.free.double()
+        return Reading(self.mean.double(), free, self.log_total.double(), self.state)
+
 
 class DirectedPrior(Prior):
     """A subclass says what it derives from the projections per token (`tracks`), how it scans (`scan`) and what its
@@ -72,6 +76,8 @@ class DirectedPrior(Prior):
                 future = self.scan(mirrored, v.flip(1), beta, marks, None, False, exclusive=True)
                 mean, free, log_total = mix(past, future, beta)
             if not self.normalize:
+                if layout.padding is not None:
+                    log_total = log_total.masked_fill(layout.padding[..., None, None], 0)
                 mean = mean * log_total.exp()
                 free = None if free is None or beta is None else free + log_total / beta
             if layout.padding is not None:
@@ -129,9 +135,7 @@ def mix(past: Reading, future: Reading, beta: Tensor | None) -> tuple[Tensor, Te
     """
     # A padding row is empty on both sides; any finite number does there. A logarithm divided by beta needs the digits.
     dtype = past.mean.dtype
-    past, future = (
-        Reading(*(None if x is None else x.double() for x in read[:3]), read.state) for read in (past, future)
-    )
+    past, future = past.double(), future.double()
     beta = None if beta is None else beta.double()
     ours = past.log_total.masked_fill(past.log_total == -torch.inf, 0)
     theirs = future.log_total.flip(1)

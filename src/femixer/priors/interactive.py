@@ -21,9 +21,12 @@ from femixer.kernels.recurrence import linear_recurrence
 from femixer.layout import PADDING, START, Layout
 from femixer.priors.base import Widths
 from femixer.priors.directed import DirectedPrior, Reading, decay_between
+from femixer.priors.mamba import EPSILON
 from femixer.projection import Columns
 
 NOTHING = -1e9
+# A total below this is nothing; gradients divide by its square.
+TINY = 1e-140
 
 
 class PairSums(NamedTuple):
@@ -77,7 +80,7 @@ class InteractivePrior(DirectedPrior):
     def tracks(self, inputs: dict[str, Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
         delta = F.softplus(inputs["delta"].to(dtype) + self.delta_bias.to(dtype))
         gate = -delta[..., None] * F.softplus(self.rate.to(dtype))
-        b, c = (F.softplus(inputs[name].to(dtype)) for name in ("b", "c"))
+        b, c = (F.softplus(inputs[name].to(dtype)) + EPSILON for name in ("b", "c"))
         return {"b": b, "c": c, "gate": gate}
 
     def scan(
@@ -112,7 +115,7 @@ class InteractivePrior(DirectedPrior):
 
         decay = gate.masked_fill(start[..., None, None], -torch.inf).exp()
         totals, last_total = sweep(decay, write.sum(-1).expand(*gate.shape), state.sums[:, 0])
-        there = (totals > 0) & real[..., None, None]
+        there = (totals > TINY) & real[..., None, None]
         safe = torch.where(there, totals, 1)
         log_total = torch.where(there, safe.log(), -torch.inf)
         weighted, last_mean = sweep(decay, torch.einsum("bthk,hnk->bthn", v, write), state.sums[:, 1])

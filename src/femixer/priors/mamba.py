@@ -20,6 +20,9 @@ from femixer.priors.directed import decay_between
 from femixer.priors.ssm import StateSpacePrior
 from femixer.projection import Columns
 
+# Positive in any number format, also where softplus underflows.
+EPSILON = 1e-6
+
 
 class MambaPrior(StateSpacePrior):
     """delta, b and c are softplus of projections (delta through a map of low rank), b and c shared by all channels.
@@ -80,7 +83,8 @@ class MambaPrior(StateSpacePrior):
 
     def tracks(self, inputs: dict[str, Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
         logits = F.linear(inputs["delta"].to(dtype), self.delta_map.to(dtype)) + self.delta_bias.to(dtype).flatten()
-        return {"delta": F.softplus(logits), **{name: F.softplus(inputs[name].to(dtype)) for name in ("b", "c")}}
+        b, c = (F.softplus(inputs[name].to(dtype)) + EPSILON for name in ("b", "c"))
+        return {"delta": F.softplus(logits) + EPSILON, "b": b, "c": c}
 
     def system(self, tracks: dict[str, Tensor], dtype: torch.dtype) -> System:
         rate = self.modes_first(-F.softplus(self.rate.to(dtype)))

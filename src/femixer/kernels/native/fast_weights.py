@@ -18,8 +18,9 @@ from numba import prange
 from femixer.kernels.native.primitives import dot, exp, job, kernel, log
 from femixer.layout import PADDING, START
 
-# A sum of exponentials below this is beyond sight; the free energy is then the mean.
+# Below this a total is nothing, and a sum of exponentials beyond sight; the free energy is then the mean.
 TINY = 1e-290
+NEAR = 40.0
 
 
 @job
@@ -45,11 +46,17 @@ def _stream(v, beta, gate, x, top, slow_decay, decay, fade):  # type: ignore[no-
     x[width] = 1.0
     if beta.size:
         for d in range(width):
-            new = np.float64(beta[d]) * np.float64(v[d])
-            old = top[d] + slowest
-            top[d] = max(old, new)
-            fade[d] = exp(v.dtype.type(old - top[d]))
-            x[width + 1 + d] = exp(v.dtype.type(new - top[d]))
+            before, new = top[d], np.float64(beta[d]) * np.float64(v[d])
+            old = before + slowest
+            highest = max(old, new)
+            fall, rest = before - highest, old - highest
+            # The same rounded decay as the other streams have, wherever that does not overflow: in a narrow channel
+            # only then the errors of the sums cancel.
+            near = fall < NEAR
+            factor = common if near else 1.0
+            top[d] = highest
+            fade[d] = factor * exp(v.dtype.type(fall if near else rest))
+            x[width + 1 + d] = exp(v.dtype.type(new - highest))
 
 
 # Rows of two-dimensional arrays are indexed in place, not taken as arrays of their own, which costs time.
@@ -129,7 +136,7 @@ def _forward(  # type: ignore[no-untyped-def]
         for h in range(g * repeats, (g + 1) * repeats):
             _sums(s, q[b, t, h], y)
             out, total = mean[b, t, h], y[width]
-            if not total > 0.0:
+            if not total > TINY:
                 log_total[b, t, h] = -math.inf
                 for d in range(width):
                     out[d] = 0.0
@@ -197,7 +204,7 @@ def _backward(  # type: ignore[no-untyped-def]
             h = g * repeats + r
             _sums(s, q[b, t, h], y)
             total, n = y[width], to_sums[t, r]
-            if not total > 0.0:
+            if not total > TINY:
                 for m in range(rows):
                     d_q[b, t, h, m] = 0.0
                 continue

@@ -7,6 +7,7 @@ to float64 for float64 arguments. Kernels keep their states and sums in float64.
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import os
 from collections.abc import Callable
@@ -22,9 +23,8 @@ from numba.extending import intrinsic, overload
 # Parallel loops share torch's own pool where numba offers OpenMP: two pools would fight for the cores.
 if "NUMBA_THREADING_LAYER" not in os.environ:
     try:
-        from numba.np.ufunc import omppool  # noqa: F401
-
-        numba.config.THREADING_LAYER = "omp"
+        importlib.import_module("numba.np.ufunc.omppool")
+        setattr(numba.config, "THREADING_LAYER", "omp")  # noqa: B010
     except ImportError:
         pass
 
@@ -53,7 +53,7 @@ def kernel(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def run(*args: Any) -> None:
-        threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+        threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
         if threads == 1 or max(getattr(x, "size", 0) for x in args) < SMALL:
             serial(*args)
             return

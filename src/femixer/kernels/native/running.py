@@ -15,8 +15,8 @@ from numba import prange
 from femixer.kernels.native.primitives import copy, exp, job, kernel, largest, log
 from femixer.layout import PADDING, START
 
-# Beyond these log odds a share is kept as a logarithm only.
-DISTANT, TINY = 600.0, 1e-290
+# Beyond these log odds a share is kept as a logarithm only: float32 exponentials end there.
+DISTANT, TINY = 80.0, 1e-290
 # Exponents above this would overflow float32.
 FAR = 80.0
 LANES = 128  # channels that one thread works on at a time

@@ -20,8 +20,9 @@ from femixer.kernels.native.primitives import copy, dot, exp, job, kernel, log
 from femixer.layout import PADDING, START
 
 LANES = 64  # channels that one thread works on at a time
-# A sum of exponentials below this is beyond sight; the free energy is then the mean.
+# Below this a total is nothing, and a sum of exponentials beyond sight; the free energy is then the mean.
 TINY = 1e-290
+NEAR = 40.0
 
 
 @job
@@ -29,17 +30,20 @@ def _coefficients(rate, slow, d, x, warm, top, a, fade, common, single, energies
     """Of a token with steps d and values x[1]: the decays a [2, N, lanes] of the streams 1 and v, and of exponentials
     (times fade, the change of top); the exponential x[2]. All lanes, also unused ones: a fixed number."""
     for i in range(LANES):
-        common[i] = d[i] * slow[i]
+        common[i] = exp(single.dtype.type(d[i] * slow[i]))
     if energies:
-        value, energy = x[1], x[2]
         for i in range(LANES):
-            new, old = warm[i] * value[i], top[i] + common[i]
+            before = top[i]
+            new, old = warm[i] * x[1, i], before + d[i] * slow[i]
             highest = max(old, new)
+            fall, rest = before - highest, old - highest
+            # The same rounded decay as the other streams have, wherever that does not overflow: in a narrow channel
+            # only then the errors of the sums cancel.
+            near = fall < NEAR
+            factor = common[i] if near else 1.0
             top[i] = highest
-            fade[i] = exp(single.dtype.type(old - highest))
-            energy[i] = exp(single.dtype.type(new - highest))
-    for i in range(LANES):
-        common[i] = exp(single.dtype.type(common[i]))
+            fade[i] = factor * exp(single.dtype.type(fall if near else rest))
+            x[2, i] = exp(single.dtype.type(new - highest))
     for m in range(rate.shape[0]):
         for i in range(LANES):
             factor = exp(single.dtype.type(d[i] * (rate[m, i] - slow[i])))
@@ -170,19 +174,19 @@ def _forward(  # type: ignore[no-untyped-def]
             _sums(s, query, weights, streams, y)
         for i in range(LANES):
             total = y[0, i]
-            out[i] = y[1, i] / (total if total > 0.0 else 1.0)
+            out[i] = y[1, i] / (total if total > TINY else 1.0)
         copy(out[:n], mean[b, t, low : low + n])
         if beta.size:
             for i in range(LANES):
                 total, average = y[0, i], out[i]
-                ratio = y[2, i] / (total if total > 0.0 else 1.0)
+                ratio = y[2, i] / (total if total > TINY else 1.0)
                 value = max((shift[i] + log(max(ratio, TINY))) / warm[i], average)
                 out[i] = value if ratio > TINY else average
             copy(out[:n], free[b, t, low : low + n])
         for i in range(LANES):
             total = y[0, i]
             value = log(max(total, TINY))
-            out[i] = value if total > 0.0 else -math.inf
+            out[i] = value if total > TINY else -math.inf
         copy(out[:n], log_total[b, t, low : low + n])
     for m in range(modes):
         for j in range(3):
@@ -378,7 +382,7 @@ def _pull(back, j, m, query, weight, to_y, by_token):  # type: ignore[no-untyped
 def _to_sums(y, to_m, to_f, to_l, shift, warm, grad, beta_sum, energies):  # type: ignore[no-untyped-def]
     """Gradients grad [3, lanes] of the sums y from those of mean, free energy and log total."""
     for i in range(LANES):
-        there = y[0, i] > 0.0
+        there = y[0, i] > TINY
         total = y[0, i] if there else 1.0
         toward_mean = to_m[i] if there else 0.0
         common = to_l[i] if there else 0.0
