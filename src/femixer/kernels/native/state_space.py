@@ -26,9 +26,10 @@ NEAR = 40.0
 
 
 @job
-def _coefficients(rate, slow, d, x, warm, top, a, fade, common, single, energies):  # type: ignore[no-untyped-def]
+def _coefficients(rate, slow, d, x, warm, top, a, fade, common, single, energies, modes):  # type: ignore[no-untyped-def]
     """Of a token with steps d and values x[1]: the decays a [2, N, lanes] of the streams 1 and v, and of exponentials
-    (times fade, the change of top); the exponential x[2]. All lanes, also unused ones: a fixed number."""
+    (times fade, the change of top); the exponential x[2]. All lanes, also unused ones: a fixed number. modes: False
+    where a holds the decays already, which without steps are those of every token."""
     for i in range(LANES):
         common[i] = exp(single.dtype.type(d[i] * slow[i]))
     if energies:
@@ -44,7 +45,7 @@ def _coefficients(rate, slow, d, x, warm, top, a, fade, common, single, energies
             top[i] = highest
             fade[i] = factor * exp(single.dtype.type(fall if near else rest))
             x[2, i] = exp(single.dtype.type(new - highest))
-    for m in range(rate.shape[0]):
+    for m in range(rate.shape[0] if modes else 0):
         for i in range(LANES):
             factor = exp(single.dtype.type(d[i] * (rate[m, i] - slow[i])))
             a[1, m, i] = factor
@@ -149,6 +150,7 @@ def _forward(  # type: ignore[no-untyped-def]
     skips, warm, d = np.zeros(LANES), np.ones(LANES), np.ones(LANES)
     a, fade, common = np.zeros((2, modes, LANES)), np.zeros(LANES), np.zeros(LANES)
     x, y, out = np.ones((3, LANES)), np.zeros((3, LANES)), np.zeros(LANES)
+    fresh = True
     _load(state, top, rate, weight, skip, beta, b, low, n, s, shift, slow, rates, weights, skips, warm)
     for t in range(length):
         if marks.size and marks[b, t] == PADDING:
@@ -161,7 +163,8 @@ def _forward(  # type: ignore[no-untyped-def]
             _reset(s, shift)
         query = read[b, t] if read.size else none
         _token(step, v, b, t, low, n, d, x)
-        _coefficients(rates, slow, d, x, warm, shift, a, fade, common, v, beta.size > 0)
+        _coefficients(rates, slow, d, x, warm, shift, a, fade, common, v, beta.size > 0, fresh or step.size > 0)
+        fresh = False
         _decay(s, a, fade, streams)
         if skip.size or exclusive:
             _sums(s, query, weights, streams, y)
@@ -227,6 +230,7 @@ def _backward(  # type: ignore[no-untyped-def]
     skips, warm, d = np.zeros(LANES), np.ones(LANES), np.ones(LANES)
     a, fade, common = np.zeros((2, modes, LANES)), np.zeros(LANES), np.zeros(LANES)
     x, y = np.ones((3, LANES)), np.zeros((3, LANES))
+    fresh = True
     _load(state, top, rate, weight, skip, beta, b, low, n, s, shift, slow, rates, weights, skips, warm)
     rows = max(16, int(math.sqrt(length)) // 2)
     chunks = (length + rows - 1) // rows
@@ -239,10 +243,13 @@ def _backward(  # type: ignore[no-untyped-def]
         if marks.size and marks[b, t] == START:
             _reset(s, shift)
         _token(step, v, b, t, low, n, d, x)
-        _coefficients(rates, slow, d, x, warm, shift, a, fade, common, v, beta.size > 0)
+        _coefficients(rates, slow, d, x, warm, shift, a, fade, common, v, beta.size > 0, fresh or step.size > 0)
+        fresh = False
         _decay(s, a, fade, streams)
         _write(s, x, d, write[b, t] if write.size else none, streams)
-    states, decays = np.empty((rows, 3, modes, LANES)), np.empty((rows, 2, modes, LANES))
+    # Without steps all rows have the same decays, which are in `a` by now.
+    states, decays = np.empty((rows, 3, modes, LANES)), np.empty((rows if step.size else 1, 2, modes, LANES))
+    decays[0] = a
     fades, xs, to_sums = np.empty((rows, LANES)), np.ones((rows, 3, LANES)), np.zeros((rows, 3, LANES))
     steps = np.ones((rows, LANES))
     back = np.zeros((3, modes, LANES))
@@ -263,10 +270,11 @@ def _backward(  # type: ignore[no-untyped-def]
             at = t - start
             query = read[b, t] if read.size else none
             _token(step, v, b, t, low, n, steps[at], xs[at])
+            decay = decays[at if step.size else 0]
             _coefficients(
-                rates, slow, steps[at], xs[at], warm, shift, decays[at], fades[at], common, v, beta.size > 0
+                rates, slow, steps[at], xs[at], warm, shift, decay, fades[at], common, v, beta.size > 0, step.size > 0
             )  # fmt: skip
-            _decay(s, decays[at], fades[at], streams)
+            _decay(s, decay, fades[at], streams)
             states[at] = s
             if not late:
                 _sums(s, query, weights, streams, y)
@@ -354,7 +362,7 @@ def _backward(  # type: ignore[no-untyped-def]
             if marks.size and marks[b, t] == START:
                 back[:] = 0.0
             else:
-                _decay(back, decays[at], fades[at], streams)
+                _decay(back, decays[at if step.size else 0], fades[at], streams)
     for m in range(modes):
         copy(rate_sum[m, :n], d_rate[b, m, low : low + n])
         if weight.size:
