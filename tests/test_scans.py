@@ -28,7 +28,7 @@ from femixer.priors.directed import DirectedPrior
 EXACT = 1e-9  # float64; the compiled logarithm is good to about 1e-10
 LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 131]  # around the chunks of 16 and 64 tokens
 
-needs_numba = pytest.mark.skipif(not backend._usable, reason="numba is not installed")
+needs_numba = pytest.mark.skipif(not backend.compiled(torch.zeros(1)), reason="numba is not installed")
 
 
 def marks_of(batch: int, length: int) -> Tensor:

@@ -36,6 +36,7 @@ def solve_widths(
 
     if own_columns is not None:
         in_all, per_channel = own_columns
+        # A dim so small that the prior's own columns leave nothing still gets one value channel per head.
         fitting = max(1, round((total - in_all) / (per_value + per_channel) / heads))
         if value_dim is None:
             return Widths(0, fitting)

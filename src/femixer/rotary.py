@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+
+def check_base(rope_base: float) -> None:
+    if isinstance(rope_base, bool) or not isinstance(rope_base, (int, float)) or not 0 < rope_base < math.inf:
+        raise ValueError(f"rope_base={rope_base!r} must be a positive number")
 
 
 def rotary_angles(position: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

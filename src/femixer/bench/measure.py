@@ -86,7 +86,7 @@ def peak_memory(call: Callable[[], object], device: torch.device) -> int:
 
     On a CPU it is exact and repeatable: the running sum of every allocation and release that torch's allocator reports,
     those inside custom operators and compiled code included. What a library takes for itself (the packing buffers of a
-    matrix product) does not pass through that allocator.
+    matrix product, the scratch arrays of femixer's numba kernels) does not pass through that allocator.
     """
     if device.type == "cuda":
         gc.collect()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import warnings
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_usable = importlib.util.find_spec("numba") is not None
+# None: numba is there, but whether it works was not tried yet.
+_usable: bool | None = None if importlib.util.find_spec("numba") is not None else False
 
 
 def _after_fork() -> None:
@@ -26,7 +28,22 @@ if hasattr(os, "register_at_fork"):
 
 def compiled(like: Tensor) -> bool:
     """Whether there are compiled kernels for tensors like this one; plain torch must do where not."""
-    return _usable and like.device.type == "cpu" and like.dtype in (torch.float32, torch.float64)
+    if _usable is False or like.device.type != "cpu" or like.dtype not in (torch.float32, torch.float64):
+        return False
+    # A compiler's trace only writes down that the kernels are called.
+    return True if _usable or torch.compiler.is_compiling() else _try()
+
+
+def _try() -> bool:
+    """Load one kernel: a numba that does not fit its surroundings shows then, not in the middle of a read."""
+    global _usable
+    try:
+        native("recurrence")
+        _usable = True
+    except Exception as error:
+        warnings.warn(f"numba does not work here ({error}); linear-time priors run in plain torch", stacklevel=2)
+        _usable = False
+    return _usable
 
 
 def native(name: str) -> ModuleType:

@@ -26,6 +26,8 @@ from femixer.layout import PADDING, START
 CHUNK = 64
 # A log decay that leaves nothing, and yet can be summed without losing the digits of others.
 WIPE = -1000.0
+# Sums of gates below this are subtracted in float64.
+STRONG = -40.0
 
 
 class Chunks(NamedTuple):
@@ -80,7 +82,7 @@ def arrange(q: Tensor, k: Tensor, gate: Tensor | None, x: Tensor, exclusive: boo
     segment = starts.cumsum(-1) if bool(starts.any()) else None
     reach = gates.cumsum(-1)
     # Sums of strong gates leave no digits for weak ones in float32.
-    digits = reach if bool(reach.amin() < -8) else reach.to(q.dtype)
+    digits = reach if bool(reach.amin() < STRONG) else reach.to(q.dtype)
     decay = (digits[..., None] - digits[..., None, :]).to(q.dtype).clamp_(max=0).exp_().mul_(seen)
     into = reach.to(q.dtype).exp()
     out = (reach[..., -1:] - reach).to(q.dtype).exp()
@@ -175,7 +177,8 @@ def _plain(
     return read.mean, read.free, read.log_total
 
 
-def _range(v: Tensor, marks: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def _padding(marks: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Where there is padding, and the runs that `value_range` asks for."""
     if marks is None:
         return None, None
     padding = marks == PADDING
@@ -194,7 +197,7 @@ def _read(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> (mean, free, log total, heads [B, H] that are not good enough, or were read again where that is possible)."""
     length, width, repeats = q.shape[1], v.shape[-1], q.shape[2] // v.shape[2]
-    padding, run = _range(v, marks)
+    padding, run = _padding(marks)
     span = shift = None
     if beta is not None:
         span = value_range(v, run)
@@ -215,17 +218,19 @@ def _read(
     mean = y[..., :width].contiguous().masked_fill_(empty[..., None], 0)
     exact = torch.zeros(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
     free = v.new_empty(0, 0, 0, 0)
+    if not bool(torch.isfinite(mean).all()):  # the sums themselves overflowed
+        exact |= ~torch.isfinite(mean).all(-1).all(1)
     if beta is not None and shift is not None and span is not None:
         ratio = y[..., width:].contiguous().masked_fill_(empty[..., None], 1)
-        free, exact = logarithm(ratio, beta, shift.per_head(repeats), span)
+        free, doubtful = logarithm(ratio, beta, shift.per_head(repeats), span)
+        exact |= doubtful
         torch.maximum(free, mean, out=free).masked_fill_(empty[..., None], 0)
-        if compiled(v):
-            for b, g in _again(exact, repeats):
-                heads = slice(g * repeats, (g + 1) * repeats)
-                read = _exactly(*_one(b, g, repeats, q, k, gate, v, beta, marks), exclusive)
-                assert read.free is not None
-                mean[b, :, heads], free[b, :, heads] = read.mean[0], read.free[0]
-                log_total[b, :, heads] = read.log_total[0]
+    for b, g in _again(exact, repeats) if compiled(v) else []:
+        heads = slice(g * repeats, (g + 1) * repeats)
+        read = _exactly(*_one(b, g, repeats, q, k, gate, v, beta, marks), exclusive)
+        mean[b, :, heads], log_total[b, :, heads] = read.mean[0], read.log_total[0]
+        if read.free is not None:
+            free[b, :, heads] = read.free[0]
     return mean, free, log_total, exact
 
 
@@ -293,7 +298,7 @@ def _read_backward(
     exclusive: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     length, heads, repeats = q.shape[1], q.shape[2], q.shape[2] // v.shape[2]
-    _, run = _range(v, marks)
+    _, run = _padding(marks)
     shift = None if beta is None else shift_of(value_range(v, run), beta)
     streams = value_streams(v, beta, shift)
     c = arrange(q, k, gate, streams, exclusive)
@@ -327,7 +332,8 @@ def _read_backward(
         d_q[at], d_k[b, :, g], d_v[b, :, g] = results[0], results[1][0, :, 0], results[3][0, :, 0]
         if gate is not None:
             d_gate[b, :, g] = results[2][0, :, 0, 0]
-        d_beta[g] += results[4][0]
+        if beta is not None:
+            d_beta[g] += results[4][0]
     return d_q, d_k, d_gate, d_v, v.new_empty(0) if beta is None else d_beta.to(beta.dtype)
 
 

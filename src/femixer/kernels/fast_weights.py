@@ -120,7 +120,12 @@ def _plain(
             exponent = b * vc
             slowest = ahead.detach().amax(-1, keepdim=True)
             arriving = top + until.detach().amax(-1)
-            new_top = torch.maximum(arriving, (exponent.detach() + slowest).amax(2))
+            leaving = exponent.detach() + slowest
+            if marks is not None:  # nothing of a segment that has ended may count
+                wiped = ahead.detach().amax(-1, keepdim=True) < WIPE / 2
+                arriving = arriving.masked_fill((until.detach().amax(-1) < WIPE / 2), -torch.inf)
+                leaving = leaving.masked_fill(wiped, -torch.inf)
+            new_top = torch.maximum(arriving, leaving.amax(2))
             pairs = torch.where(weight > 0, torch.where(weight > 0, weight, 1).log(), -torch.inf)
             terms = pairs[..., None] + exponent[:, :, None, None]
             energy = past[..., width + 1 :]

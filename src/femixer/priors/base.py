@@ -78,7 +78,7 @@ class Prior(nn.Module):
         rows: Tensor | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> Tensor:
-        """p [B, H, rows, T], or [B, H, rows, T, D] where it differs per channel; rows: which queries (all).
+        """p [B or 1, H, rows, T], or [.., T, D] where it differs per channel; rows: which queries (all).
 
         A prior over pairs of token and channel has T * D entries instead of T (see `over_index` and `over_tokens`).
         """

@@ -18,8 +18,8 @@ from femixer.priors.base import Prior
 
 
 class Reading(NamedTuple):
-    """One direction's read [B, T, H, D]; log of the total weight [B, T, H, D] or [B, T, H, 1], -inf where it is empty;
-    and the state after the last token."""
+    """One direction's read [B, T, H, D]; log of the total weight [B, T, H, D] or [B, T, H, 1], -inf where it is empty,
+    anything at padding; and the state after the last token."""
 
     mean: Tensor
     free: Tensor | None

@@ -42,7 +42,9 @@ class GLAPrior(LinearPrior):
         self.gates = 1 if decay == "head" else widths.key
         self.rank = min(16, max(1, kv_heads * widths.key // 32)) if decay == "channel" else kv_heads
         self.decay_bias = nn.Parameter(torch.empty(kv_heads, self.gates, **made))
-        self.decay_map = nn.Parameter(torch.empty(kv_heads * self.gates, self.rank, **made)) if self.gates > 1 else None
+        self.decay_map: nn.Parameter | None = None
+        if decay == "channel":
+            self.decay_map = nn.Parameter(torch.empty(kv_heads * self.gates, self.rank, **made))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

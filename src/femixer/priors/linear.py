@@ -13,7 +13,7 @@ from femixer.layout import Layout
 from femixer.priors.base import Widths
 from femixer.priors.directed import DirectedPrior, Reading, decay_between
 from femixer.projection import Columns
-from femixer.rotary import rotary_angles, rotate
+from femixer.rotary import check_base, rotary_angles, rotate
 
 # Small against features of order one; large enough that the sum of two products of it is a normal number.
 EPSILON = 1e-6
@@ -35,8 +35,7 @@ class LinearPrior(DirectedPrior):
         **made: Any,
     ) -> None:
         super().__init__(heads, kv_heads, widths, causal=causal, **made)
-        if rope_base <= 0:
-            raise ValueError(f"rope_base={rope_base!r} must be positive")
+        check_base(rope_base)
         self.rope, self.rope_base = rope, rope_base
 
     def columns(self) -> dict[str, Columns]:

@@ -47,9 +47,9 @@ class MambaPrior(StateSpacePrior):
         if not isinstance(normalize, bool):
             raise TypeError(f"normalize={normalize!r} must be True or False")
         self.normalize = normalize
-        self.rank = max(1, heads * widths.value // 16) if rank is None else rank
-        if not isinstance(self.rank, int) or isinstance(rank, bool) or self.rank < 1:
-            raise ValueError(f"rank={rank!r} must be a positive integer or None")
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+            raise ValueError(f"rank={rank!r} must be a positive integer, or None for dim / 16")
+        self.rank = rank
         self.rate = nn.Parameter(torch.empty(heads, widths.value, state_size, **made))
         self.delta_map = nn.Parameter(torch.empty(heads * widths.value, self.rank, **made))
         self.delta_bias = nn.Parameter(torch.empty(heads, widths.value, **made))
@@ -62,7 +62,7 @@ class MambaPrior(StateSpacePrior):
     @classmethod
     def own_columns(cls, dim: int, heads: int, options: dict[str, Any]) -> tuple[float, float]:
         rank, states = options["rank"], options.get("state_size", 16)
-        if not isinstance(states, int) or not isinstance(rank, int):
+        if not isinstance(states, int) or not isinstance(rank, int) or states < 1 or rank < 1:
             return 0.0, 0.0  # refused by name when the prior is built
         return rank + 2.0 * states, rank / dim
 

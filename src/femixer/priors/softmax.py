@@ -14,7 +14,7 @@ from femixer.kernels.softmax_step import softmax_step
 from femixer.layout import Layout
 from femixer.priors.base import Prior, Widths
 from femixer.projection import Columns
-from femixer.rotary import rotary_angles, rotate
+from femixer.rotary import check_base, rotary_angles, rotate
 from femixer.state import Growing
 
 ScoreBias = Callable[[Tensor, Tensor], Tensor]
@@ -119,8 +119,7 @@ class SoftmaxPrior(Prior):
             raise ValueError(f"cache={cache!r} is unknown; choose one of {', '.join(CACHES)}")
         if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
             raise ValueError(f"window={window!r} must be a positive number of tokens or None")
-        if rope_base <= 0:
-            raise ValueError(f"rope_base={rope_base!r} must be positive")
+        check_base(rope_base)
         if score_bias is not None and not callable(score_bias):
             raise TypeError(f"score_bias={score_bias!r} must be callable: score_bias(query positions, key positions)")
         self.rope, self.rope_base, self.window, self.score_bias, self.cache = rope, rope_base, window, score_bias, cache

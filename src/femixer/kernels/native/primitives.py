@@ -1,7 +1,7 @@
 """Elementary functions that LLVM can vectorise, and the decorator of all compiled kernels.
 
-The functions are accurate to float32 for float32 arguments (about 1e-7, more than enough for sums kept in float64) and
-to float64 for float64 arguments. Kernels keep their states and sums in float64.
+exp is accurate to float32 for float32 arguments (about 1e-7, enough for sums kept in float64) and to float64 for
+others, log to about 1e-12. Kernels keep their states and sums in float64.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ import torch
 from numba import types
 from numba.extending import intrinsic, overload
 
-# Parallel loops share torch's own pool where numba offers OpenMP: two pools would fight for the cores.
+# OpenMP where numba offers it: its threads wait as torch's do, and it may be entered by several threads of Python.
+# Without it the kernels run on one thread, because numba's own pool may not.
+_parallel = True
 if "NUMBA_THREADING_LAYER" not in os.environ:
     try:
         importlib.import_module("numba.np.ufunc.omppool")
         setattr(numba.config, "THREADING_LAYER", "omp")  # noqa: B010
     except ImportError:
-        pass
+        _parallel = False
 
 # No infinities are assumed away (gates and logarithms of empty sums use them), and nothing is reordered (rounding is).
 MATH = {"contract", "nsz"}
@@ -54,7 +56,7 @@ def kernel(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def run(*args: Any) -> None:
         threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
-        if threads == 1 or max(getattr(x, "size", 0) for x in args) < SMALL:
+        if not _parallel or threads == 1 or max(getattr(x, "size", 0) for x in args) < SMALL:
             serial(*args)
             return
         before = numba.get_num_threads()
@@ -146,7 +148,7 @@ def _(x):  # type: ignore[no-untyped-def]
 
 @inline
 def log(x):  # type: ignore[no-untyped-def]
-    """log(x) for normal x > 0 in float64, to about 1e-10."""
+    """log(x) for normal x > 0 in float64, to about 1e-12."""
     bits = _bits_of(x)
     # Mantissa in [sqrt(1/2), sqrt(2)): the exponent's last step is decided by the bits of sqrt(1/2).
     shifted = bits - np.int64(0x3FE6A09E667F3BCD)
