@@ -28,8 +28,6 @@ from femixer.priors.directed import DirectedPrior
 EXACT = 1e-9  # float64; the compiled logarithm is good to about 1e-10
 LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 131]  # around the chunks of 16 and 64 tokens
 
-needs_numba = pytest.mark.skipif(not backend.compiled(torch.zeros(1)), reason="numba is not installed")
-
 
 def marks_of(batch: int, length: int) -> Tensor:
     """Padding at the beginning, at the end and inside; segments of any length, none of which starts in row 0."""
@@ -160,7 +158,6 @@ class Running:
         return self.results(mean, None if beta is None else free, log_total, final)
 
 
-@needs_numba
 class TestRunningRead:
     @pytest.mark.parametrize("length", LENGTHS)
     @pytest.mark.parametrize("marked", [False, True])
@@ -322,7 +319,6 @@ class FastWeightCase:
         return self.results(mean, free, log_total, torch.stack(last) if final_state else None)
 
 
-@needs_numba
 class TestFastWeightRead:
     @pytest.mark.parametrize("length", LENGTHS)
     @pytest.mark.parametrize("gates", ["head", "channel"])
@@ -354,7 +350,6 @@ class TestFastWeightRead:
         agree(lambda _: case.read(False), case.definition(False))
 
 
-@needs_numba
 class TestChunkedRead:
     @pytest.mark.parametrize("length", LENGTHS)
     @pytest.mark.parametrize("gates", ["none", "head"])
@@ -413,7 +408,6 @@ def ways(m: Any) -> dict[str, Callable[[Tensor], Tensor]]:
     return found
 
 
-@needs_numba
 class TestWithoutNumba:
     @EVERY_VARIANT
     @pytest.mark.parametrize("causal", [True, False])
@@ -439,7 +433,6 @@ class TestWithoutNumba:
         assert not backend.compiled(torch.zeros(1, dtype=torch.bfloat16))
 
 
-@needs_numba
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 class TestFork:
@@ -510,7 +503,6 @@ def functions() -> dict[str, Callable[[np.ndarray], np.ndarray]]:
     return {"exp": run(exps), "log": run(logs)}
 
 
-@needs_numba
 class TestPrimitives:
     def test_exp_of_float32(self, functions: dict):
         x = np.concatenate([np.linspace(-86.999, 0, 200_001), -np.logspace(-30, 1.9, 10_001)]).astype(np.float32)

@@ -20,6 +20,7 @@ from torch import Tensor
 from femixer.kernels import fast_weights
 from femixer.kernels.backend import compiled
 from femixer.kernels.fast_weights import FastWeights
+from femixer.kernels.reading import Reading
 from femixer.kernels.streams import Shift, exp_minus, logarithm, shift_of, value_range, value_streams
 from femixer.layout import PADDING, START
 
@@ -153,7 +154,7 @@ def _exactly(
     beta: Tensor | None,
     marks: Tensor | None,
     exclusive: bool,
-) -> fast_weights.Reading:
+) -> Reading:
     gate = None if gate is None else gate[..., None]
     return fast_weights.fast_weight_read(q, k, gate, v, beta, marks, FastWeights.empty(k, v, beta), exclusive)
 

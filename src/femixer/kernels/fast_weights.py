@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from femixer.kernels.backend import array, compiled, native
+from femixer.kernels.reading import TINY, Reading
 from femixer.layout import PADDING, START
 
 CHUNK = 16
 # A log decay that leaves nothing even of exp(beta v), and yet can be summed without losing the digits of others.
 WIPE = -3e4
-# A total below this is nothing; gradients divide by its square.
-TINY = 1e-140
 
 
 class FastWeights(NamedTuple):
@@ -37,15 +36,6 @@ class FastWeights(NamedTuple):
         columns = width + 1 if beta is None else 2 * width + 1
         sums = v.new_zeros(batch, groups, k.shape[3], columns, dtype=torch.float64)
         return cls(sums, v.new_full((batch, groups, width), -torch.inf, dtype=torch.float64))
-
-
-class Reading(NamedTuple):
-    """mean, free [B, T, H, D]; log_total [B, T, H], -inf where nothing is seen."""
-
-    mean: Tensor
-    free: Tensor | None
-    log_total: Tensor
-    state: FastWeights
 
 
 def fast_weight_read(

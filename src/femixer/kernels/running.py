@@ -7,27 +7,14 @@ Everything is in log space, so keys and gates may have any size. Axes: B batch, 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from femixer.kernels.backend import array, compiled, native
 from femixer.kernels.precision import without_autocast
+from femixer.kernels.reading import NOTHING, Reading
 from femixer.kernels.recurrence import linear_recurrence
 from femixer.layout import PADDING, START
-
-# Stands for the logarithm of nothing where an infinity would make NaN of a difference.
-NOTHING = -1e9
-
-
-class Reading(NamedTuple):
-    """Results [B, T, C] and, in float64, those of the last token [3, B, C]: log total, mean, free energy."""
-
-    mean: Tensor
-    free: Tensor | None
-    log_total: Tensor
-    state: Tensor
 
 
 def empty_state(v: Tensor) -> Tensor:

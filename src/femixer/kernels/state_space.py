@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from femixer.kernels.backend import array, compiled, native
+from femixer.kernels.reading import NOTHING, TINY, Reading
 from femixer.kernels.recurrence import linear_recurrence
 from femixer.layout import PADDING, START
 
 BLOCK = 128  # tokens whose modes the plain path holds at a time
-NOTHING = -1e9
-# A total below this is nothing; gradients divide by its square.
-TINY = 1e-140
 
 
 class Modes(NamedTuple):
@@ -46,15 +44,6 @@ class System(NamedTuple):
     read: Tensor | None = None
     weight: Tensor | None = None
     skip: Tensor | None = None
-
-
-class Reading(NamedTuple):
-    """[B, T, C] each; log_total is -inf where nothing is seen."""
-
-    mean: Tensor
-    free: Tensor | None
-    log_total: Tensor
-    state: Modes
 
 
 def state_space_read(

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from femixer.kernels.reading import Reading
 from femixer.kernels.running import empty_state, running_read
 from femixer.layout import Layout
-from femixer.priors.directed import DirectedPrior, Reading, decay_between
+from femixer.priors.directed import DirectedPrior, decay_between
 from femixer.projection import Columns
 
 

@@ -6,29 +6,16 @@ itself, and the two reads are mixed by their total weights.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from femixer.kernels.precision import without_autocast
+from femixer.kernels.reading import Reading
 from femixer.layout import Layout
 from femixer.priors.base import Prior
-
-
-class Reading(NamedTuple):
-    """One direction's read [B, T, H, D]; log of the total weight [B, T, H, D] or [B, T, H, 1], -inf where it is empty,
-    anything at padding; and the state after the last token."""
-
-    mean: Tensor
-    free: Tensor | None
-    log_total: Tensor
-    state: Any
-
-    def double(self) -> Reading:
-        free = None if self.free is None else self.free.double()
-        return Reading(self.mean.double(), free, self.log_total.double(), self.state)
 
 
 class DirectedPrior(Prior):

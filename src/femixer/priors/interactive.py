@@ -17,16 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.conditioner import inverse_softplus, spread_decay_
+from femixer.kernels.reading import NOTHING, TINY, Reading
 from femixer.kernels.recurrence import linear_recurrence
 from femixer.layout import PADDING, START, Layout
 from femixer.priors.base import Widths
-from femixer.priors.directed import DirectedPrior, Reading, decay_between
+from femixer.priors.directed import DirectedPrior, decay_between
 from femixer.priors.mamba import EPSILON
 from femixer.projection import Columns
-
-NOTHING = -1e9
-# A total below this is nothing; gradients divide by its square.
-TINY = 1e-140
 
 
 class PairSums(NamedTuple):

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from femixer.kernels.chunked import chunked_read
 from femixer.kernels.fast_weights import FastWeights, fast_weight_read
+from femixer.kernels.reading import Reading
 from femixer.layout import Layout
 from femixer.priors.base import Widths
-from femixer.priors.directed import DirectedPrior, Reading, decay_between
+from femixer.priors.directed import DirectedPrior, decay_between
 from femixer.projection import Columns
 from femixer.rotary import check_base, rotary_angles, rotate
 

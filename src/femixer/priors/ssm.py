@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.conditioner import inverse_softplus, memory_spans
+from femixer.kernels.reading import Reading
 from femixer.kernels.state_space import Modes, System, state_space_read
 from femixer.layout import Layout
 from femixer.priors.base import Widths
-from femixer.priors.directed import DirectedPrior, Reading
+from femixer.priors.directed import DirectedPrior
 from femixer.projection import Columns
 
 
