@@ -1,5 +1,6 @@
 """The command line around the commands: help, errors, signals."""
 
+import importlib
 import json
 import shlex
 import signal
@@ -10,8 +11,10 @@ import time
 import pytest
 
 from femixer import cli
+from femixer.bench.cli import BENCHES
 from femixer.cli import main
 from femixer.optional import MissingExtra, require
+from femixer.tasks.text.cli import COMMANDS as LM
 
 
 def femixer(*args, **options):
@@ -31,12 +34,16 @@ def test_help_lists_the_commands(capsys, args):
     assert all(f"\n  {name} " in shown for name in cli.COMMANDS)
 
 
-def test_every_listed_command_has_help(capsys):
-    for name in cli.COMMANDS:
-        with pytest.raises(SystemExit) as stop:
-            sys.exit(main([name, "--help"]))
-        assert stop.value.code == 0
-        assert f"femixer {name}" in capsys.readouterr().out
+NESTED = {"bench": BENCHES, "lm": LM}
+EVERY = [*([name] for name in cli.COMMANDS), *([name, inner] for name, table in NESTED.items() for inner in table)]
+
+
+@pytest.mark.parametrize("command", EVERY, ids=" ".join)
+def test_every_listed_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        sys.exit(main([*command, "--help"]))
+    assert stop.value.code == 0
+    assert f"femixer {' '.join(command)}" in capsys.readouterr().out
 
 
 def test_the_help_of_a_command_explains_every_option(capsys):
@@ -62,7 +69,7 @@ def test_an_unknown_option_is_an_error(capsys):
 
 
 def test_a_missing_extra_is_one_line_with_the_command_that_installs_it(capsys, monkeypatch):
-    import_module = cli.importlib.import_module
+    import_module = importlib.import_module
 
     def without_tyro(name, *args):
         if name == "tyro":

@@ -117,6 +117,19 @@ class TestStreaming:
             second, _ = m(x[:, 9:], state=state, return_state=True)
         assert torch.equal(first, second)
 
+    @variants()
+    def test_rows_of_a_state_go_on_as_their_own_batch(self, variant: Variant):
+        """What beam search does: sequences are dropped and repeated in mid-stream, padded or not."""
+        m, x, index = variant.build(), tokens(batch=len(MASK)), torch.tensor([2, 0, 2, 2])
+        for mask in (None, MASK):
+            with torch.no_grad():
+                before = None if mask is None else mask[:, :9]
+                _, state = m(x[:, :9], mask=before, return_state=True)
+                after = None if mask is None else mask[index, 9:]
+                continued, _ = m(x[index, 9:], mask=after, state=state.rows(index), return_state=True)
+                whole = m(x[index], mask=None if mask is None else mask[index])
+            assert_close({"y": continued}, {"y": whole[:, 9:]}, EXACT)
+
 
 class TestPadding:
     @variants()

@@ -71,6 +71,21 @@ class Layout(NamedTuple):
         return padding.to(torch.int8) * PADDING + first.to(torch.int8) * START
 
 
+def runs_together(before: Tensor | None, seen: int, run: Tensor | None, x: Tensor) -> Tensor | None:
+    """Runs [B, seen + T] of `seen` earlier tokens and of the tokens x [B, T, ...].
+
+    Either is None where all its tokens are real and of one segment, and so is the result if both are.
+    """
+    if before is None and run is None:
+        return None
+    batch, length = x.shape[:2]
+    if before is None:
+        before = torch.zeros(batch, seen, dtype=torch.long, device=x.device)
+    if run is None:
+        run = torch.zeros(batch, length, dtype=torch.long, device=x.device)
+    return torch.cat([before, run], 1)
+
+
 def arrange(x: Tensor, mask: Tensor | None, segments: Tensor | None, past: Past) -> tuple[Layout, Past]:
     """Layout of the tokens x [B, T, ...] that follow `past`, and the past of what follows them.
 

@@ -97,7 +97,8 @@ class FreeEnergyMixer(nn.Module):
         self.conditioner: TimeDecayConditioner | None = None
         context = 0
         if "C" in parts:
-            context = max(4, heads * widths.value // 16)
+            # d / 16, but no more than softmax attention's priors get: the conditioner stays below 2 % of a model.
+            context = max(4, min(heads * widths.value // 16, dim // 32))
             self.conditioner = TimeDecayConditioner(dim, context, causal, **made)
         # Two products, not one: what the prior rotates or maps need not stay in memory with the values and gates.
         columns = self.prior.columns()

@@ -32,6 +32,22 @@ class State:
     def next(self, past: Past, prior: Any, conditioner: Tensor | None) -> State:
         return replace(self, past=past, prior=prior, conditioner=conditioner)
 
+    def rows(self, index: Tensor) -> State:
+        """The state of the sequences index [n] of the batch: reordered, repeated or left out."""
+
+        def chosen(part: Any) -> Any:
+            if isinstance(part, Tensor):
+                # What all sequences share, e.g. positions, has one row.
+                return part.index_select(0, index) if part.shape[0] == self.batch else part
+            if isinstance(part, Growing):
+                return part.rows(index)
+            if isinstance(part, tuple):
+                return type(part)(*map(chosen, part))
+            return part
+
+        past, prior, conditioner = (chosen(part) for part in (self.past, self.prior, self.conditioner))
+        return replace(self, batch=len(index), past=past, prior=prior, conditioner=conditioner)
+
 
 class _Storage:
     """A buffer with room at its end, and how much of it is written."""
@@ -75,6 +91,10 @@ class Growing:
         storage.data[:, :, self.length : length] = x
         storage.filled = length
         return Growing(storage, length)
+
+    def rows(self, index: Tensor) -> Growing:
+        """The sequences index [n] of the batch as a value of their own, with the room that this one has."""
+        return Growing(_Storage(self._storage.data.index_select(0, index), self.length), self.length)
 
     def take(self, index: Tensor) -> Growing:
         """The entries index [B, n] as a value of their own."""

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from femixer.rotary import rotary_angles, rotate
-from femixer.state import Growing
+from femixer.layout import arrange, runs_together
+from femixer.rotary import check_base, rotary_angles, rotate
+from femixer.state import Growing, State
 
-ROPE_BASE = 10000.0
+_owners = itertools.count()
 
 
-class AttentionState(NamedTuple):
-    """Rotated keys and values of the tokens seen, [B, G, S, E] each: the layout that one query reads fastest."""
+class Cache(NamedTuple):
+    """Rotated keys and values of the tokens seen, [B, G, S, E] each: the layout that one query reads fastest; their
+    runs [B, S] where there was padding or a segment."""
 
     keys: Growing
     values: Growing
+    run: Tensor | None
 
 
 class Attention(nn.Module):
@@ -35,6 +39,7 @@ class Attention(nn.Module):
         causal: bool = True,
         kv_heads: int | None = None,
         rope: bool = True,
+        rope_base: float = 10000.0,
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -52,12 +57,15 @@ class Attention(nn.Module):
             raise ValueError(
                 f"dim={dim} with heads={heads} gives heads of {dim // heads} channels; rope needs an even number"
             )
-        self.dim, self.heads, self.kv_heads, self.causal, self.rope = dim, heads, kv_heads, causal, rope
+        check_base(rope_base)
+        self.dim, self.heads, self.kv_heads, self.causal = dim, heads, kv_heads, causal
+        self.rope, self.rope_base = rope, rope_base
         self.width = dim // heads
         # Two products are as fast as one, and what is rotated need not stay in memory with the values.
         self.query_key_proj = nn.Linear(dim, (heads + kv_heads) * self.width, bias=bias, device=device, dtype=dtype)
         self.value_proj = nn.Linear(dim, kv_heads * self.width, bias=bias, device=device, dtype=dtype)
         self.out_proj = nn.Linear(dim, dim, bias=bias, device=device, dtype=dtype)
+        self._owner = next(_owners)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -67,44 +75,58 @@ class Attention(nn.Module):
                 nn.init.zeros_(linear.bias)
 
     def forward(
-        self, x: Tensor, state: AttentionState | None = None, return_state: bool = False
-    ) -> Tensor | tuple[Tensor, AttentionState]:
-        """x [B, T, dim] -> [B, T, dim], with return_state also the state from which the next tokens go on."""
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        state: State | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, State]:
+        """x [B, T, dim] -> [B, T, dim], with return_state also the state from which the next tokens go on.
+
+        mask, segments: as for FreeEnergyMixer.
+        """
         if not self.causal and (state is not None or return_state):
             raise ValueError("state and return_state need causal=True; this layer was built with causal=False")
-        q, k, v = self._heads(x, 0 if state is None else state.keys.length)
-        if state is not None:
-            state = AttentionState(state.keys.append(k), state.values.append(v))
-            k, v = state.keys.tensor, state.values.tensor
+        before = State.start(self._owner, x) if state is None else state
+        layout, past = arrange(x, mask, segments, before.past)
+        q, k, v = self._heads(x, layout.position)
+        run = layout.run
+        cache: Cache | None = before.prior
+        if cache is not None:
+            run = runs_together(cache.run, cache.keys.length, run, x)
+            cache = Cache(cache.keys.append(k), cache.values.append(v), run)
+            k, v = cache.keys.tensor, cache.values.tensor
         elif return_state:
-            state = AttentionState(Growing.of(k.contiguous()), Growing.of(v.contiguous()))
-        y = self.out_proj(self._attend(q, k, v).transpose(1, 2).flatten(2))
-        if not return_state:
-            return y
-        assert state is not None
-        return y, state
+            cache = Cache(Growing.of(k.contiguous()), Growing.of(v.contiguous()), run)
+        y = self.out_proj(self._attend(q, k, v, run).transpose(1, 2).flatten(2))
+        if layout.padding is not None:
+            y = y.masked_fill(layout.padding[..., None], 0)
+        return (y, before.next(past, cache, None)) if return_state else y
 
-    def _heads(self, x: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, H, T, E], keys and values [B, G, T, E] of tokens whose first has position `start`."""
+    def _heads(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, H, T, E], keys and values [B, G, T, E] of tokens at their positions [B or 1, T]."""
         qk, v = (proj(x).unflatten(-1, (-1, self.width)) for proj in (self.query_key_proj, self.value_proj))
         q, k = qk.split((self.heads, self.kv_heads), 2)
         if self.rope:
-            position = torch.arange(start, start + x.shape[1], device=x.device)[None]
             wide = torch.promote_types(q.dtype, torch.float32)  # rotations know no smaller numbers
-            cos, sin = rotary_angles(position, self.width, ROPE_BASE, wide)
+            cos, sin = rotary_angles(position, self.width, self.rope_base, wide)
             q, k = (rotate(part.to(wide), cos, sin).to(part.dtype) for part in (q, k))
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[B, H, T, E]; causal queries are the last T of the S keys."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, run: Tensor | None) -> Tensor:
+        """[B, H, T, E]; causal queries are the last T of the S keys. run [B, S]: see Layout."""
         (batch, heads, length, width), seen = q.shape, k.shape[2]
-        if length == 1:
+        if length == 1 and run is None:
             # The queries that share a key become rows of one product, so grouped keys are read once.
             grouped = q.reshape(batch, self.kv_heads, -1, width)
             return F.scaled_dot_product_attention(grouped, k, v).view(q.shape)
         mask = None
-        if self.causal and length != seen:
+        if self.causal and (length != seen or run is not None):
             mask = torch.ones(length, seen, dtype=torch.bool, device=q.device).tril(seen - length)
+        if run is not None:
+            together = run[:, None, -length:, None] == run[:, None, None]
+            mask = together if mask is None else mask & together
         return F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=self.causal and mask is None, enable_gqa=heads != self.kv_heads
         )

@@ -257,14 +257,15 @@ def _setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 
 def _backward(ctx, to_mean, to_free, to_log, to_last, _):  # type: ignore[no-untyped-def]
-    gate, beta = ctx.saved_tensors[2], ctx.saved_tensors[4]
+    saved = ctx.saved_tensors  # once: recomputation (gradient checkpointing) gives them once
+    gate, beta = saved[2], saved[4]
     to_free = None if beta is None else to_free.contiguous()
     d_q, d_k, d_gate, d_v, d_beta, d_sums = _read_backward(
         to_mean.contiguous(),
         to_free,
         to_log.contiguous(),
         to_last.contiguous(),
-        *ctx.saved_tensors,
+        *saved,
         ctx.exclusive,
     )
     d_gate = None if gate is None else d_gate

@@ -35,13 +35,14 @@ class ChannelPrior(DirectedPrior):
     ) -> Reading:
         key, gate = (None if name not in tracks else tracks[name].flatten(-2) for name in ("key", "gate"))
         flat, shape = v.flatten(-2), v.shape[-2:]
-        state = empty_state(flat) if state is None else state
+        # The scan has its three rows first; a state has the batch first.
+        state = empty_state(flat) if state is None else state.transpose(0, 1)
         beta = None if beta is None else beta.flatten()
         read = running_read(key, gate, flat, beta, marks, state, exclusive)
         mean, free, log_total = (None if x is None else x.unflatten(-1, shape) for x in read[:3])
         assert mean is not None
         assert log_total is not None
-        return Reading(mean, free, log_total, read.state)
+        return Reading(mean, free, log_total, read.state.transpose(0, 1))
 
     def log_scores(self, tracks: dict[str, Tensor], rows: Tensor) -> Tensor:
         some = next(iter(tracks.values()))

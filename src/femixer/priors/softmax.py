@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from femixer.kernels.attend import Geometry
 from femixer.kernels.softmax import softmax_read
 from femixer.kernels.softmax_step import softmax_step
-from femixer.layout import Layout
+from femixer.layout import Layout, runs_together
 from femixer.priors.base import Prior, Widths
 from femixer.projection import Columns
 from femixer.rotary import check_base, rotary_angles, rotate
@@ -169,24 +169,17 @@ class SoftmaxPrior(Prior):
 
     def _append(self, cache: Cache | None, k: Tensor, v: Tensor, beta: Tensor | None, layout: Layout) -> Cache:
         batch = k.shape[0]
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        keys, v = k.transpose(1, 2), v.transpose(1, 2)
         position = layout.position
         if cache is None:
             stream = Stream.of(v, beta, self.cache == "exp")
-            return Cache(Growing.of(k.contiguous()), stream, layout.run, position)
-        run = None
-        if cache.run is not None or layout.run is not None:
-            old, new = cache.run, layout.run
-            if old is None:
-                old = torch.zeros(batch, cache.keys.length, dtype=torch.long, device=k.device)
-            if new is None:
-                new = torch.zeros(batch, k.shape[2], dtype=torch.long, device=k.device)
-            run = torch.cat([old, new], 1)
+            return Cache(Growing.of(keys.contiguous()), stream, layout.run, position)
+        run = runs_together(cache.run, cache.keys.length, layout.run, k)
         if cache.position.shape[0] != position.shape[0]:
             cache = cache._replace(position=cache.position.expand(batch, -1))
             position = position.expand(batch, -1)
         return Cache(
-            cache.keys.append(k),
+            cache.keys.append(keys),
             cache.stream.append(v, beta),
             run,
             torch.cat([cache.position, position], 1),

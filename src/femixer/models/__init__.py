@@ -1,0 +1,18 @@
+"""Models in the form of transformers: configure, save, load and generate with the tools that everybody uses.
+
+Importing this package registers them with AutoConfig, AutoModel and AutoModelForCausalLM.
+"""
+
+from femixer.optional import require
+
+require("transformers", "lm")
+
+from femixer.models.cache import FEMCache  # noqa: E402
+from femixer.models.config import FEMConfig  # noqa: E402
+from femixer.models.language import FEMForCausalLM, FEMModel  # noqa: E402
+from femixer.models.presets import PRESETS, preset  # noqa: E402
+from femixer.models.registration import register  # noqa: E402
+
+register()
+
+__all__ = ["PRESETS", "FEMCache", "FEMConfig", "FEMForCausalLM", "FEMModel", "preset"]

@@ -1,0 +1,71 @@
+"""The configuration of a language model: a transformer whose layers may each have another mixer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from femixer.models.mixers import check_mixer
+
+
+@strict
+class FEMConfig(PreTrainedConfig):
+    """Sizes, mixers and tokens of a model.
+
+    mixer, prior: one name for all layers, or a list of names that is repeated over the layers, so that
+    prior=["gla", "gla", "gla", "softmax"] makes every fourth layer softmax. prior_options: per name of a prior its
+    options, as {"gla": {"decay": "channel"}}. max_position_embeddings is the length of the training sequences;
+    nothing in the model depends on it, and longer ones may be read.
+    """
+
+    model_type = "fem"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    vocab_size: int = 32000
+    hidden_size: int = 512
+    num_hidden_layers: int = 8
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = None  # None: as many as num_attention_heads
+    intermediate_size: int | None = None  # width of SwiGLU; None: 8/3 hidden_size, up to a multiple of 256
+    mixer: str | list[str] = "fem"  # "fem", or a baseline: see femixer.models.mixers
+    prior: str | list[str] = "softmax"
+    parts: str = "CLTG"
+    budget: str = "attention"
+    prior_options: dict[str, Any] | None = None
+    rope: bool | None = None  # None: on where the prior has queries and keys
+    rope_base: float = 10000.0
+    window: int | None = None  # sliding window of the layers with the softmax prior
+    mixer_bias: bool = False
+    mixer_dropout: float = 0.0
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 4096
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.intermediate_size is None:
+            self.intermediate_size = 256 * -(-8 * self.hidden_size // (3 * 256))
+        super().__post_init__(**kwargs)
+
+    def validate_architecture(self) -> None:
+        """Called by transformers after a change: every layer must be possible."""
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a positive integer")
+        for name in ("mixer", "prior"):
+            if not getattr(self, name):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a name or a list of names")
+        for layer in range(min(self.num_hidden_layers, 64)):
+            check_mixer(self, layer)
+
+    def at(self, field: str, layer: int) -> str:
+        """`mixer` or `prior` of a layer."""
+        names = getattr(self, field)
+        return names if isinstance(names, str) else names[layer % len(names)]

@@ -1,0 +1,161 @@
+"""The language model: token embeddings, blocks, a norm and the output projection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import slice_logits_to_keep
+from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
+
+from femixer.models.block import FEMBlock
+from femixer.models.cache import FEMCache
+from femixer.models.config import FEMConfig
+from femixer.models.mixers import build_mixer
+
+
+class FEMPreTrainedModel(PreTrainedModel):
+    """Loading, saving and starting values."""
+
+    config_class = FEMConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["FEMBlock"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _can_record_outputs = {"hidden_states": FEMBlock}  # noqa: RUF012
+    _can_compile_fullgraph = True
+    # Streams cannot be cut back to an earlier token, which assisted generation would need.
+    _is_stateful = True
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, from safetensors only: a pickle could run any code."""
+        if kwargs.setdefault("use_safetensors", True) is not True:
+            raise ValueError(f"use_safetensors={kwargs['use_safetensors']!r} is not allowed; choose True")
+        return super().from_pretrained(*args, **kwargs)
+
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        # For code outside of transformers it would pass over modules that own no parameter but only other modules.
+        super()._initialize_weights(module, is_custom_code=False)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        reset = getattr(module, "reset_parameters", None)
+        if reset is None or not type(module).__module__.startswith("femixer."):
+            super()._init_weights(module)
+            return
+        # Our modules know how they start, but not that some of their parameters have just been loaded.
+        loaded = [p for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
+        if len(loaded) == len([*module.parameters()]):
+            return
+        kept = [p.clone() for p in loaded]
+        reset()
+        for parameter, value in zip(loaded, kept, strict=True):
+            parameter.copy_(value)
+
+
+class FEMModel(FEMPreTrainedModel):
+    """input_ids [B, T] -> hidden states [B, T, hidden_size]."""
+
+    def __init__(self, config: FEMConfig) -> None:
+        super().__init__(config)
+        dim, eps, width = config.hidden_size, config.rms_norm_eps, config.intermediate_size
+        assert width is not None  # the configuration fills it in
+        self.embed_tokens = nn.Embedding(config.vocab_size, dim, config.pad_token_id)
+        self.layers = nn.ModuleList(
+            FEMBlock(dim, build_mixer(config, layer), width, eps, layer) for layer in range(config.num_hidden_layers)
+        )
+        self.norm = nn.RMSNorm(dim, eps=eps)
+        self.post_init()
+
+    @capture_outputs  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        past_key_values: FEMCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """attention_mask [B, past + T] or [B, T]: 0 is padding, anywhere. segments int [B, T]: packed documents, a
+        change of id starts one, negative is padding. Positions follow from these two; `position_ids` are not read."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if past_key_values is not None and not isinstance(past_key_values, FEMCache):
+            raise TypeError(f"past_key_values must be an FEMCache, not {type(past_key_values).__name__}")
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if use_cache and past_key_values is None:
+            past_key_values = FEMCache(len(self.layers))
+        mask = padding_mask(attention_mask, x)
+        for layer in self.layers:
+            x = layer(x, mask=mask, segments=segments, past_key_values=past_key_values)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+
+
+class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
+    """FEMModel with logits of the next token, a loss and generate()."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: FEMConfig) -> None:
+        super().__init__(config)
+        self.model = FEMModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # generate() would hand in keys and values; forward makes an FEMCache
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        past_key_values: FEMCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """labels [B, T]: the tokens themselves (they are shifted here), -100 where nothing is to be learned.
+        logits_to_keep: logits of that many last positions only (0: of all). The rest is as in FEMModel."""
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            segments=segments,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+        )
+
+
+def padding_mask(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """bool [B, T] of the tokens x, or None where none is padding: that path is faster."""
+    if attention_mask is None:
+        return None
+    if attention_mask.dim() != 2 or attention_mask.shape[1] < x.shape[1]:
+        shape, wanted = tuple(attention_mask.shape), f"[{x.shape[0]}, at least {x.shape[1]}]"
+        raise ValueError(f"attention_mask has shape {shape}; allowed is {wanted}: one entry per token, 0 for padding")
+    mask = attention_mask[:, -x.shape[1] :].bool()
+    if not torch.compiler.is_compiling() and bool(mask.all()):
+        return None
+    return mask

@@ -1,0 +1,1 @@
+"""Language modelling: corpora, tokenizers, shards of tokens, and the commands that train on them."""

@@ -1,0 +1,317 @@
+"""Language models: what transformers' own models promise, for every mixer and prior."""
+
+import copy
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, set_seed
+
+from femixer import FreeEnergyMixer
+from femixer.models import PRESETS, FEMCache, FEMConfig, FEMForCausalLM, FEMModel, preset
+
+MODELS = {
+    "attention": {"mixer": "attention"},
+    "softmax": {"prior": "softmax"},
+    "softmax-plain": {"prior": "softmax", "parts": ""},
+    "softmax-grouped-window": {"prior": "softmax", "num_key_value_heads": 1, "window": 5},
+    "softmax-exp-cache": {"prior": "softmax", "prior_options": {"softmax": {"cache": "exp"}}},
+    "linear": {"prior": "linear"},
+    "gla": {"prior": "gla"},
+    "aft": {"prior": "aft"},
+    "decay": {"prior": "decay"},
+    "ssm": {"prior": "ssm"},
+    "mamba": {"prior": "mamba"},
+    "mamba-interactive": {"prior": "mamba-interactive"},
+    "hybrid": {"prior": ["gla", "softmax"], "prior_options": {"gla": {"decay": "channel"}}},
+    "hybrid-baseline": {"mixer": ["fem", "attention"], "prior": "aft"},
+}
+VOCABULARY = 31
+
+
+def build(name: str = "softmax", **fields: object) -> FEMForCausalLM:
+    """A model whose parameters are all away from their starting values, as after training."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3}
+    model = FEMForCausalLM(FEMConfig(**{**sizes, **MODELS[name], "pad_token_id": 0, **fields}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> FEMForCausalLM:
+    return build(request.param)
+
+
+def test_greedy_sampled_and_beam_generation_are_the_same_with_and_without_cache(model):
+    ids = tokens(2, 7)
+    for how in ({"do_sample": False}, {"do_sample": True, "top_k": 9}, {"num_beams": 3, "do_sample": False}):
+        texts = []
+        for use_cache in (True, False):
+            set_seed(3)
+            texts.append(model.generate(ids, max_new_tokens=11, use_cache=use_cache, **how))
+        assert torch.equal(*texts), how
+    assert torch.equal(texts[0][:, :7], ids)
+
+
+def test_a_left_padded_batch_generates_what_its_sequences_generate_alone(model):
+    lengths = (11, 5, 2)
+    alone = [tokens(1, length, seed=length) for length in lengths]
+    batch, mask = torch.zeros(3, 11, dtype=torch.long), torch.zeros(3, 11, dtype=torch.long)
+    for row, ids in enumerate(alone):
+        batch[row, 11 - ids.shape[1] :], mask[row, 11 - ids.shape[1] :] = ids[0], 1
+    for how in ({}, {"num_beams": 2}):
+        together = model.generate(batch, attention_mask=mask, max_new_tokens=9, do_sample=False, **how)
+        for row, ids in enumerate(alone):
+            single = model.generate(ids, max_new_tokens=9, do_sample=False, **how)
+            assert torch.equal(together[row, 11:], single[0, ids.shape[1] :]), (row, how)
+    logits = model(batch, attention_mask=mask).logits
+    for row, ids in enumerate(alone):
+        torch.testing.assert_close(logits[row, 11 - ids.shape[1] :], model(ids).logits[0], atol=2e-5, rtol=1e-4)
+
+
+def test_a_cache_in_pieces_gives_the_logits_of_one_pass(model):
+    ids = tokens(2, 13)
+    whole = model(ids).logits
+    cache, seen = None, 0
+    for piece in ids.split([5, 1, 1, 4, 2], 1):
+        out = model(piece, past_key_values=cache, use_cache=True)
+        start = seen
+        cache, seen = out.past_key_values, out.past_key_values.get_seq_length()
+        torch.testing.assert_close(out.logits, whole[:, start:seen], atol=2e-5, rtol=1e-4)
+    assert seen == 13 and len(cache) == 3
+
+
+def test_a_copy_of_a_cache_goes_on_independently_and_rows_can_be_chosen(model):
+    ids = tokens(2, 7)
+    cache = model(ids, use_cache=True).past_key_values
+    kept = copy.copy(cache)
+    model(tokens(2, 3, seed=5), past_key_values=cache)
+    assert (cache.get_seq_length(), kept.get_seq_length()) == (10, 7)
+    following = tokens(4, 2, seed=6)
+    kept.batch_repeat_interleave(2)
+    repeated = model(following, past_key_values=kept).logits
+    expected = model(torch.cat([ids.repeat_interleave(2, 0), following], 1)).logits[:, -2:]
+    torch.testing.assert_close(repeated, expected, atol=2e-5, rtol=1e-4)
+    kept.reset()
+    torch.testing.assert_close(model(following, past_key_values=kept).logits, model(following).logits)
+
+
+def test_packed_documents_are_read_as_if_alone(model):
+    documents = [tokens(1, length, seed=length) for length in (5, 1, 7)]
+    segments = torch.tensor([[0] * 5 + [1] + [2] * 7])
+    packed = model(torch.cat(documents, 1), segments=segments).logits
+    expected = torch.cat([model(document).logits for document in documents], 1)
+    torch.testing.assert_close(packed, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_saved_and_loaded_bit_for_bit_by_the_auto_classes(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is FEMForCausalLM and type(AutoModel.from_pretrained(tmp_path)) is FEMModel
+    saved = model.state_dict()
+    assert loaded.state_dict().keys() == saved.keys()
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, saved[name]), name
+    ids = tokens(2, 7)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert AutoConfig.from_pretrained(tmp_path).to_dict() == loaded.config.to_dict()
+
+
+def test_gradient_checkpointing_changes_no_gradient(model):
+    ids = tokens(2, 7)
+    gradients = []
+    for checkpointing in (False, True):
+        model.zero_grad()
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(ids, labels=ids).loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    assert all(torch.isfinite(g).all() and g.any() for g in gradients[0].values())
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracing does it
+@pytest.mark.parametrize("name", ["softmax", "mamba", "hybrid"])
+def test_compiled_as_one_graph_it_gives_the_same_loss_and_gradients(name):
+    model = build(name, num_hidden_layers=2).train()
+    ids, segments = tokens(2, 7), torch.tensor([[0] * 3 + [1] * 4, [0] * 5 + [1] * 2])
+    losses, gradients = [], []
+    for forward in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        loss = forward(ids, segments=segments, labels=ids).loss
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    torch.testing.assert_close(losses[1], losses[0])
+    for compiled, eager in zip(gradients[1], gradients[0], strict=True):
+        torch.testing.assert_close(compiled, eager, atol=1e-6, rtol=1e-4)
+
+
+def test_labels_are_shifted_and_minus_100_is_not_scored():
+    model, ids = build(), tokens(2, 7)
+    labels = ids.clone()
+    labels[0, 2:5] = -100
+    out = model(ids, labels=labels)
+    log_p = out.logits.double().log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+    scored = labels[:, 1:] != -100
+    torch.testing.assert_close(out.loss.double(), -log_p[scored].mean(), atol=1e-6, rtol=1e-5)
+
+
+def test_only_the_last_logits_when_asked():
+    model, ids = build(), tokens(2, 7)
+    logits = model(ids).logits
+    assert logits.shape == (2, 7, VOCABULARY)
+    torch.testing.assert_close(model(ids, logits_to_keep=2).logits, logits[:, -2:])
+    assert len(model(ids, output_hidden_states=True).hidden_states) == 4
+
+
+def test_plain_attention_is_llama():
+    """The plain transformer of all comparisons is transformers' Llama: same function for the same weights."""
+    sizes = {"vocab_size": 31, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3}
+    theirs = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=40)).eval()
+    ours = FEMForCausalLM(FEMConfig(**sizes, intermediate_size=40, mixer="attention")).eval()
+    # Llama rotates channel i with channel i + E/2, we rotate neighbours: the same up to an order of the channels.
+    order = torch.arange(8).view(2, 4).T.flatten()
+    rows = (torch.arange(3)[:, None] * 8 + order).flatten()
+    weights = {}
+    for name, tensor in theirs.state_dict().items():
+        new = name.replace("self_attn.o_proj", "mixer.out_proj").replace("self_attn.v_proj", "mixer.value_proj")
+        new = new.replace("input_layernorm", "mixer_norm").replace("post_attention_layernorm", "mlp_norm")
+        weights[new] = tensor
+    for layer in range(2):
+        q, k = (weights.pop(f"model.layers.{layer}.self_attn.{x}_proj.weight")[rows] for x in "qk")
+        weights[f"model.layers.{layer}.mixer.query_key_proj.weight"] = torch.cat([q, k])
+    ours.load_state_dict(weights)
+    ids = tokens(2, 11)
+    torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_parameters_of_the_plain_transformer(name):
+    """Within 2 %, for every prior, with all parts and with none, and Llama has as many as the plain transformer."""
+
+    def count(model: type, config: object) -> int:
+        with torch.device("meta"):
+            return sum(p.numel() for p in model(config).parameters())
+
+    plain_config = preset(name, mixer="attention")
+    plain = count(FEMForCausalLM, plain_config)
+    fields = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    assert plain == count(LlamaForCausalLM, LlamaConfig(**{field: getattr(plain_config, field) for field in fields}))
+    for prior in ("softmax", "linear", "gla", "aft", "decay", "ssm", "mamba", "mamba-interactive"):
+        for parts in ("", "CLTG"):
+            ratio = count(FEMForCausalLM, preset(name, prior=prior, parts=parts)) / plain
+            assert abs(ratio - 1) < 0.02, (prior, parts)
+
+
+def test_the_large_presets_have_the_papers_sizes():
+    for name, low, high in (("340m", 3.4e8, 3.8e8), ("1.3b", 1.3e9, 1.4e9)):
+        config = preset(name)
+        with torch.device("meta"):
+            assert low < FEMForCausalLM(config).num_parameters() < high
+        assert (config.vocab_size, config.max_position_embeddings) == (32000, 4096)
+
+
+def test_mixers_start_as_they_do_outside_a_model(tmp_path):
+    """Spread memory spans, beta of 1.95: not the values transformers would give, also where keys are missing."""
+    model = FEMForCausalLM(
+        FEMConfig(vocab_size=31, hidden_size=24, num_hidden_layers=1, num_attention_heads=3, prior="mamba")
+    )
+    started = FreeEnergyMixer(24, 3, prior="mamba", bias=False)
+    mixer = model.model.layers[0].mixer
+    for name in ("raw_beta", "prior.rate", "prior.delta_bias", "conditioner.in_proj.bias", "value_proj.modulation"):
+        assert torch.equal(mixer.get_parameter(name), started.get_parameter(name)), name
+    model.save_pretrained(tmp_path)
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(tmp_path / "model.safetensors")
+    gone = "model.layers.0.mixer.prior.rate"
+    weights.pop(gone)
+    changed = weights["model.layers.0.mixer.prior.delta_bias"].fill_(0.37)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).model.layers[0].mixer
+    torch.testing.assert_close(loaded.prior.rate, started.prior.rate)
+    assert torch.equal(loaded.prior.delta_bias, changed)
+
+
+def test_tied_embeddings_are_one_tensor_saved_once(tmp_path):
+    model = build(tie_word_embeddings=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_a_model_in_bfloat16_is_loaded_in_bfloat16(tmp_path):
+    model = build().to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+    how = {"do_sample": False, "max_new_tokens": 7}
+    assert torch.equal(loaded.generate(tokens(1, 5), **how), model.generate(tokens(1, 5), **how))
+
+
+def test_a_pickle_checkpoint_is_refused(tmp_path):
+    model = build()
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match=r"safetensors"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="use_safetensors=False is not allowed"):
+        FEMForCausalLM.from_pretrained(tmp_path, use_safetensors=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prior": "sofmax"}, "prior='sofmax' is unknown"),
+        ({"mixer": ["fem", "retnet2"]}, "mixer='retnet2' is unknown; choose one of fem, attention"),
+        ({"prior": []}, r"prior=\[\] must be a name"),
+        ({"prior_options": {"decay": "channel"}, "prior": "gla"}, "must give options per prior"),
+        ({"prior_options": {"aft": {}}}, "its priors are softmax"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be"),
+        ({"mixer": "attention", "window": 3}, "window=3 does not fit mixer='attention'"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_by_name(fields, message):
+    with pytest.raises(Exception, match=message):  # transformers wraps what validation raises
+        FEMConfig(**fields)
+
+
+def test_wrong_inputs_are_refused_by_name():
+    model, ids = build(), tokens(2, 7)
+    with pytest.raises(ValueError, match="unknown; choose one of tiny"):
+        preset("2b")
+    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+        model()
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 5\)"):
+        model(ids, attention_mask=torch.ones(2, 5))
+    with pytest.raises(TypeError, match="past_key_values must be an FEMCache, not list"):
+        model(ids, past_key_values=[])
+    with pytest.raises(NotImplementedError, match="keep a copy"):
+        FEMCache(3).crop(-2)
+    with pytest.raises(ValueError, match="stateful"):
+        model.generate(ids[:1], assistant_model=build(), do_sample=False)
+
+
+def test_no_field_of_the_configuration_is_one_of_generation(tmp_path):
+    """transformers refuses to save a model whose configuration holds those."""
+    config = preset("tiny", prior=["gla", "softmax"])
+    config.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["prior"] == ["gla", "softmax"]
