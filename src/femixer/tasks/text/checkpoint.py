@@ -1,0 +1,165 @@
+"""A language model on the disk with its tokenizer: finding, checking and loading it.
+
+A model folder is what `save_pretrained` of model and tokenizer write: config.json, model.safetensors and the
+tokenizer's files. `femixer lm train` keeps one as `model/` in its results folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from femixer.optional import require
+from femixer.options import check
+
+MODEL = "model"
+"""Name of the model folder inside a results folder."""
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+SPARE_ROWS = 1024
+"""Rows of an embedding beyond the vocabulary are padding for speed; more of them mean another tokenizer."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and how precisely the model computes."""
+
+    device: str = "auto"
+    """cpu, cuda, cuda:1, mps, ...; auto takes a GPU if there is one."""
+    dtype: str = "auto"
+    """float32, bfloat16, float16 or float64; auto is what the checkpoint was saved in."""
+
+    def torch_device(self) -> torch.device:
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            return torch.empty(0, device=self.device).device
+        except (RuntimeError, AssertionError) as error:  # an unknown name, or a torch built without that device
+            raise ValueError(
+                f"device={self.device!r} cannot be used here: {str(error).splitlines()[0]}; try cpu"
+            ) from None
+
+    def validate(self) -> None:
+        check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        self.torch_device()
+
+
+def model_folder(checkpoint: Path) -> Path:
+    """The model folder that `checkpoint` is, or that it holds if it is the results folder of a training.
+
+    Raises a ValueError that says what is missing. Pickles are refused: loading one runs whatever it contains.
+    """
+    shown = str(checkpoint)
+    if not checkpoint.is_dir():
+        state = "is a file" if checkpoint.exists() else "does not exist"
+        raise ValueError(
+            f"checkpoint={shown!r} {state}; choose a model folder or a results folder of `femixer lm train`"
+        )
+    folder = checkpoint / MODEL if (checkpoint / MODEL).is_dir() else checkpoint
+    config = _config(folder)
+    if config is None or "model_type" not in config:
+        reason = "has no config.json of a model in it"
+        if config is not None and "task" in config:
+            reason = f"is a results folder without {MODEL}/ in it: its run has not saved a model yet"
+        raise ValueError(f"checkpoint={shown!r} {reason}")
+    if not any((folder / name).is_file() for name in WEIGHTS):
+        pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
+        if pickles:
+            raise ValueError(
+                f"checkpoint={shown!r} has its weights as a pickle ({pickles[0]}), which can run any code when it is "
+                f"loaded; save it again as safetensors (save_pretrained does)"
+            )
+        raise ValueError(f"checkpoint={shown!r} has no weights: {folder / WEIGHTS[0]} is missing")
+    return folder
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model folder."""
+    transformers = _transformers()
+    if not any((folder / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")):
+        raise ValueError(f"checkpoint={str(folder)!r} has no tokenizer: tokenizer_config.json is missing")
+    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def load(checkpoint: Path, placement: Placement | None = None) -> tuple[Any, Any]:
+    """Model, in evaluation mode, and tokenizer of a checkpoint (a model folder or a results folder)."""
+    placement = placement or Placement()
+    placement.validate()
+    folder = model_folder(checkpoint)
+    tokenizer = load_tokenizer(folder)
+    model = _load_model(folder, placement)
+    _check_vocabulary(folder, tokenizer, model)
+    return model.to(placement.torch_device()).eval(), tokenizer
+
+
+def fingerprint(folder: Path) -> str:
+    """SHA-256 over names and contents of a model folder's files: another model or tokenizer has another one."""
+    digest = hashlib.sha256()
+    for file in sorted(entry for entry in folder.iterdir() if entry.suffix in (".safetensors", ".json", ".model")):
+        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        with file.open("rb") as content:
+            while chunk := content.read(1 << 20):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def name_of(checkpoint: Path) -> str:
+    """What to call a checkpoint: the name of its folder, or of the results folder around `model/`."""
+    path = checkpoint.resolve()
+    return path.parent.name if path.name == MODEL else path.name
+
+
+def _load_model(folder: Path, placement: Placement) -> Any:
+    transformers = _transformers()
+    dtype = "auto" if placement.dtype == "auto" else getattr(torch, placement.dtype)
+    options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True, "dtype": dtype}
+    # safetensors raises an exception of its own, which is none of ours to import
+    broken = require("safetensors", "cli").SafetensorError
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    except broken as error:
+        raise ValueError(f"checkpoint={str(folder)!r} has weights that cannot be read: {error}") from None
+    # transformers fills what is missing with random numbers and goes on
+    for kind in ("missing_keys", "mismatched_keys"):
+        if info[kind]:
+            names = ", ".join(sorted(map(str, info[kind]))[:3])
+            raise ValueError(
+                f"checkpoint={str(folder)!r} does not fit its config.json: {len(info[kind])} {kind.replace('_', ' ')} "
+                f"in the weights ({names}, ...)"
+            )
+    return model
+
+
+def _check_vocabulary(folder: Path, tokenizer: Any, model: Any) -> None:
+    rows, words = model.get_input_embeddings().weight.shape[0], len(tokenizer)
+    if not words <= rows < words + SPARE_ROWS:
+        raise ValueError(
+            f"checkpoint={str(folder)!r} has a tokenizer of {words} tokens and a model of {rows}: they do not belong "
+            f"together"
+        )
+
+
+def _config(folder: Path) -> dict[str, Any] | None:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def _transformers() -> Any:
+    """transformers, knowing our models and those that we upgrade."""
+    transformers = require("transformers", "lm")
+    import femixer.models
+    import femixer.surgery  # noqa: F401
+
+    if not sys.stderr.isatty():  # a bar drawn into a file is only noise
+        transformers.utils.logging.disable_progress_bar()
+    return transformers
