@@ -1,0 +1,17 @@
+"""Surgery: put FEM into a transformers model that is already trained.
+
+Importing this package teaches the Auto classes of transformers to load upgraded models.
+"""
+
+from femixer.optional import require
+
+require("transformers", "lm")
+
+from femixer.surgery import attention, families  # noqa: E402
+from femixer.surgery.families import FAMILIES  # noqa: E402
+from femixer.surgery.upgrading import load, upgrade  # noqa: E402
+
+attention.register()
+families.register()
+
+__all__ = ["FAMILIES", "load", "upgrade"]

@@ -1,0 +1,77 @@
+"""Putting FEM into a model, and loading models from folders."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, PreTrainedModel
+
+from femixer.options import check
+from femixer.surgery import attention, families
+from femixer.surgery.gates import PARTS
+
+
+def upgrade(model: Any, parts: str = "LT", rank: int = 16) -> Any:
+    """Replace the attention's read in `model` by FEM, in place, and return it. Its function stays as it was.
+
+    All trained weights are kept; every self-attention gains the parameters of `femixer.surgery.gates.ReadGates` as its
+    child `fem`. parts: "LT" free energy and temperature gate, "LTG" also the outer gate. rank: of the maps from hidden
+    states to gates.
+    """
+    check_upgradable(model)
+    check_parts(parts)
+    check(isinstance(rank, int) and 1 <= rank <= model.config.hidden_size, "rank", rank, "1 to the hidden size")
+    old, new = model.config, copy.deepcopy(model.config)  # another model may have the same configuration object
+    new.__class__ = families.upgraded_config(type(old))
+    new.fem_parts, new.fem_rank = parts, rank
+    new._attn_implementation = attention.NAME
+    for module in model.modules():
+        if getattr(module, "config", None) is old:
+            module.config = new
+    model.__class__ = families.upgraded_class(type(model))
+    # Saving would translate names back to those that the original was loaded from, whatever they were.
+    model.__dict__.pop("_weight_conversions", None)
+    families.attach(model)
+    return model
+
+
+def check_upgradable(model: Any) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers PreTrainedModel, not {type(model).__name__}")
+    if isinstance(model, families.Upgraded):
+        raise ValueError(f"model is upgraded already, with parts={model.config.fem_parts!r}")
+    known = ", ".join(families.FAMILIES)
+    if model.config.model_type not in families.FAMILIES:
+        raise ValueError(f"model type {model.config.model_type!r} cannot be upgraded; known are {known}")
+    if model.config.output_attentions:
+        raise ValueError("model.config.output_attentions=True: FEM reads every channel with weights of its own")
+    if not type(model).__module__.startswith("transformers."):
+        raise ValueError(f"{type(model).__name__} is not a class of transformers; upgrade the model inside it")
+
+
+def check_parts(parts: str) -> None:
+    """L alone would change what the model computes; C would need a state that transformers' caches do not carry."""
+    why = "L without T changes what the model computes, C needs a state that its cache does not carry"
+    check(parts in PARTS, "parts", parts, f"{' or '.join(PARTS)}: {why}")
+
+
+def load(path: str | Path, **options: Any) -> Any:
+    """The model in a folder (or of a hub name), in the class it was saved from: upgraded or not, or femixer's own.
+
+    Safetensors only. options: those of transformers' from_pretrained, such as dtype and device_map.
+    """
+    from femixer import models
+
+    config = AutoConfig.from_pretrained(path)
+    name = (config.architectures or [""])[0]
+    kinds = (getattr(module, name, None) for module in (families, models, transformers))
+    kind: Any = next((x for x in kinds if isinstance(x, type)), None)
+    if kind is None:
+        raise ValueError(f"{path} has a model of class {name!r}, which neither transformers nor femixer knows")
+    model, info = kind.from_pretrained(path, use_safetensors=True, output_loading_info=True, **options)
+    if info["missing_keys"]:  # transformers fills them with random numbers and goes on
+        raise ValueError(f"{path} does not fit its config.json: it lacks {sorted(info['missing_keys'])[0]}")
+    return model
