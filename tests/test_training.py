@@ -1,19 +1,40 @@
 """The training loop: what is resumed equals what was never stopped, whatever stopped it."""
 
+import io
 import json
+import re
+import resource
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
-from tiny_run import Tiny, same, tiny_run
+from tiny_run import ELABORATE, Tiny, same, tiny_run
 from torch import nn
 
-from femixer.training import Interrupted, adamw, atomic, checkpoint
-from femixer.training.seeding import derive, generator
+from femixer.options import parse
+from femixer.training import (
+    EngineOptions,
+    Interrupted,
+    Part,
+    RunOptions,
+    adamw,
+    atomic,
+    checkpoint,
+    constant,
+    cosine,
+    derive,
+    full_weights,
+    generator,
+    recipe,
+)
+from femixer.training.engine import Engine
+from femixer.training.progress import Bar
+from femixer.training.recipe import with_recipe
 
 
 class Crash(Exception):
@@ -45,11 +66,13 @@ def test_the_same_seed_repeats_a_run_and_another_does_not(tmp_path):
 
 
 @pytest.mark.parametrize("step", range(1, 8))
-def test_resumed_run_equals_uninterrupted_one_wherever_it_crashed(tmp_path, step):
+@pytest.mark.parametrize("arguments", [{}, ELABORATE], ids=["plain", "elaborate"])
+def test_resumed_run_equals_uninterrupted_one_wherever_it_crashed(tmp_path, step, arguments):
     with pytest.raises(Crash):
-        tiny_run(tmp_path / "crashed", each_batch=crash_at(step))
+        tiny_run(tmp_path / "crashed", each_batch=crash_at(step), arguments=arguments)
     torch.manual_seed(99)  # a resumed process does not inherit the state of the random numbers
-    assert same(tiny_run(tmp_path / "crashed", resume=True), tiny_run(tmp_path / "whole"))
+    resumed = tiny_run(tmp_path / "crashed", arguments=arguments, resume=True)
+    assert same(resumed, tiny_run(tmp_path / "whole", arguments=arguments))
 
 
 def test_resuming_does_not_repeat_the_steps_before_the_checkpoint(tmp_path):
@@ -62,17 +85,19 @@ def test_resuming_does_not_repeat_the_steps_before_the_checkpoint(tmp_path):
 
 def test_kill_nine_at_any_touch_of_the_disk_then_resume_equals_uninterrupted(tmp_path):
     script = Path(__file__).with_name("tiny_run.py")
-    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 30  # config, four evaluations and three checkpoints of several files each
+    assert int(done.stdout) > 50  # config, three evaluations, two records and four checkpoints of several files each
 
 
-def test_only_the_newest_two_checkpoints_are_kept(tmp_path):
-    tiny_run(tmp_path, Tiny(steps=8, evaluate_every=2))
-    assert stored_steps(tmp_path) == [8, 6]
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
+    tiny_run(tmp_path / "two", Tiny(steps=8, evaluate_every=2))
+    assert stored_steps(tmp_path / "two") == [8, 6]
+    tiny_run(tmp_path / "more", Tiny(steps=8, evaluate_every=4), keep=3, save_every=3)
+    assert stored_steps(tmp_path / "more") == [8, 6, 4]
 
 
-@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.pt", "checkpoint.json"])
+@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "checkpoint.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
 def test_damaged_newest_checkpoint_warns_and_the_one_before_is_used(tmp_path, name, damage):
     with pytest.raises(Crash):
@@ -97,7 +122,7 @@ def test_damaged_newest_checkpoint_warns_and_the_one_before_is_used(tmp_path, na
 def test_with_every_checkpoint_damaged_training_starts_anew(tmp_path):
     with pytest.raises(Crash):
         tiny_run(tmp_path / "run", each_batch=crash_at(5))
-    (tmp_path / "run" / "checkpoints" / "step-00000003" / "optimizer.pt").write_bytes(b"")
+    (tmp_path / "run" / "checkpoints" / "step-00000003" / "optimizer.safetensors").write_bytes(b"")
     with pytest.warns(UserWarning, match="damaged"):
         resumed = tiny_run(tmp_path / "run", resume=True)
     assert same(resumed, tiny_run(tmp_path / "whole"))
@@ -108,10 +133,54 @@ def test_a_checkpoint_under_its_name_is_complete_and_a_failed_one_leaves_nothing
         assert not [*(tmp_path / "checkpoints").glob("step-*[0-9]")]  # not there before all of it is written
         raise OSError("no space left")
 
-    monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(OSError, match="no space left"):
+    monkeypatch.setattr(checkpoint, "checksum", fail)
+    with pytest.raises(OSError, match=r"step-00000003 could not be saved \(no space left\)"):
         tiny_run(tmp_path)
     assert not [*(tmp_path / "checkpoints").iterdir()]
+
+
+def test_a_full_disk_spares_the_last_checkpoint_and_the_run_can_be_resumed(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(step):
+        if step == 5:  # the system refuses to write files beyond this size: not even the weights fit
+            resource.setrlimit(resource.RLIMIT_FSIZE, (512, limits[1]))
+
+    try:
+        with pytest.raises(OSError, match=r"step-00000006 could not be saved \(.*File too large.*before it are intact"):
+            tiny_run(tmp_path / "run", each_batch=fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]
+    assert same(tiny_run(tmp_path / "run", resume=True), tiny_run(tmp_path / "whole"))
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_the_name_and_shape_of_what_differs(tmp_path):
+    def saved(model):
+        checkpoint.save(tmp_path, model, adamw(model, 0.1), checkpoint.Position(1))
+
+    saved(nn.Linear(3, 5))
+    wider = nn.Linear(3, 7)
+    with pytest.raises(ValueError, match=r"is of another model: weight is \(5, 3\) there and \(7, 3\) in the model"):
+        checkpoint.restore(tmp_path, wider, adamw(wider, 0.1))
+    other = nn.Linear(3, 5, bias=False)
+    with pytest.raises(ValueError, match=r"bias is \(5,\) there and missing in the model"):
+        checkpoint.restore(tmp_path, other, adamw(other, 0.1))
+
+
+def test_tied_weights_are_saved_once_and_stay_tied(tmp_path):
+    def tied():
+        model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+        model[1].weight = model[0].weight
+        return model
+
+    model, again = tied(), tied()
+    checkpoint.save(tmp_path, model, adamw(model, 0.1), checkpoint.Position(1))
+    assert [*checkpoint.weights(tmp_path / "step-00000001")] == ["0.weight"]
+    checkpoint.restore(tmp_path, again, adamw(again, 0.1))
+    assert torch.equal(again[1].weight, model[0].weight) and again[1].weight is again[0].weight
+    weights = full_weights(model)
+    assert [*weights] == ["0.weight", "1.weight"] and weights["0.weight"] is weights["1.weight"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -166,7 +235,7 @@ def test_overwriting_starts_anew_and_spares_what_is_not_ours(tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("deletions", range(4))
+@pytest.mark.parametrize("deletions", range(6))
 @pytest.mark.parametrize("then", ["resume", "overwrite"])
 def test_overwriting_can_crash_between_any_two_deletions(tmp_path, monkeypatch, deletions, then):
     whole = tiny_run(tmp_path)
@@ -209,6 +278,24 @@ def test_the_config_records_options_and_versions(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("log_every", 0, "a whole number above 0"),
+        ("clip", 0.0, "a number above 0"),
+        ("items", 0, r"a batch that has any \(step 1\)"),
+        ("accumulate", 0, "a whole number above 0"),
+        ("precision", "fp8", "no or bf16"),
+        ("shard", "half", "none or full"),
+        ("checkpointing", True, "False: Sequential does not offer it"),
+    ],
+)
+def test_bad_arguments_are_named(tmp_path, name, value, allowed):
+    engine = {"engine": EngineOptions(**{name: value})} if name in EngineOptions.__dataclass_fields__ else {}
+    with pytest.raises(ValueError, match=f"^{name}={value!r} is not allowed; choose {allowed}$"):
+        tiny_run(tmp_path, arguments=engine or {name: (lambda part: 0) if name == "items" else value})
+
+
+@pytest.mark.parametrize(
     ("field", "value"), [("steps", 0), ("steps", -1), ("evaluate_every", 0), ("lr", 0.0), ("lr", float("nan"))]
 )
 def test_bad_values_are_named(tmp_path, field, value):
@@ -223,8 +310,16 @@ def test_resume_and_overwrite_exclude_each_other(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
-    with pytest.raises(FloatingPointError, match="smaller learning rate"):
-        tiny_run(tmp_path, Tiny(lr=1e30))
+    with pytest.raises(FloatingPointError, match=r"the loss is (inf|nan) at step 2; a smaller learning rate may help"):
+        tiny_run(tmp_path, Tiny(lr=1e30), save_every=1)
+    assert stored_steps(tmp_path) == [1]  # and replaces no checkpoint
+
+
+def test_gradients_that_are_not_finite_stop_the_run_before_their_weights_are_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(Engine, "clip", lambda engine, largest: torch.tensor(float("nan")))
+    with pytest.raises(FloatingPointError, match="norm of the gradients is nan at step 3"):
+        tiny_run(tmp_path)
+    assert stored_steps(tmp_path) == []
 
 
 def test_weight_decay_is_for_matrices_and_not_for_temperatures_biases_or_norms():
@@ -243,6 +338,204 @@ def test_weight_decay_is_for_matrices_and_not_for_temperatures_biases_or_norms()
     changed = [name for name, p in layer.named_parameters() if not torch.equal(p, before[name])]
     assert changed == ["linear.weight"]
     torch.testing.assert_close(layer.linear.weight, before["linear.weight"] * 0.95)
+
+
+def test_embeddings_decay_as_the_output_matrix_does_frozen_parameters_never_and_betas_are_used():
+    model = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 7), nn.Linear(7, 2))
+    model[2].requires_grad_(False)
+    optimizer = adamw(model, 0.1, 0.5, betas=(0.7, 0.8))
+    decayed, spared = optimizer.param_groups
+    assert {*map(id, decayed["params"])} == {id(model[0].weight), id(model[1].weight)}
+    assert {*map(id, spared["params"])} == {id(model[1].bias)}
+    assert decayed["betas"] == (0.7, 0.8) and (decayed["weight_decay"], spared["weight_decay"]) == (0.5, 0.0)
+    with pytest.raises(ValueError, match="betas="):
+        adamw(model, 0.1, betas=(0.9, 1.0))
+
+
+def test_the_learning_rate_rises_linearly_and_falls_as_half_a_cosine():
+    factors = [cosine(11, 3, 0.2)(step) for step in range(1, 12)]
+    assert factors[:3] == pytest.approx([1 / 3, 2 / 3, 1])
+    assert factors[6] == pytest.approx(0.6)  # halfway between 3 and 11, in the middle of 1 and 0.2
+    assert factors[-1] == pytest.approx(0.2)
+    assert factors[2:] == sorted(factors[2:], reverse=True)
+    assert cosine(4)(4) == 0 and cosine(4, 4)(4) == 1 and constant(9) == 1
+    for bad in ({"warmup": 12}, {"warmup": -1}, {"floor": 1.1}):
+        with pytest.raises(ValueError, match=f"^{next(iter(bad))}="):
+            cosine(11, **bad)
+
+
+def test_the_scheduled_rate_is_the_one_that_is_used(tmp_path):
+    frozen = tiny_run(tmp_path / "a", arguments={"schedule": lambda step: 0.0 if step > 3 else 0.5, "log_every": 1})
+    half = tiny_run(tmp_path / "b", Tiny(lr=0.05, steps=3))
+    assert [record["lr"] for record in frozen[0] if "lr" in record] == [0.05] * 3 + [0.0] * 4
+    assert all(torch.equal(frozen[1][name], half[1][name]) for name in half[1])
+
+
+def test_gradients_are_clipped_to_the_norm_of_all_together():
+    model = nn.Linear(3, 5)
+    engine = Engine(model, EngineOptions())
+    for largest, after in ((None, 13.0), (20.0, 13.0), (2.0, 2.0)):
+        for parameter, size in zip(model.parameters(), (5.0, 12.0), strict=True):
+            parameter.grad = torch.full_like(parameter, size / parameter.numel() ** 0.5)
+        assert engine.clip(largest).item() == pytest.approx(13.0)
+        norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+        assert norm == pytest.approx(after, rel=1e-5)
+
+
+@pytest.mark.parametrize(("total", "count"), [(11, 1), (11, 3), (13, 5), (7, 7)])
+def test_the_parts_of_a_batch_are_all_of_it_in_order_and_even(total, count):
+    rows = [[*range(total)][Part(index, count).rows(total)] for index in range(count)]
+    assert [row for part in rows for row in part] == [*range(total)]
+    assert {len(part) for part in rows} <= {total // count, -(-total // count)}
+
+
+def test_a_batch_with_fewer_rows_than_parts_is_refused():
+    with pytest.raises(ValueError, match=r"^batch=2 is not allowed; choose at least one row for each of 3"):
+        Part(0, 3).rows(2)
+
+
+def test_the_model_is_compiled_and_checkpointed_on_request(tmp_path, monkeypatch):
+    compiled, compiler = [], torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or compiler(model, backend="eager"))
+    asked = []
+    monkeypatch.setattr(
+        nn.Sequential, "gradient_checkpointing_enable", lambda model: asked.append(model), raising=False
+    )
+    options = {"engine": EngineOptions(compile=True, checkpointing=True)}
+    records, weights = tiny_run(tmp_path / "a", arguments=options)
+    assert len(compiled) == len(asked) == 1
+    assert same((records, weights), tiny_run(tmp_path / "b"))
+
+
+def test_training_records_and_samples(tmp_path):
+    records, _ = tiny_run(tmp_path, arguments=ELABORATE)
+    trained = [record for record in records if record.get("split") == "train"]
+    assert [(record["step"], record["tokens"]) for record in trained] == [(2, 22), (4, 44), (6, 66)]
+    assert {*trained[0]} == {"split", "line", "lr", "grad_norm", "tokens", "step"}
+    lines = [*map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())]
+    assert [line["step"] for line in lines] == [0, 3, 6, 7]
+    assert len({line["text"] for line in lines}) == 4  # drawn anew at each evaluation
+    metrics = [*map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())]
+    assert all(record["tokens_per_second"] > 0 for record in metrics if "lr" in record)
+
+
+def test_tensorboard_shows_each_step_once_even_after_a_crash(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with pytest.raises(Crash):
+        tiny_run(tmp_path, arguments=ELABORATE, each_batch=crash_at(5), tensorboard=True)
+    tiny_run(tmp_path, arguments=ELABORATE, tensorboard=True, resume=True)
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/line")] == [2, 4, 6]
+    assert [event.step for event in events.Scalars("line/mse")] == [0, 3, 6, 7]
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    expected = [record["mse"] for record in metrics if "mse" in record]
+    assert [event.value for event in events.Scalars("line/mse")] == pytest.approx(expected)
+    assert "sample 0/text_summary" in events.Tags()["tensors"]
+
+
+def test_the_bar_shows_loss_speed_time_left_and_samples_as_they_are(monkeypatch):
+    progress, console = pytest.importorskip("rich.progress"), pytest.importorskip("rich.console")
+    monkeypatch.setattr(Bar, "REFRESH_SECONDS", 0.0)
+    out = io.StringIO()
+    columns = (progress.TextColumn("{task.completed}/{task.total} {task.fields[loss]} {task.fields[rate]}"),)
+    with progress.Progress(*columns, console=console.Console(file=out, width=100)) as shown:
+        bar = Bar(shown, 2, 7)
+        bar.stepped(3, lambda: {"loss": torch.tensor(1.23456)}, "1,234 tokens/s")
+        bar.evaluated(3, [{"split": "validation", "loss": 1.5, "step": 3}])
+        bar.sampled([{"prompt": "[bold]", "text": "to be\nor not"}])
+    assert "3/7 loss 1.235 1,234 tokens/s" in out.getvalue()
+    assert "step 3/7 | validation loss 1.5" in out.getvalue()
+    assert "    prompt: [bold]\n    text: to be\n    or not\n" in out.getvalue()
+
+
+@dataclass(frozen=True)
+class Layer:
+    width: int = 3
+    names: tuple[str, ...] = ("a",)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    layer: Layer = field(default_factory=Layer)
+    lr: float = 0.1
+    kind: Literal["one", "two"] = "one"
+    folder: Path | None = None
+    betas: tuple[float, float] = (0.9, 0.99)
+    limit: int | None = None
+    fast: bool = False
+    options: dict[str, int] = field(default_factory=dict)
+
+
+def written(tmp_path, text):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_recipe_gives_defaults_that_other_options_change(tmp_path):
+    path = written(
+        tmp_path,
+        "width: 5 # nested, yet on one level\nnames: [x, y]\nlr: 4e-4\nkind: two\nfolder: some/where\nbetas: [0, 0.5]\n"
+        "limit: 1_000\nfast: true\noptions: {a: 1}\n",
+    )
+    expected = Recipe(Layer(5, ("x", "y")), 4e-4, "two", Path("some/where"), (0.0, 0.5), 1000, True, {"a": 1})
+    for args in (["--recipe", path], [f"--recipe={path}"]):
+        default, rest = with_recipe(Recipe(), args)
+        assert (default, rest) == (expected, [])
+    default, rest = with_recipe(Recipe(), ["--lr", "7", "--recipe", path, "--width", "11"])
+    parsed = parse(Recipe, rest, "test", default)
+    assert parsed == replace(expected, lr=7.0, layer=Layer(11, ("x", "y")))
+    assert with_recipe(Recipe(), ["--lr", "7"]) == (Recipe(), ["--lr", "7"])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("widht: 5", "widht is unknown; choose from betas, fast, folder, kind, limit, lr, names, options, width"),
+        ("layer: 5", "layer is unknown; choose from betas"),
+        ("width: 5.0", "width=5.0 is not allowed; choose a whole number"),
+        ("width: true", "width=True is not allowed; choose a whole number"),
+        ("lr: fast", "lr='fast' is not allowed; choose a number"),
+        ("kind: three", "kind='three' is not allowed; choose one of one, two"),
+        ("limit: 1e9", "limit='1e9' is not allowed; choose a whole number or null"),
+        ("fast: 1", "fast=1 is not allowed; choose true or false"),
+        ("names: x", "names='x' is not allowed; choose a list"),
+        ("names: [1]", r"names=\[1\] is not allowed; choose a text"),
+        ("betas: [0.5]", r"betas=\[0.5\] is not allowed; choose a list of 2"),
+        ("options: 3", "options=3 is not allowed; choose a mapping"),
+        ("- lr", "expected `option: value` on each line"),
+        ("lr: [", "not YAML"),
+    ],
+)
+def test_an_error_in_a_recipe_names_file_key_value_and_what_is_allowed(tmp_path, line, message):
+    path = written(tmp_path, line)
+    with pytest.raises(ValueError, match=f"^{re.escape(path)}: {message}"):
+        with_recipe(Recipe(), ["--recipe", path])
+
+
+def test_an_unknown_recipe_is_answered_with_those_that_exist():
+    with pytest.raises(ValueError, match=r"^recipe='paper' is not allowed; choose a YAML file, or one of .*paper-340m"):
+        with_recipe(Recipe(), ["--recipe", "paper"])
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("paper-340m", 15), ("paper-1.3b", 100)])
+def test_the_papers_recipes_are_the_papers(name, tokens):
+    lm = pytest.importorskip("femixer.tasks.text.train")
+    default = lm.Command(lm.Experiment(), lm.DataOptions(), EngineOptions(), RunOptions(Path("results/lm")))
+    experiment = recipe.apply(default, name).experiment
+    assert experiment.model.preset == name.removeprefix("paper-")
+    assert (experiment.lr, experiment.weight_decay, experiment.clip, experiment.context) == (4e-4, 0.1, 1.0, 4096)
+    assert experiment.tokens == tokens * 10**9 and experiment.warmup_tokens == 10**9
+    assert experiment.batch_tokens == 2**19
+    experiment.validate()
+
+
+def test_every_step_part_and_evaluation_draws_its_own_random_numbers(tmp_path, monkeypatch):
+    seeds, seed = [], torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda value: seeds.append(value) or seed(value))
+    tiny_run(tmp_path, arguments=ELABORATE)
+    assert len({*seeds}) == len(seeds) == 7 * 3 + 4
 
 
 def test_random_numbers_depend_on_seed_and_purpose_only():

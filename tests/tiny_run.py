@@ -1,5 +1,6 @@
 """A training run of a few milliseconds for the tests, and `python tiny_run.py FOLDER`: kill -9 it wherever it hurts."""
 
+import json
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from femixer.training import Results, RunOptions, adamw, generator, train
+from femixer.training import EngineOptions, Part, Results, RunOptions, adamw, cosine, generator, train
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,25 @@ class Tiny:
     seed: int = 0
 
 
+ELABORATE: dict[str, Any] = {
+    "schedule": cosine(7, 2, 0.1),
+    "clip": 0.1,
+    "log_every": 2,
+    "tokens": 11,
+    "samples": lambda model: [{"text": f"{torch.rand(()).item()} [bold]"}],
+    "engine": EngineOptions(accumulate=3),
+}
+"""Arguments of `train` that use all of it."""
+
+
 def tiny_run(
-    folder: Path, experiment: Tiny | None = None, each_batch: Callable[[int], None] = lambda step: None, **options: Any
+    folder: Path,
+    experiment: Tiny | None = None,
+    each_batch: Callable[[int], None] = lambda step: None,
+    arguments: dict[str, Any] | None = None,
+    **options: Any,
 ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Fit a line, with dropout and Adam's moments to get wrong. Returns the metrics (without times) and the weights."""
+    """Fit a line, with dropout and Adam's moments to get wrong. Returns the records (without times) and the weights."""
     experiment = experiment or Tiny()
     run = RunOptions(folder, **options)
     run.apply()
@@ -34,27 +50,32 @@ def tiny_run(
     for parameter in model.parameters():
         nn.init.normal_(parameter, generator=generator(experiment.seed, "weights", *parameter.shape))
 
-    def batch(step: int) -> Tensor:
+    def batch(step: int, part: Part) -> Tensor:
         each_batch(step)
-        return torch.randn(11, 3, generator=generator(experiment.seed, "train", step))
+        return torch.randn(11, 3, generator=generator(experiment.seed, "train", step))[part.rows(11)]
 
     def error(model: nn.Module, x: Tensor) -> Tensor:
-        return (model(x)[:, 0] - x.sum(1)).square().mean()
+        return (model(x)[:, 0] - x.sum(1)).square().sum()
 
     held_out = torch.randn(13, 3, generator=generator(experiment.seed, "validation"))
     train(
         model,
-        adamw(model, experiment.lr),
+        lambda model: adamw(model, experiment.lr),
         batch=batch,
         losses=lambda model, x: {"line": error(model, x)},
-        evaluate=lambda model: [{"model": "line", "mse": error(model, held_out).item()}],
+        evaluate=lambda model: [{"model": "line", "mse": error(model, held_out).item() / 13}],
         results=results,
         steps=experiment.steps,
         evaluate_every=experiment.evaluate_every,
         seed=experiment.seed,
+        **{"items": len, **(arguments or {})},
     )
-    metrics = [{name: value for name, value in record.items() if name != "seconds"} for record in results.metrics()]
-    return metrics, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    records = results.metrics()
+    if (folder / "samples.jsonl").exists():
+        records += map(json.loads, (folder / "samples.jsonl").read_text().splitlines())
+    times = ("seconds", "tokens_per_second")
+    records = [{name: value for name, value in record.items() if name not in times} for record in records]
+    return records, {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def same(a: Any, b: Any) -> bool:
@@ -86,9 +107,19 @@ def kill_at(moment: int) -> None:
         setattr(os, name, deadly(getattr(os, name)))
 
 
+def without_waiting() -> None:
+    """A process that dies takes nothing away from what the system has still to write, so nobody has to wait for it."""
+    os.fsync = lambda descriptor: None
+
+
 def crash_everywhere(folder: Path) -> int:
     """Kill a run before its 1st, 2nd, ... touch of the disk, resume it, compare. Returns how many there were."""
-    expected = tiny_run(folder / "undisturbed")
+    experiment = Tiny(steps=5)
+
+    def elaborate(run: Path, **options: Any) -> Any:
+        return tiny_run(run, experiment, arguments=ELABORATE, save_every=2, **options)
+
+    expected = elaborate(folder / "undisturbed")
     moment = 0
     while True:
         moment += 1
@@ -96,7 +127,7 @@ def crash_everywhere(folder: Path) -> int:
 
         def killed(run: Path = run, moment: int = moment) -> None:
             kill_at(moment)
-            tiny_run(run)
+            elaborate(run)
 
         status = in_child(killed)
         if status == 0:  # it has fewer moments than that
@@ -105,11 +136,12 @@ def crash_everywhere(folder: Path) -> int:
         if (run / "metrics.jsonl").exists() and moment % 2:  # the end of a line that never reached the disk
             with (run / "metrics.jsonl").open("a") as file:
                 file.write('{"model": "li')
-        resumed = tiny_run(run, resume=True)
+        resumed = elaborate(run, resume=True)
         assert same(resumed, expected), f"killed at moment {moment}, resumed, and the result differs"
         assert not [*run.rglob("*.partial")], f"moment {moment} left temporary files"
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    without_waiting()
     print(crash_everywhere(Path(sys.argv[1])))

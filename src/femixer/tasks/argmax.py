@@ -18,7 +18,7 @@ from femixer.gates import inverse_temperature
 from femixer.kernels.softmax import softmax_read
 from femixer.optional import require
 from femixer.options import check, parse
-from femixer.training import Results, RunOptions, adamw, generator, show_table, train
+from femixer.training import Part, Results, RunOptions, adamw, distributed, generator, show_table, train
 from femixer.training.results import Record
 
 MODELS = {"fem": "FEM", "attention": "softmax attention"}
@@ -91,6 +91,11 @@ def training_batch(experiment: Experiment, step: int) -> Sample:
     return sample(experiment.batch, experiment, generator(experiment.seed, "argmax train", step))
 
 
+def share(whole: Sample, part: Part) -> Sample:
+    """One part of a batch."""
+    return Sample(*(tensor[part.rows(len(tensor))] for tensor in whole))
+
+
 def validation_batches(experiment: Experiment) -> list[Sample]:
     """The validation set, cut to the size of a training batch to bound the memory of an evaluation."""
     whole = sample(experiment.validation, experiment, generator(experiment.seed, "argmax validation"))
@@ -144,10 +149,16 @@ class LastRead(nn.Module):
         return torch.lerp(read, free_energy.flatten(1), lam)
 
 
-def build(experiment: Experiment) -> nn.ModuleDict:
-    """Both models, from the same initial queries and keys. They share no parameter and are trained side by side on the
-    same batches, each as it would be alone."""
-    return nn.ModuleDict(
+class SideBySide(nn.ModuleDict):
+    """Models that share no parameter, trained on the same batches, each as it would be alone."""
+
+    def forward(self, values: Tensor) -> dict[str, Tensor]:
+        return {name: model(values) for name, model in self.items()}
+
+
+def build(experiment: Experiment) -> SideBySide:
+    """Both models, from the same initial queries and keys."""
+    return SideBySide(
         {
             name: LastRead(
                 experiment.channels, experiment.heads, name == "fem", generator(experiment.seed, "argmax weights")
@@ -157,17 +168,20 @@ def build(experiment: Experiment) -> nn.ModuleDict:
     )
 
 
-def losses(models: nn.ModuleDict, data: Sample) -> dict[str, Tensor]:
-    return {name: functional.mse_loss(models[name](data.values), data.target) for name in models}
+def losses(models: nn.Module, data: Sample) -> dict[str, Tensor]:
+    """Squared error summed over all channels, for each model."""
+    target = data.target
+    return {name: functional.mse_loss(y, target, reduction="sum") for name, y in models(data.values).items()}
 
 
-def evaluate(models: nn.ModuleDict, batches: Sequence[Sample]) -> Iterator[Record]:
+def evaluate(models: SideBySide, batches: Sequence[Sample]) -> Iterator[Record]:
     """Mean squared error and index accuracy over all channels of all validation sequences, for each model."""
     channels = sum(data.winners.numel() for data in batches)
     for name, model in models.items():
         assert isinstance(model, LastRead)
         squared, correct = 0.0, 0
         for data in batches:
+            data = Sample(*(tensor.to(model.query.weight.device) for tensor in data))
             prediction = model(data.values)
             squared += (prediction - data.target).square().sum().item()
             correct += int(index_correct(prediction, data).sum())
@@ -191,9 +205,10 @@ def run(experiment: Experiment, options: RunOptions) -> Results:
     validation = validation_batches(experiment)
     train(
         models,
-        adamw(models, experiment.lr, experiment.weight_decay),
-        batch=lambda step: training_batch(experiment, step),
+        lambda models: adamw(models, experiment.lr, experiment.weight_decay),
+        batch=lambda step, part: share(training_batch(experiment, step), part),
         losses=losses,
+        items=lambda data: data.winners.numel(),
         evaluate=lambda models: evaluate(models, validation),
         results=results,
         steps=experiment.steps,
@@ -206,7 +221,7 @@ def run(experiment: Experiment, options: RunOptions) -> Results:
     return results
 
 
-def table(experiment: Experiment, models: nn.ModuleDict, metrics: Sequence[Record]) -> str:
+def table(experiment: Experiment, models: SideBySide, metrics: Sequence[Record]) -> str:
     """The last evaluation of each model, in Markdown."""
     last = {record["model"]: record for record in metrics}
     lines = [
@@ -283,5 +298,6 @@ def main(args: Sequence[str]) -> int:
     command = parse(Command, args, "argmax", default)
     results = run(command.experiment, command.run)
     show_table(results)
-    print(f"Results are in {results.folder}/")
+    if distributed.is_main():
+        print(f"Results are in {results.folder}/")
     return 0

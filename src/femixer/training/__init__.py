@@ -1,9 +1,28 @@
-"""Training: one loop, checkpoints that survive a crash at any instant, and a results folder per run."""
+"""Training: one loop for one process or many, checkpoints that survive any crash, and a results folder per run."""
 
+from femixer.training import distributed
+from femixer.training.distributed import Part
+from femixer.training.engine import EngineOptions, full_weights
 from femixer.training.interrupt import Interrupted
 from femixer.training.loop import train
 from femixer.training.optimizer import adamw
 from femixer.training.results import Results, RunOptions, show_table
-from femixer.training.seeding import generator
+from femixer.training.schedule import constant, cosine
+from femixer.training.seeding import derive, generator
 
-__all__ = ["Interrupted", "Results", "RunOptions", "adamw", "generator", "show_table", "train"]
+__all__ = [
+    "EngineOptions",
+    "Interrupted",
+    "Part",
+    "Results",
+    "RunOptions",
+    "adamw",
+    "constant",
+    "cosine",
+    "derive",
+    "distributed",
+    "full_weights",
+    "generator",
+    "show_table",
+    "train",
+]

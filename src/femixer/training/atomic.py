@@ -17,16 +17,27 @@ def replacing(path: Path) -> Iterator[Path]:
     The content reaches the disk before the rename, and the rename before this returns. A folder cannot replace
     another folder: `path` must not exist then.
     """
-    partial = path.with_name(path.name + PARTIAL)
-    remove(partial)
+    partial = begin(path)
     try:
         yield partial
-        for part in [*partial.iterdir(), partial] if partial.is_dir() else [partial]:
-            sync(part)
-        os.replace(partial, path)
-        sync(path.parent)
+        commit(partial, path)
     finally:
         remove(partial)
+
+
+def begin(path: Path) -> Path:
+    """The temporary name beside `path`, under which there is nothing."""
+    partial = path.with_name(path.name + PARTIAL)
+    remove(partial)
+    return partial
+
+
+def commit(partial: Path, path: Path) -> None:
+    """Put what is under the temporary name on the disk, and then under its own name."""
+    for part in [*partial.iterdir(), partial] if partial.is_dir() else [partial]:
+        sync(part)
+    os.replace(partial, path)
+    sync(path.parent)
 
 
 def write(path: Path, text: str) -> None:

@@ -1,25 +1,31 @@
-"""Checkpoints: a folder per saved step, complete or absent, of which the newest two are kept.
+"""Checkpoints: a folder per saved step, complete or absent, of which the newest are kept.
 
-checkpoints/step-00000400/weights.safetensors   the model
-                          optimizer.pt          the optimizer's state
-                          checkpoint.json       step, seconds trained, and a checksum of each file
+checkpoints/step-00000400/weights.safetensors     the model
+                          optimizer.safetensors   the optimizer's state: `parameter:key`
+                          checkpoint.json         step, seconds trained, and a checksum of each file
+
+A sharded run writes its state where it is, each process its own: then the first two are `__0_0.distcp`, `__1_0.distcp`,
+... and `.metadata` of torch.distributed.checkpoint. Either kind loads into any number of processes, sharded or not.
 """
 
 import json
 import warnings
 import zlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from femixer.optional import require
-from femixer.training import atomic
+from femixer.training import atomic, distributed
 
-KEEP = 2
-WEIGHTS, OPTIMIZER, ABOUT = "weights.safetensors", "optimizer.pt", "checkpoint.json"
+WEIGHTS, OPTIMIZER, ABOUT = "weights.safetensors", "optimizer.safetensors", "checkpoint.json"
+SHARDS = ".metadata"
+"""The file that only the checkpoint of a sharded run has."""
 
 
 @dataclass(frozen=True)
@@ -34,53 +40,83 @@ class Corrupt(Exception):
     """A checkpoint is not what was written."""
 
 
-def save(folder: Path, model: nn.Module, optimizer: Optimizer, position: Position) -> None:
-    """Save a checkpoint and delete all but the newest `KEEP`. It must not exist: a step is saved once."""
-    safetensors = require("safetensors.torch", "cli")
-    folder.mkdir(parents=True, exist_ok=True)
-    with atomic.replacing(folder / f"step-{position.step:08d}") as partial:
-        partial.mkdir()
-        safetensors.save_model(model, str(partial / WEIGHTS))
-        torch.save(optimizer.state_dict(), partial / OPTIMIZER)
-        about = {
-            "step": position.step,
-            "seconds": position.seconds,
-            "crc32": {name: checksum(partial / name) for name in (WEIGHTS, OPTIMIZER)},
-        }
-        (partial / ABOUT).write_text(json.dumps(about, indent=2), encoding="utf-8")
-    for old in stored(folder)[KEEP:]:
-        atomic.remove(old)
+def save(folder: Path, model: nn.Module, optimizer: Optimizer, position: Position, keep: int = 2) -> None:
+    """Save a checkpoint and delete all but the newest `keep`. It must not exist: a step is saved once."""
+    path = folder / f"step-{position.step:08d}"
+    sharded = any(is_sharded(p) for p in model.parameters())
+    try:
+        partial = distributed.on_main(lambda: _begin(path))
+        try:
+            if sharded:
+                _write_shards(partial, model, optimizer)
+            else:
+                distributed.on_main(lambda: _write_whole(partial, model, optimizer))
+            sums = {name: value for part in distributed.gather(_own_checksums(partial)) for name, value in part.items()}
+            distributed.on_main(lambda: _finish(partial, path, position, sums))
+        finally:
+            if distributed.is_main():
+                atomic.remove(partial)
+    except Exception as error:  # each library has its own for a full disk
+        raise OSError(f"checkpoint {path} could not be saved ({error}); those before it are intact") from error
+    if distributed.is_main():
+        for old in stored(folder)[keep:]:
+            atomic.remove(old)
 
 
 def restore(folder: Path, model: nn.Module, optimizer: Optimizer) -> Position:
     """Load the newest intact checkpoint into `model` and `optimizer`; without one, change nothing.
 
-    A damaged checkpoint gives a warning, is deleted and the one before it is used.
+    A damaged checkpoint gives a warning, is deleted and the one before it is used. What a crash left unfinished is
+    deleted.
     """
-    safetensors = require("safetensors.torch", "cli")
-    for path in stored(folder):
+    for rest in folder.glob("*" + atomic.PARTIAL) if distributed.is_main() else ():
+        atomic.remove(rest)
+    for path in distributed.on_main(lambda: stored(folder)):
         try:
             position = verify(path)
         except Corrupt as problem:
-            warnings.warn(f"checkpoint {path} is damaged ({problem}); going back to the one before", stacklevel=2)
-            atomic.remove(path)
+            if distributed.is_main():
+                warnings.warn(f"checkpoint {path} is damaged ({problem}); going back to the one before", stacklevel=2)
+                atomic.remove(path)
             continue
-        safetensors.load_model(model, str(path / WEIGHTS))
-        optimizer.load_state_dict(torch.load(path / OPTIMIZER, weights_only=True))
+        if (path / SHARDS).exists():
+            _read_shards(path, model, optimizer)
+        else:
+            _read_whole(path, model, optimizer)
         return position
     return Position()
+
+
+def weights(path: Path) -> dict[str, Tensor]:
+    """The model's weights in a checkpoint of either kind, on the CPU, without the model."""
+    if not (path / SHARDS).exists():
+        return require("safetensors.torch", "cli").load_file(path / WEIGHTS)
+    about = _shards_held(path).items()
+    found = {key: torch.empty(e.size, dtype=e.properties.dtype) for key, e in about if key.startswith("model:")}
+    _load_shards(path, found)
+    return {key.removeprefix("model:"): value for key, value in found.items()}
 
 
 def verify(path: Path) -> Position:
     """Where the checkpoint stands, or `Corrupt` if a file is missing or differs from what was written."""
     try:
-        about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
-        for name, expected in about["crc32"].items():
-            if checksum(path / name) != expected:
-                raise Corrupt(f"{name} has changed")
-        return Position(about["step"], about["seconds"])
+        about = distributed.on_main(lambda: json.loads((path / ABOUT).read_text(encoding="utf-8")))
+        sums = sorted(about["crc32"].items())
+        position = Position(about["step"], about["seconds"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Corrupt(f"{type(error).__name__}: {error}") from error
+    own = sums[distributed.rank() :: distributed.world()]
+    problems = [problem for problem in distributed.gather(_problem(path, own)) if problem]
+    if problems:
+        raise Corrupt(problems[0])
+    return position
+
+
+def _problem(path: Path, sums: list[tuple[str, int]]) -> str | None:
+    try:
+        return next((f"{name} has changed" for name, value in sums if checksum(path / name) != value), None)
+    except (OSError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def stored(folder: Path) -> list[Path]:
@@ -94,3 +130,139 @@ def checksum(path: Path) -> int:
         while block := file.read(1 << 20):
             value = zlib.crc32(block, value)
     return value
+
+
+def is_sharded(tensor: Any) -> bool:
+    return hasattr(tensor, "device_mesh")
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and saved buffers by name, a tied one once."""
+    named = model.state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(named.items())}
+    return {name: tensor.detach() for name, tensor in named.items() if first[id(tensor)] == name}
+
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The optimizer's tensors as `parameter:key`; its options come from the experiment and are not kept."""
+    return {
+        f"{name}:{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def _begin(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = atomic.begin(path)
+    partial.mkdir()
+    return partial
+
+
+def _finish(partial: Path, path: Path, position: Position, sums: Mapping[str, int]) -> None:
+    about = {"step": position.step, "seconds": position.seconds, "crc32": sums}
+    (partial / ABOUT).write_text(json.dumps(about, indent=2), encoding="utf-8")
+    atomic.commit(partial, path)
+
+
+def _own_checksums(partial: Path) -> dict[str, int]:
+    """Of the files that this process has written: the main one's whole checkpoint, or one process's shards."""
+    mine = f"__{distributed.rank()}_"
+    files = [*partial.iterdir()]
+    others = [file for file in files if not file.name.startswith("__")] if distributed.is_main() else []
+    return {file.name: checksum(file) for file in [*others, *(file for file in files if file.name.startswith(mine))]}
+
+
+def _write_whole(partial: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    save_file = require("safetensors.torch", "cli").save_file
+    for name, state in ((WEIGHTS, model_state(model)), (OPTIMIZER, optimizer_state(model, optimizer))):
+        save_file({key: tensor.contiguous() for key, tensor in state.items()}, partial / name)
+
+
+def _read_whole(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    safe_open = require("safetensors", "cli").safe_open
+    target = model_state(model)
+    with safe_open(path / WEIGHTS, framework="pt") as file:
+        held = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        _check_same(path, held, target)
+        for name, tensor in target.items():
+            tensor.copy_(like(tensor, file.get_tensor(name)))
+    with safe_open(path / OPTIMIZER, framework="pt") as file:
+        _fill(model, optimizer, ((key, file.get_tensor(key)) for key in file.keys()))  # noqa: SIM118
+
+
+def _write_shards(partial: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    state = {f"model:{name}": tensor for name, tensor in model_state(model).items()}
+    state |= {f"optimizer:{key}": tensor for key, tensor in optimizer_state(model, optimizer).items()}
+    try:
+        state_dict_saver.save(state, checkpoint_id=partial, process_group=distributed.control_group())
+    except CheckpointException as error:  # which is no Exception
+        raise OSError("; ".join(str(failure[0]) for failure in error.failures.values())) from error
+
+
+def _read_shards(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    about, target, parameters = _shards_held(path), model_state(model), dict(model.named_parameters())
+    held = {key.removeprefix("model:"): tuple(entry.size) for key, entry in about.items() if key.startswith("model:")}
+    _check_same(path, held, target)
+    state = {f"model:{name}": tensor for name, tensor in target.items()}
+    moments = {}
+    for key, entry in about.items():
+        kind, name, *_ = key.split(":")
+        if kind == "optimizer":
+            same = parameters[name].shape == entry.size
+            empty = (
+                torch.zeros_like(parameters[name]) if same else torch.empty(entry.size, dtype=entry.properties.dtype)
+            )
+            moments[key.removeprefix("optimizer:")] = state[key] = empty
+    _load_shards(path, state)
+    _fill(model, optimizer, moments.items())
+
+
+def _shards_held(path: Path) -> dict[str, Any]:
+    """Size and type of every tensor in the checkpoint of a sharded run."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    return {**FileSystemReader(path).read_metadata().state_dict_metadata}
+
+
+def _load_shards(path: Path, state: dict[str, Tensor]) -> None:
+    """Fill the tensors of `state`, each process its part of them."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended in one process
+        group = distributed.control_group()
+        load(state, checkpoint_id=path, process_group=group, no_dist=group is None)
+
+
+def _fill(model: nn.Module, optimizer: Optimizer, state: Iterable[tuple[str, Tensor]]) -> None:
+    parameters = dict(model.named_parameters())
+    optimizer.state.clear()
+    for key, value in state:
+        name, _, entry = key.rpartition(":")
+        optimizer.state[parameters[name]][entry] = like(parameters[name], value)
+
+
+def like(target: Tensor, value: Tensor) -> Tensor:
+    """`value` where `target` is: on its device, and divided among the processes as it is, if their shapes agree."""
+    if target.shape != value.shape or is_sharded(value):
+        return value
+    value = value.to(target.device)
+    if not is_sharded(target):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    # Every process has read all of it, so none has to be told its share.
+    return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)  # type: ignore[attr-defined]
+
+
+def _check_same(path: Path, held: Mapping[str, tuple[int, ...]], target: Mapping[str, Tensor]) -> None:
+    wanted = {name: tuple(tensor.shape) for name, tensor in target.items()}
+    names = [name for name in {**wanted, **held} if held.get(name) != wanted.get(name)]
+    if names:
+        first = names[0]
+        shapes = f"{first} is {held.get(first, 'missing')} there and {wanted.get(first, 'missing')} in the model"
+        raise ValueError(f"checkpoint {path} is of another model: {shapes} ({len(names)} such weights)")

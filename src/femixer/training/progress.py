@@ -1,8 +1,8 @@
-"""Showing training: a bar on a terminal, one line per evaluation elsewhere."""
+"""Showing training: a bar on a terminal, lines elsewhere."""
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -10,18 +10,27 @@ from torch import Tensor
 
 from femixer.optional import MissingExtra, require
 
+Records = Sequence[Mapping[str, Any]]
+
 
 class Display(Protocol):
     """What the training loop tells its watcher."""
 
-    def stepped(self, step: int, losses: Mapping[str, Tensor]) -> None: ...
+    def stepped(self, step: int, losses: Callable[[], Mapping[str, Tensor]], rate: str) -> None: ...
 
-    def evaluated(self, step: int, records: Sequence[Mapping[str, Any]]) -> None: ...
+    def trained(self, step: int, records: Records) -> None: ...
+
+    def evaluated(self, step: int, records: Records) -> None: ...
+
+    def sampled(self, samples: Records) -> None: ...
 
 
 @contextmanager
-def display(start: int, steps: int) -> Iterator[Display]:
-    """The display that suits standard error, for steps `start` to `steps`."""
+def display(start: int, steps: int, shown: bool = True) -> Iterator[Display]:
+    """The display that suits standard error, for steps `start` to `steps`, or one that shows nothing."""
+    if not shown:
+        yield Silence()
+        return
     if sys.stderr.isatty():
         try:
             rich = require("rich.progress", "cli")
@@ -42,44 +51,66 @@ def display(start: int, steps: int) -> Iterator[Display]:
     yield Lines(steps)
 
 
-class Lines:
-    """One line per evaluation."""
+class Silence:
+    """Nothing."""
+
+    def stepped(self, step: int, losses: Callable[[], Mapping[str, Tensor]], rate: str) -> None:
+        pass
+
+    def trained(self, step: int, records: Records) -> None:
+        pass
+
+    def evaluated(self, step: int, records: Records) -> None:
+        pass
+
+    def sampled(self, samples: Records) -> None:
+        pass
+
+
+class Lines(Silence):
+    """One line per record, and the samples."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
 
-    def stepped(self, step: int, losses: Mapping[str, Tensor]) -> None:
-        pass
+    def trained(self, step: int, records: Records) -> None:
+        print(record_line(step, self.steps, records), file=sys.stderr, flush=True)
 
-    def evaluated(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        print(evaluation_line(step, self.steps, records), file=sys.stderr, flush=True)
+    evaluated = trained
+
+    def sampled(self, samples: Records) -> None:
+        for sample in samples:
+            print(sample_text(sample), file=sys.stderr, flush=True)
 
 
-class Bar:
-    """A bar with the losses, steps per second and the time left, below one line per evaluation."""
+class Bar(Silence):
+    """A bar with the losses, the speed and the time left, below one line per evaluation and its samples."""
 
     REFRESH_SECONDS = 0.25
 
     def __init__(self, bar: Any, start: int, steps: int) -> None:
-        self.bar, self.start, self.steps = bar, start, steps
-        self.began = self.drawn = time.monotonic()
+        self.bar, self.steps = bar, steps
+        self.drawn = time.monotonic()
         self.task = bar.add_task("", total=steps, completed=start, loss="", rate="")
 
-    def stepped(self, step: int, losses: Mapping[str, Tensor]) -> None:
+    def stepped(self, step: int, losses: Callable[[], Mapping[str, Tensor]], rate: str) -> None:
         now = time.monotonic()
         # Reading a loss waits for the device, so not at every step.
         if now - self.drawn < self.REFRESH_SECONDS and step < self.steps:
             return
         self.drawn = now
-        loss = " ".join(f"{name} {value.item():.4g}" for name, value in losses.items())
-        rate = f"{(step - self.start) / (now - self.began):.1f} steps/s"
+        loss = " ".join(f"{name} {float(value):.4g}" for name, value in losses().items())
         self.bar.update(self.task, completed=step, loss=loss, rate=rate)
 
-    def evaluated(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        self.bar.console.print(evaluation_line(step, self.steps, records), highlight=False)
+    def evaluated(self, step: int, records: Records) -> None:
+        self.bar.console.print(record_line(step, self.steps, records), highlight=False, markup=False)
+
+    def sampled(self, samples: Records) -> None:
+        for sample in samples:
+            self.bar.console.print(sample_text(sample), highlight=False, markup=False)
 
 
-def evaluation_line(step: int, steps: int, records: Sequence[Mapping[str, Any]]) -> str:
+def record_line(step: int, steps: int, records: Records) -> str:
     """`step 100/2000 | FEM mse 0.42 accuracy 0.07 | ...`: texts stand for themselves, numbers get their name."""
 
     def words(record: Mapping[str, Any]) -> Iterator[str]:
@@ -88,3 +119,9 @@ def evaluation_line(step: int, steps: int, records: Sequence[Mapping[str, Any]])
                 yield value if isinstance(value, str) else f"{name} {value:.4g}"
 
     return " | ".join([f"step {step}/{steps}", *(" ".join(words(record)) for record in records)])
+
+
+def sample_text(sample: Mapping[str, Any]) -> str:
+    """`    name: its text`, indented throughout."""
+    lines = "\n".join(f"{name}: {value}" for name, value in sample.items())
+    return "\n".join(f"    {line}" for line in lines.splitlines())

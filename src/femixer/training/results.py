@@ -1,10 +1,14 @@
 """The results folder of a run.
 
 config.json     what was run, and with which versions
-metrics.jsonl   one JSON object per evaluation and model
+metrics.jsonl   one JSON object per evaluation and model, and per training record where they are asked for
+samples.jsonl   what the model wrote at the evaluations, where it writes
+tensorboard/    the same for TensorBoard (--tensorboard)
 checkpoints/    the newest states of training
 figure.png      the curves
 table.md        the result; it is written last, so a run is finished exactly when it is there
+
+Several processes share one folder, in which the main one writes.
 """
 
 import json
@@ -15,15 +19,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from femixer.optional import MissingExtra, require
 from femixer.options import check
-from femixer.training import atomic
+from femixer.training import atomic, distributed
 
 CONFIG, METRICS, CHECKPOINTS, FIGURE, TABLE = "config.json", "metrics.jsonl", "checkpoints", "figure.png", "table.md"
+SAMPLES, TENSORBOARD = "samples.jsonl", "tensorboard"
 
 Record = dict[str, Any]
 
@@ -40,13 +45,25 @@ class RunOptions:
     """Delete the run in the results folder and start anew."""
     threads: int | None = None
     """CPU threads, by default torch's choice. A resumed run repeats the digits only with the same number."""
+    device: Literal["auto", "cpu"] = "auto"
+    """Where to train: auto takes a GPU that torch can use through CUDA or ROCm, if there is one."""
+    keep: int = 2
+    """Checkpoints to keep, the newest ones."""
+    save_every: int | None = None
+    """Steps between two checkpoints besides those that follow an evaluation."""
+    tensorboard: bool = False
+    """Write the metrics for TensorBoard too, into tensorboard/ of the results folder."""
 
     def apply(self) -> None:
-        """Check the options, and set the number of threads."""
+        """Check the options, set the number of threads, and connect to the other processes if torchrun started any."""
+        check(self.device in ("auto", "cpu"), "device", self.device, "auto or cpu")
+        check(self.keep > 0, "keep", self.keep, "a whole number above 0")
+        check(self.save_every is None or self.save_every > 0, "save_every", self.save_every, "a whole number above 0")
         check(self.threads is None or self.threads > 0, "threads", self.threads, "a whole number above 0")
         check(not (self.resume and self.overwrite), "resume", self.resume, "either --resume or --overwrite")
         if self.threads is not None:
             torch.set_num_threads(self.threads)
+        distributed.start(self.device)
 
 
 class Results:
@@ -57,8 +74,12 @@ class Results:
 
         `experiment` is the dataclass of everything that decides the numbers: a resumed run must agree in all of it.
         """
-        self.folder = run.out
-        config = {"task": task, "experiment": json.loads(json.dumps(asdict(experiment)))}
+        self.folder, self.run = run.out, run
+        distributed.on_main(lambda: self._open(task, experiment))
+
+    def _open(self, task: str, experiment: Any) -> None:
+        run = self.run
+        config = {"task": task, "experiment": json.loads(json.dumps(asdict(experiment), default=str))}
         held = self._held()
         if held is not None and run.resume:
             _check_same(held, config, self.folder)
@@ -70,7 +91,7 @@ class Results:
                 state = "an unfinished run (--resume continues it)"
             raise ValueError(f"out={str(run.out)!r} holds {state}; --overwrite starts anew, or choose another --out")
         # In this order whatever is left after a crash is a run that can be resumed or overwritten.
-        for name in (TABLE, CHECKPOINTS, METRICS, FIGURE):
+        for name in (TABLE, CHECKPOINTS, METRICS, SAMPLES, TENSORBOARD, FIGURE):
             atomic.remove(self.folder / name)
         self.folder.mkdir(parents=True, exist_ok=True)
         atomic.write(self.folder / CONFIG, json.dumps({**config, "environment": environment()}, indent=2) + "\n")
@@ -79,9 +100,11 @@ class Results:
     def finished(self) -> bool:
         return (self.folder / TABLE).exists()
 
-    def append(self, records: Iterable[Record]) -> None:
+    def append(self, records: Iterable[Record], name: str = METRICS) -> None:
         """Add one line per record; they are on the disk when this returns."""
-        with (self.folder / METRICS).open("a", encoding="utf-8") as file:
+        if not distributed.is_main():
+            return
+        with (self.folder / name).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
             file.flush()
             os.fsync(file.fileno())
@@ -97,17 +120,24 @@ class Results:
         A checkpoint follows the records of its step, so whatever cannot be read is a line that a crash cut short, and
         later than any checkpoint.
         """
-        path = self.folder / METRICS
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        kept = [line for line in lines if (at := _step_of(line)) is not None and at <= step]
-        atomic.write(path, "".join(line + "\n" for line in kept))
+        if not distributed.is_main():
+            return
+        for path in (self.folder / METRICS, self.folder / SAMPLES):
+            if path.exists():
+                lines = path.read_text(encoding="utf-8").splitlines()
+                kept = [line for line in lines if (at := _step_of(line)) is not None and at <= step]
+                atomic.write(path, "".join(line + "\n" for line in kept))
 
     def write_figure(self, figure: Any) -> None:
+        if not distributed.is_main():
+            return
         with atomic.replacing(self.folder / FIGURE) as partial:
             figure.savefig(partial, format="png")
 
     def finish(self, table: str) -> None:
         """Write table.md, after which the run is finished."""
+        if not distributed.is_main():
+            return
         atomic.write(self.folder / TABLE, table)
 
     def _held(self) -> Mapping[str, Any] | None:
@@ -131,6 +161,8 @@ class Results:
 
 def show_table(results: Results) -> None:
     """Print table.md, drawn on a terminal and as it is elsewhere."""
+    if not distributed.is_main():
+        return
     text = (results.folder / TABLE).read_text(encoding="utf-8")
     if sys.stdout.isatty():
         try:

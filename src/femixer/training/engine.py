@@ -1,0 +1,154 @@
+"""How a model is trained on the hardware at hand: device, precision, several processes, sharding, compilation.
+
+Nothing here changes what is computed, except for rounding.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from femixer.optional import require
+from femixer.options import check
+from femixer.training import distributed
+from femixer.training.distributed import Part
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How training uses the hardware. A run may be resumed with other values."""
+
+    precision: Literal["no", "bf16"] = "no"
+    """Mixed precision: bf16 multiplies matrices in bfloat16; weights and their updates stay float32."""
+    accumulate: int = 1
+    """Pieces that a process makes of its share of a batch, one after another: less memory, the same gradient."""
+    shard: Literal["none", "full"] = "none"
+    """Several processes (torchrun): none keeps a copy of the model in each (DDP), full divides weights, gradients and
+    optimizer among them (FSDP2)."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    checkpointing: bool = False
+    """Gradient checkpointing: keep only the input of each block and compute the rest again; less memory, more time."""
+
+    def validate(self) -> None:
+        check(self.precision in ("no", "bf16"), "precision", self.precision, "no or bf16")
+        check(self.accumulate > 0, "accumulate", self.accumulate, "a whole number above 0")
+        check(self.shard in ("none", "full"), "shard", self.shard, "none or full")
+
+
+class Engine:
+    """A model on its device and in its processes.
+
+    `model` is the caller's own module, for evaluation, generation and saving; training calls `called`, which may be
+    compiled and wrapped.
+    """
+
+    def __init__(self, model: nn.Module, options: EngineOptions, blocks: Sequence[str] | None = None) -> None:
+        """blocks: class names of the submodules that are sharded one by one, by default `_no_split_modules`."""
+        options.validate()
+        self.model, self.options = model, options
+        self.device = distributed.start()
+        accelerate = require("accelerate", "cli")
+        # Mixed precision is ours: accelerate's would turn the logits into float32 once more, the largest tensor of all.
+        self.called: Any
+        self.accelerator = accelerate.Accelerator(cpu=self.device.type == "cpu", mixed_precision="no")
+        self.sharded = options.shard == "full" and distributed.world() > 1
+        if options.checkpointing:
+            enable = getattr(model, "gradient_checkpointing_enable", None)
+            check(enable is not None, "checkpointing", True, f"False: {type(model).__name__} does not offer it")
+            enable()  # type: ignore[misc]
+        if self.sharded:
+            self._shard(blocks)
+            self.called = model
+        else:
+            compiled = torch.compile(model) if options.compile else model
+            self.called = self.accelerator.prepare_model(compiled)
+
+    def _shard(self, blocks: Sequence[str] | None) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        names = set(blocks or getattr(self.model, "_no_split_modules", None) or ())
+        parts = [module for module in self.model.modules() if type(module).__name__ in names]
+        check(bool(parts) or not names, "blocks", sorted(names), f"names of classes in {type(self.model).__name__}")
+        low = torch.bfloat16 if self.options.precision == "bf16" else None
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+        mesh = init_device_mesh(self.device.type, (distributed.world(),))
+        for module in parts:
+            if self.options.compile:
+                module.compile()
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parts of each global batch that are this process's: `accumulate` of processes x accumulate."""
+        own = self.options.accumulate
+        return [Part(distributed.rank() * own + i, distributed.world() * own) for i in range(own)]
+
+    def place(self, batch: Any) -> Any:
+        """The batch on the device: tensors in tuples, lists and dictionaries."""
+        if self.device.type == "cpu":
+            return batch
+        return require("accelerate.utils", "cli").send_to_device(batch, self.device, non_blocking=True)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.precision == "bf16")
+
+    def backward(
+        self,
+        pieces: Sequence[Any],
+        losses: Callable[[Any, Any], Mapping[str, Tensor]],
+        scale: float,
+        seeds: Sequence[int],
+    ) -> dict[str, Tensor]:
+        """Add up the gradients of scale * sum of the losses over all pieces of all processes.
+
+        Returns the sums of each loss over this process's pieces.
+        """
+        sums: dict[str, Tensor] = {}
+        for number, (piece, seed) in enumerate(zip(pieces, seeds, strict=True), 1):
+            with self._synchronise(number == len(pieces)):
+                torch.manual_seed(seed)
+                with self.autocast():
+                    parts = losses(self.called, self.place(piece))
+                # DDP and FSDP average the gradients of the processes, where the sum is wanted.
+                (torch.stack([*parts.values()]).sum() * (scale * distributed.world())).backward()
+            for name, value in parts.items():
+                sums[name] = sums[name] + value.detach() if name in sums else value.detach()
+        return sums
+
+    def _synchronise(self, now: bool) -> AbstractContextManager[Any]:
+        """Let backward combine the gradients of the processes, or leave that to a later one."""
+        if self.sharded:
+            self.called.set_requires_gradient_sync(now)
+            return nullcontext()
+        return nullcontext() if now else self.accelerator.no_sync(self.called)
+
+    def clip(self, largest: float | None) -> Tensor:
+        """The norm of all gradients together; they are shrunk to `largest` where they exceed it."""
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        if largest is not None:
+            clip_grads_with_norm_(parameters, largest, norm)
+        return norm
+
+
+def full_weights(model: nn.Module) -> dict[str, Tensor]:
+    """All weights of a trained model on the CPU, in the main process; nothing in the others, which must call it too.
+
+    Tied weights stay one tensor under all their names.
+    """
+    named = model.state_dict(keep_vars=True)
+    whole = {}
+    for tensor in {id(tensor): tensor for tensor in named.values()}.values():
+        value = tensor.detach()
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value  # every process takes part
+        if distributed.is_main():
+            whole[id(tensor)] = value.cpu()
+    return {name: whole[id(tensor)] for name, tensor in named.items() if id(tensor) in whole}
