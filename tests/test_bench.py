@@ -20,10 +20,11 @@ from femixer.bench.layer.sequence import Entry, contestants
 from femixer.bench.layer.tables import FLOPS_NOTE, tables
 from femixer.bench.layer.targets import DECODE_SIZE, LINEAR_TIME_SIZE, SOFTMAX_SIZE, Target, sequence_target
 from femixer.bench.measure import Spread
-from femixer.bench.mixers import Mixer, canonical, parse_prior
+from femixer.bench.mixers import Mixer, canonical
 from femixer.bench.table import Table, ratio_cell
 from femixer.layout import Layout
 from femixer.priors import PRIORS, Prior
+from femixer.priors.parsing import parse_prior
 from femixer.projection import Columns
 from femixer.state import Growing
 
@@ -257,7 +258,7 @@ def test_peak_memory_of_a_layer_repeats_to_the_byte() -> None:
         (["layer", "--forward-lengths", "-3"], "forward_lengths=-3"),
         (["layer", "--lengths", "8", "--forward-lengths", "8"], "lengths with forward_lengths="),
         (["layer", "--modes", "eager", "eager"], "modes="),
-        (["laier"], "bench='laier'"),
+        (["laier"], "command='laier'"),
     ],
 )
 def test_wrong_input_is_named(args: list[str], message: str, tmp_path: Path) -> None:

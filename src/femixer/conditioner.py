@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from femixer.kernels.backend import native, one_token
 from femixer.kernels.precision import without_autocast
 from femixer.kernels.recurrence import linear_recurrence
 from femixer.layout import Layout
@@ -59,6 +60,8 @@ class TimeDecayConditioner(nn.Module):
 
     def forward(self, x: Tensor, layout: Layout, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x [B, T, dim], state [B, C] -> (features [B, T, C], state after the last token)."""
+        if state is not None and layout.run is None and self.in_proj.weight.dtype == x.dtype and one_token(x):
+            return self._token(x, state)
         wide = torch.promote_types(x.dtype, torch.float32)
         with without_autocast(x.device):
             weight, bias = self.in_proj.weight.to(wide), self.in_proj.bias.to(wide)
@@ -73,6 +76,14 @@ class TimeDecayConditioner(nn.Module):
             # Not a view, which would keep the whole sequence in memory.
             new_state = h[:, -1].clone() if h.shape[1] else state
             features = F.silu(F.normalize(F.softplus(a), dim=-1)) * F.layer_norm(h, (self.channels,))
+        return features, new_state
+
+    def _token(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for x [B, 1, dim], as one compiled kernel."""
+        features, new_state = x.new_empty(x.shape[0], 1, self.channels), torch.empty_like(state)
+        weight, bias = self.in_proj.weight.detach(), self.in_proj.bias.detach()
+        rows = (x.contiguous().view(x.shape[0], -1), weight, bias, state.contiguous())
+        native("token").condition(*(r.numpy() for r in rows), EPS, features[:, 0].numpy(), new_state.numpy())
         return features, new_state
 
 

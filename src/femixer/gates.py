@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from femixer.kernels.gating import GatedRead, fused
+
 EPS = 1e-6
 # softplus underflows to zero for a parameter far below zero, and a temperature is divided by.
 LEAST_BETA = 1e-6
@@ -37,15 +39,19 @@ def gated_read(mean: Tensor, free: Tensor | None, lam_logits: Tensor | None, gat
     """Each [B, T, H, D]. Without `free` the read is the mean; without lam_logits it is the free energy."""
     # Function.apply costs more than the gates of one token; without gradients there is nothing to keep.
     learning = torch.is_grad_enabled()
+    lam, gate = (None if x is None else x.to(mean.dtype) for x in (lam_logits, gate_logits))
+    if (lam is not None or gate is not None) and fused(mean):
+        start, end = (mean, free) if lam is not None or free is None else (free, None)
+        return (GatedRead.apply if learning else GatedRead.forward)(start, end, lam, gate, EPS)
     read = mean
     if free is not None:
         read = free
-        if lam_logits is not None:
+        if lam is not None:
             interpolate = Interpolate.apply if learning else Interpolate.forward
-            read = interpolate(mean, free, lam_logits.to(mean.dtype))
-    if gate_logits is not None:
+            read = interpolate(mean, free, lam)
+    if gate is not None:
         scale = Scale.apply if learning else Scale.forward
-        read = scale(read, gate_logits.to(mean.dtype))
+        read = scale(read, gate)
     return read
 
 

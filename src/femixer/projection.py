@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from femixer.kernels.backend import native, one_token
 from femixer.kernels.precision import without_autocast
 
 # Rows modulated at a time: their eta stays in the cache instead of going through memory.
@@ -55,7 +56,10 @@ class Projection(nn.Module):
         projected = self.linear(x)
         if self.modulation is not None:
             assert features is not None
-            if torch.is_grad_enabled():
+            if projected.dtype == self.modulation.dtype == features.dtype and one_token(projected):
+                rows = (projected.view(x.shape[0], -1), features.view(x.shape[0], -1), self.modulation.detach())
+                native("token").modulate(*(r.numpy() for r in rows), self.scaled)
+            elif torch.is_grad_enabled():
                 projected = Modulate.apply(projected, features, self.modulation, self.scaled)
             else:
                 projected = modulate(projected, features, self.modulation, self.scaled, out=projected)

@@ -7,10 +7,34 @@ import math
 import torch
 from torch import Tensor
 
+from femixer.kernels.backend import native, one_token
+
 
 def check_base(rope_base: float) -> None:
     if isinstance(rope_base, bool) or not isinstance(rope_base, (int, float)) or not 0 < rope_base < math.inf:
         raise ValueError(f"rope_base={rope_base!r} must be a positive number")
+
+
+def rotated(
+    q: Tensor, k: Tensor, position: Tensor, width: int, base: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """q [B, T, H E] and k [B, T, G E] at their positions [B or 1, T], as heads [B, T, H, E] and [B, T, G, E].
+
+    Rotated in float32 at least, returned in `dtype`.
+    """
+    if dtype == torch.float32 and one_token(q):
+        return _rotate_token(q, position, width, base), _rotate_token(k, position, width, base)
+    wide = torch.promote_types(dtype, torch.float32)
+    cos, sin = rotary_angles(position, width, base, wide)
+    return tuple(rotate(x.unflatten(-1, (-1, width)).to(wide), cos, sin).to(dtype) for x in (q, k))  # type: ignore[return-value]
+
+
+def _rotate_token(x: Tensor, position: Tensor, width: int, base: float) -> Tensor:
+    batch, heads = x.shape[0], x.shape[2] // width
+    out = x.new_empty(batch, 1, heads, width)
+    rows = x.contiguous().view(batch, -1).numpy()
+    native("token").rotate(rows, heads, position.numpy(), base, out.view(batch, heads, width).numpy())
+    return out
 
 
 def rotary_angles(position: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -74,6 +74,11 @@ class Growing:
     def tensor(self) -> Tensor:
         return self._storage.data[:, :, : self.length]
 
+    @property
+    def buffer(self) -> Tensor:
+        """The same with the room behind it, contiguous."""
+        return self._storage.data
+
     def append(self, x: Tensor) -> Growing:
         data = self._storage.data
         length = self.length + x.shape[2]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.layout import arrange, runs_together
-from femixer.rotary import check_base, rotary_angles, rotate
+from femixer.rotary import check_base, rotated
 from femixer.state import Growing, State
 
 _owners = itertools.count()
@@ -106,12 +106,13 @@ class Attention(nn.Module):
 
     def _heads(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, T, E], keys and values [B, G, T, E] of tokens at their positions [B or 1, T]."""
-        qk, v = (proj(x).unflatten(-1, (-1, self.width)) for proj in (self.query_key_proj, self.value_proj))
-        q, k = qk.split((self.heads, self.kv_heads), 2)
+        widths = (self.heads * self.width, self.kv_heads * self.width)
+        q, k = self.query_key_proj(x).split(widths, -1)
+        v = self.value_proj(x).unflatten(-1, (-1, self.width))
         if self.rope:
-            wide = torch.promote_types(q.dtype, torch.float32)  # rotations know no smaller numbers
-            cos, sin = rotary_angles(position, self.width, self.rope_base, wide)
-            q, k = (rotate(part.to(wide), cos, sin).to(part.dtype) for part in (q, k))
+            q, k = rotated(q, k, position, self.width, self.rope_base, q.dtype)
+        else:
+            q, k = (part.unflatten(-1, (-1, self.width)) for part in (q, k))
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, run: Tensor | None) -> Tensor:

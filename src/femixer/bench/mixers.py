@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,35 +11,12 @@ from torch import nn
 from femixer.baselines import Attention
 from femixer.bench.options import MixerOptions
 from femixer.mixer import FreeEnergyMixer
-from femixer.options import check
-from femixer.priors import PRIORS, options_of, prior_class
+from femixer.priors import prior_class
+from femixer.priors.parsing import parse_prior
 
 ATTENTION = "attention"
-_WORDS = {"true": True, "false": False, "none": None}
 # These two are options of the mixer, which hands them to the prior.
 _OF_THE_MIXER = ("rope", "window")
-
-
-def parse_prior(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of a prior, from "name" or "name:option=value,option=value"."""
-    name, colon, rest = text.partition(":")
-    check(name in PRIORS, "priors", text, f"one of {', '.join(PRIORS)}, alone or with options as in name:option=value")
-    options = {}
-    for item in rest.split(",") if colon else []:
-        option, equals, value = item.partition("=")
-        allowed = f"option=value after the colon; the options of {name} are: {', '.join(options_of(name)) or 'none'}"
-        check(bool(equals and value) and option in options_of(name) and option not in options, "priors", text, allowed)
-        options[option] = _value(value)
-    return name, options
-
-
-def _value(text: str) -> bool | int | float | str | None:
-    if text.lower() in _WORDS:
-        return _WORDS[text.lower()]
-    for number in (int, float):
-        with suppress(ValueError):
-            return number(text)
-    return text
 
 
 def canonical(prior: str) -> str:

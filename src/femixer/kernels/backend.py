@@ -34,6 +34,13 @@ def compiled(like: Tensor) -> bool:
     return True if _usable or torch.compiler.is_compiling() else _try()
 
 
+def one_token(x: Tensor) -> bool:
+    """Whether x [B, T, ...] is a step of decoding that the kernels for single tokens serve."""
+    if x.shape[1] != 1 or x.dtype != torch.float32 or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return compiled(x)
+
+
 def _try() -> bool:
     """Load one kernel: a numba that does not fit its surroundings shows then, not in the middle of a read."""
     global _usable

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from femixer.kernels.attend import Geometry, pieces
+from femixer.kernels.backend import native, one_token
 from femixer.kernels.precision import without_autocast
 from femixer.kernels.softmax import softmax_read
-from femixer.kernels.streams import LOG2_E, SMALL_BETA, far_below, least_log
+from femixer.kernels.streams import FAR_BELOW, LOG2_E, SMALL_BETA, far_below, least_log
+from femixer.state import Growing
 
 
 def softmax_step(
-    q: Tensor, keys: Tensor, data: Tensor, shift: Tensor | None, beta: Tensor | None, geometry: Geometry
+    q: Tensor, cached_keys: Growing, cached: Growing, shift: Tensor | None, beta: Tensor | None, geometry: Geometry
 ) -> tuple[Tensor, Tensor | None]:
     """softmax_read of one query q [B, 1, H, E] after cached keys [B, G, S, E]; no gradients.
 
-    data: the cached values [B, G, S, D], or [B, G, S, 2D] where the cache keeps exp(beta (v - shift)) beside them;
+    cached: the values [B, G, S, D], or [B, G, S, 2D] where the cache keeps exp(beta (v - shift)) beside them;
     shift [B, G, 1, D]: otherwise, at least the largest value.
     """
+    if one_token(q) and geometry.needs_no_mask(cached_keys.length):
+        read = _compiled_step(q, cached_keys, cached, shift, beta)
+        if read is not None:
+            return read
+    keys, data = cached_keys.tensor, cached.tensor
     batch, _, heads, width = q.shape
     groups = keys.shape[1]
     d = data.shape[-1] if beta is None else beta.shape[-1]
@@ -51,6 +59,36 @@ def softmax_step(
     if geometry.run_q is not None:
         results = [x.masked_fill((geometry.run_q < 0)[..., None, None], 0) for x in results]
     return results[0], None if free is None else results[1]
+
+
+def _compiled_step(
+    q: Tensor, keys: Growing, data: Growing, shift: Tensor | None, beta: Tensor | None
+) -> tuple[Tensor, Tensor | None] | None:
+    """The same, where all of the cache is seen; None if a sum is not good enough."""
+    batch, _, heads, width = q.shape
+    groups = keys.buffer.shape[1]
+    d = data.buffer.shape[3] if beta is None else beta.shape[1]
+    mean = q.new_empty(batch, 1, heads, d)
+    free = q.new_empty(batch, 1, heads, d) if beta is not None else None
+    grouped = batch, groups, heads // groups, d
+    doubtful = np.zeros((batch, groups), dtype=np.bool_)
+    native("softmax_step").read(
+        q.view(*grouped[:3], width).numpy(),
+        width**-0.5,
+        keys.buffer.numpy(),
+        data.buffer.numpy(),
+        _NOTHING if shift is None else shift.contiguous().numpy(),
+        _NO_BETA if beta is None else beta.contiguous().numpy(),
+        keys.length,
+        (math.exp(least_log(q.dtype)), SMALL_BETA, FAR_BELOW),
+        mean.view(grouped).numpy(),
+        _NOTHING if free is None else free.view(grouped).numpy(),
+        doubtful,
+    )
+    return None if doubtful.any() else (mean, free)
+
+
+_NOTHING, _NO_BETA = torch.empty(0, 0, 0, 0).numpy(), torch.empty(0, 0).numpy()
 
 
 def _read_again(

@@ -14,7 +14,7 @@ from femixer.layout import Layout
 from femixer.priors.base import Widths
 from femixer.priors.directed import DirectedPrior, decay_between
 from femixer.projection import Columns
-from femixer.rotary import check_base, rotary_angles, rotate
+from femixer.rotary import check_base, rotated
 
 # Small against features of order one; large enough that the sum of two products of it is a normal number.
 EPSILON = 1e-6
@@ -44,10 +44,11 @@ class LinearPrior(DirectedPrior):
         return {"q": Columns(self.heads * width), "k": Columns(self.kv_heads * width)}
 
     def tracks(self, inputs: dict[str, Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
-        q, k = (inputs[name].to(dtype).unflatten(-1, (-1, self.widths.key)) for name in ("q", "k"))
         if self.rope:
-            cos, sin = rotary_angles(layout.position, self.widths.key, self.rope_base, dtype)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            width, base = self.widths.key, self.rope_base
+            q, k = rotated(inputs["q"], inputs["k"], layout.position, width, base, dtype)
+        else:
+            q, k = (inputs[name].to(dtype).unflatten(-1, (-1, self.widths.key)) for name in ("q", "k"))
         return {"q": q.relu() + EPSILON, "k": k.relu() + EPSILON}
 
     def scan(

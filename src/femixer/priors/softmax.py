@@ -14,7 +14,7 @@ from femixer.kernels.softmax_step import softmax_step
 from femixer.layout import Layout, runs_together
 from femixer.priors.base import Prior, Widths
 from femixer.projection import Columns
-from femixer.rotary import check_base, rotary_angles, rotate
+from femixer.rotary import check_base, rotated
 from femixer.state import Growing
 
 ScoreBias = Callable[[Tensor, Tensor], Tensor]
@@ -130,12 +130,10 @@ class SoftmaxPrior(Prior):
 
     def _heads(self, inputs: dict[str, Tensor], position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Queries [B, T, H, E] and keys [B, T, G, E] at their positions."""
-        q, k = (inputs[name].unflatten(-1, (-1, self.widths.key)) for name in ("q", "k"))
+        q, k = inputs["q"], inputs["k"]
         if self.rope:
-            wide = torch.promote_types(dtype, torch.float32)
-            cos, sin = rotary_angles(position, self.widths.key, self.rope_base, wide)
-            q, k = rotate(q.to(wide), cos, sin), rotate(k.to(wide), cos, sin)
-        return q.to(dtype), k.to(dtype)
+            return rotated(q, k, position, self.widths.key, self.rope_base, dtype)
+        return q.unflatten(-1, (-1, self.widths.key)).to(dtype), k.unflatten(-1, (-1, self.widths.key)).to(dtype)
 
     def _bias(self, query: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor | None:
         return None if self.score_bias is None else self.score_bias(query, key).to(dtype)
@@ -161,7 +159,7 @@ class SoftmaxPrior(Prior):
             run_q, run_k = (None, None) if runs is None else runs
             geometry = Geometry(bias, run_q, run_k, True, self.window)
             stream = cache.stream
-            mean, free = softmax_step(q, cache.keys.tensor, stream.data.tensor, stream.shift, beta, geometry)
+            mean, free = softmax_step(q, cache.keys, stream.data, stream.shift, beta, geometry)
         else:
             keys, values = cache.keys.tensor.transpose(1, 2), cache.stream.values.transpose(1, 2)
             mean, free = softmax_read(q, keys, values, beta, causal=True, window=self.window, bias=bias, runs=runs)

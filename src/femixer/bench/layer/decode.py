@@ -8,8 +8,9 @@ from femixer.bench.decoder import Decoder
 from femixer.bench.layer.options import Options
 from femixer.bench.layer.report import DecodeCost, Timing
 from femixer.bench.measure import race
-from femixer.bench.mixers import Mixer, parse_prior
+from femixer.bench.mixers import Mixer
 from femixer.bench.progress import progress
+from femixer.priors.parsing import parse_prior
 from femixer.priors.softmax import CACHES
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from femixer.bench.mixers import Mixer, parse_prior
+from femixer.bench.mixers import Mixer
 from femixer.bench.options import MixerOptions, check_distinct, check_positive
 from femixer.options import check
+from femixer.priors.parsing import parse_prior
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,6 @@ class Options(MixerOptions):
         for name in ("priors", "parts", "modes"):
             check_distinct(name, getattr(self, name))
         for prior in self.priors:
-            parse_prior(prior)
+            parse_prior(prior, "priors")
         for mode in self.modes:
             check(mode in ("eager", "compiled"), "modes", mode, "eager, compiled or both")

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from femixer.bench.layer.report import DecodeCost, Report, SequenceCost
 from femixer.bench.layer.targets import Target, decode_target, sequence_target
 from femixer.bench.measure import Spread
-from femixer.bench.mixers import ATTENTION, parse_prior
+from femixer.bench.mixers import ATTENTION
 from femixer.bench.table import Table, ratio_cell
+from femixer.priors.parsing import parse_prior
 
 FLOPS_NOTE = (
     "GFLOPs: matrix products only; the recurrences of linear-time priors run in compiled kernels that are not counted."

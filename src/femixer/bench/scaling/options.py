@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from femixer.bench.mixers import ATTENTION, Mixer, parse_prior
+from femixer.bench.mixers import ATTENTION, Mixer
 from femixer.bench.options import MixerOptions, check_distinct, check_positive
 from femixer.options import check
 from femixer.priors import PRIORS
+from femixer.priors.parsing import parse_prior
 
 
 @dataclass(frozen=True)
@@ -71,4 +72,4 @@ class Options(MixerOptions):
         check(shortest <= self.quadratic_limit, "quadratic_limit", self.quadratic_limit, f"at least {shortest}")
         for mixer in self.mixers:
             if mixer.prior != ATTENTION:
-                parse_prior(mixer.prior)
+                parse_prior(mixer.prior, "priors")

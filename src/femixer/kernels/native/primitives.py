@@ -1,7 +1,8 @@
 """Elementary functions that LLVM can vectorise, and the decorator of all compiled kernels.
 
 exp is accurate to float32 for float32 arguments (about 1e-7, enough for sums kept in float64) and to float64 for
-others, log to about 1e-12. Kernels keep their states and sums in float64.
+others, log to about 1e-12. Kernels keep their states and sums in float64. exp32, sigmoid32 and softplus32 compute in
+float32, for what is not summed up.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ _double_of = _bitcast(types.int64, types.float64)
 _bits_of = _bitcast(types.float64, types.int64)
 
 f32 = np.float32
-LEAST = f32(-87.0)
+LEAST, MOST = f32(-87.0), f32(88.0)
 ROUND = f32(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to a whole number
 LOG2_E = f32(math.log2(math.e))
 LN2_HIGH, LN2_LOW = f32(0.693359375), f32(-2.12194440e-4)
@@ -144,6 +145,32 @@ def _(x):  # type: ignore[no-untyped-def]
 
         return single
     return lambda x: math.exp(x)
+
+
+@inline
+def exp32(x):  # type: ignore[no-untyped-def]
+    """exp(x) in float32, 0 below -87 and constant above 88."""
+    scale, rest = _exp_parts(min(max(x, LEAST), MOST))
+    return scale * rest + scale if x > LEAST else f32(0.0)
+
+
+@inline
+def sigmoid32(x):  # type: ignore[no-untyped-def]
+    return f32(1.0) / (f32(1.0) + exp32(-x))
+
+
+@inline
+def softplus32(x):  # type: ignore[no-untyped-def]
+    """max(x, 0) + log(1 + w), w = exp(-|x|). The logarithm is 2 artanh(w / (2 + w)): good digits also far below 0."""
+    w = exp32(-abs(x))
+    s = w / (f32(2.0) + w)
+    z = s * s
+    p = z * f32(1 / 13) + f32(1 / 11)
+    p = p * z + f32(1 / 9)
+    p = p * z + f32(1 / 7)
+    p = p * z + f32(1 / 5)
+    p = p * z + f32(1 / 3)
+    return max(x, f32(0.0)) + f32(2.0) * s * (p * z + f32(1.0))
 
 
 @inline

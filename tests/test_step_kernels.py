@@ -1,0 +1,149 @@
+"""The compiled kernels of gates and of single tokens: against the definition in float64, and against plain torch."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from femixer import FreeEnergyMixer, free_energy
+from femixer.baselines import Attention
+from femixer.gates import gated_read, outer_gate
+from femixer.kernels import backend
+from femixer.layout import Layout
+from femixer.rotary import rotated
+
+VARIANTS = {
+    "softmax": {},
+    "softmax exp": {"prior_options": {"cache": "exp"}},
+    "softmax grouped": {"kv_heads": 1},
+    "softmax mean": {"parts": "G"},
+    "softmax without rope": {"rope": False},
+    "linear": {"prior": "linear"},
+    "gla": {"prior": "gla"},
+    "aft": {"prior": "aft"},
+    "mamba": {"prior": "mamba"},
+}
+
+
+def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_usable", False)
+
+
+def gate_inputs(width: int) -> list[Tensor]:
+    """Mean, free energy and logits [2, 7, 3, width] as a mixer has them: views of larger tensors, extreme logits."""
+    make = torch.Generator().manual_seed(width)
+    projected = 8 * torch.randn(2, 7, 3 * 3 * width, generator=make)
+    projected[0, 0, : projected.shape[-1] // 2] = -200.0
+    projected[1, 3, projected.shape[-1] // 2 :] = 200.0
+    mean = torch.randn(2, 3, 7, width, generator=make).transpose(1, 2)
+    free = mean + torch.rand(2, 7, 3, width, generator=make)
+    _, lam, gate = (part.unflatten(-1, (3, width)) for part in projected.split(3 * width, -1))
+    return [mean, free, lam, gate]
+
+
+def definition(mean: Tensor, free: Tensor | None, lam: Tensor | None, gate: Tensor | None) -> Tensor:
+    read = mean if free is None else free if lam is None else mean + torch.sigmoid(lam) * (free - mean)
+    return read if gate is None else read * outer_gate(gate)
+
+
+@pytest.mark.parametrize("width", [1, 5, 8, 33])
+@pytest.mark.parametrize("given", [(0, 1, 2, 3), (0, 1, 2), (0, 1, 3), (0, 3)])
+def test_gates_and_their_gradients_are_the_definitions(width, given):
+    assert backend.compiled(torch.empty(1)), "these tests are about the compiled kernels: is numba installed?"
+    inputs = gate_inputs(width)
+    weights = torch.randn(2, 7, 3, width, generator=torch.Generator().manual_seed(9))
+    results = []
+    for read, dtype in ((definition, torch.float64), (gated_read, torch.float32)):
+        # Gradients of the views' bases: what a mixer's projections receive.
+        leaves = [x.to(dtype).detach().requires_grad_() if i in given else None for i, x in enumerate(inputs)]
+        y = read(*(None if x is None else x * 1 for x in leaves))
+        (y * weights).sum().backward()
+        results.append([y.detach(), *(x.grad for x in leaves if x is not None and x.grad is not None)])
+    assert len(results[0]) == len(results[1])
+    for exact, fast in zip(*results, strict=True):
+        torch.testing.assert_close(fast.double(), exact, atol=5e-6 * float(exact.abs().max()), rtol=5e-6)
+
+
+def test_gates_read_views_where_they_are():
+    """Not only contiguous tensors: columns of a projection, heads that were transposed, a single row."""
+    mean, free, lam, gate = gate_inputs(5)
+    with torch.no_grad():
+        whole = gated_read(mean, free, lam, gate)
+        copied = gated_read(*(x.contiguous() for x in (mean, free, lam, gate)))
+        some = gated_read(*(x[1:, 2:3] for x in (mean, free, lam, gate)))
+        none = gated_read(*(x[:, :0] for x in (mean, free, lam, gate)))
+    assert torch.equal(whole, copied)
+    assert torch.equal(some, whole[1:, 2:3])
+    assert none.shape == (2, 0, 3, 5)
+
+
+def build(name: str) -> FreeEnergyMixer:
+    torch.manual_seed(0)
+    mixer = FreeEnergyMixer(28, 2, **VARIANTS[name]).eval()
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    return mixer
+
+
+def decoded(mixer: torch.nn.Module, x: Tensor, start: int) -> Tensor:
+    with torch.no_grad():
+        _, state = mixer(x[:, :start], return_state=True)
+        rows = []
+        for t in range(start, x.shape[1]):
+            y, state = mixer(x[:, t : t + 1], state=state, return_state=True)
+            rows.append(y)
+    return torch.cat(rows, 1)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_decoding_with_and_without_compiled_kernels_is_the_full_pass(name, batch, monkeypatch):
+    mixer, x = build(name), torch.randn(batch, 83, 28, generator=torch.Generator().manual_seed(batch))
+    fast = decoded(mixer, x, 67)
+    plainly(monkeypatch)
+    with torch.no_grad():
+        whole = mixer(x)[:, 67:]
+    for decoding in (fast, decoded(mixer, x, 67)):
+        torch.testing.assert_close(decoding, whole, atol=3e-6 * float(whole.abs().max()), rtol=1e-5)
+
+
+def test_attention_decodes_the_same_with_compiled_rotations(monkeypatch):
+    torch.manual_seed(0)
+    layer, x = Attention(28, 2, kv_heads=1), torch.randn(3, 13, 28)
+    fast = decoded(layer, x, 7)
+    plainly(monkeypatch)
+    torch.testing.assert_close(fast, decoded(layer, x, 7), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cache", ["value", "exp"])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_step_that_one_pass_cannot_read_is_read_exactly(cache, heads):
+    """The largest value by far lies where the query does not look: all exponentials that count underflow beside it."""
+    mixer = FreeEnergyMixer(28, 2, kv_heads=heads, rope=False, prior_options={"cache": cache}).eval()
+    make = torch.Generator().manual_seed(5)
+    q, k = torch.zeros(1, 71, 28), torch.randn(1, 71, 14 * heads, generator=make)
+    v = torch.randn(1, 71, heads, mixer.widths.value, generator=make)
+    q[..., ::14], k[:, 3, ::14], v[:, 3] = 20.0, -20.0, 1000.0
+    layout = Layout(None, torch.arange(71)[None])
+    with torch.no_grad():
+        state = None
+        for rows in (slice(0, 70), slice(70, 71)):
+            here = Layout(None, layout.position[:, rows])
+            part = {"q": q[:, rows], "k": k[:, rows]}
+            _, free, state = mixer.prior.read(part, v[:, rows], mixer._beta(), here, state, True)
+        p = mixer.prior.weights({"q": q, "k": k}, layout)[:, :, -1:]
+        values = v.double().repeat_interleave(2 // heads, 2).transpose(1, 2)
+        exact = free_energy(p, values, mixer.beta_max.double()[:, None])
+    torch.testing.assert_close(free.double().transpose(1, 2), exact, atol=1e-5, rtol=1e-5)
+
+
+def test_angles_far_out_are_as_good_as_near():
+    """Positions of a million: rotations are made in float64, so scores depend on the distance only."""
+    q, k = torch.randn(1, 1, 24), torch.randn(1, 1, 24)
+    scores = []
+    with torch.no_grad():
+        for far in (0, 1_000_000):
+            a, _ = rotated(q, k, torch.tensor([[far + 7]]), 8, 10000.0, torch.float32)
+            _, b = rotated(q, k, torch.tensor([[far]]), 8, 10000.0, torch.float32)
+            scores.append((a * b).sum(-1))
+    torch.testing.assert_close(scores[1], scores[0], atol=2e-6, rtol=1e-5)
