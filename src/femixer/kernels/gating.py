@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from femixer.kernels.backend import compiled, native
 
@@ -32,6 +33,7 @@ class GatedRead(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mean, free, lam, gate = ctx.saved_tensors
         shape = mean.shape

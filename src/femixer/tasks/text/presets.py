@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-
-from femixer.models import PRESETS, FEMForCausalLM, preset
-from femixer.options import parse
+from femixer.models import PRESETS, preset
+from femixer.models.parameters import parameter_count
+from femixer.options import check, parse
 from femixer.priors import PRIORS
 
 
@@ -24,26 +24,23 @@ class Command:
 
 def main(args: Sequence[str]) -> int:
     command = parse(Command, args, "lm presets")
-    print(table(command), end="")
+    check(command.vocab_size > 0, "vocab_size", command.vocab_size, "a whole number above 0")
+    for line in table(command):
+        print(line, flush=True)
     return 0
 
 
-def table(command: Command) -> str:
-    lines = [
-        f"| preset | width | layers | heads | context | plain attention | {' | '.join(PRIORS)} |",
-        "|---|" + "---:|" * (5 + len(PRIORS)),
-    ]
+def table(command: Command) -> Iterator[str]:
+    yield f"| preset | width | layers | heads | context | plain attention | {' | '.join(PRIORS)} |"
+    yield "|---|" + "---:|" * (5 + len(PRIORS))
     for name, sizes in PRESETS.items():
-        plain = parameters(name, vocab_size=command.vocab_size, mixer="attention")
-        ratios = [
-            parameters(name, vocab_size=command.vocab_size, prior=prior, parts=command.parts) / plain
-            for prior in PRIORS
-        ]
-        shown = " | ".join(f"{ratio - 1:+.2%}" for ratio in ratios)
-        lines.append(f"| {name} | {' | '.join(map(str, sizes.values()))} | {plain:,} | {shown} |")
-    return "\n".join(lines) + "\n"
+        plain = count(name, vocab_size=command.vocab_size, mixer="attention")
+        priors = (count(name, vocab_size=command.vocab_size, prior=prior, parts=command.parts) for prior in PRIORS)
+        shown = " | ".join(f"{parameters / plain - 1:+.2%}" for parameters in priors)
+        yield f"| {name} | {' | '.join(map(str, sizes.values()))} | {plain:,} | {shown} |"
 
 
-def parameters(name: str, **fields: object) -> int:
-    with torch.device("meta"):  # nothing is stored, so the large ones are counted as quickly as the small ones
-        return sum(p.numel() for p in FEMForCausalLM(preset(name, **fields)).parameters())
+def count(name: str, **options: Any) -> int:
+    """The parameters of a preset, whose layers are all alike: one layer is counted, and the others from two."""
+    one, two = (parameter_count(preset(name, **{**options, "num_hidden_layers": layers})) for layers in (1, 2))
+    return one + (preset(name).num_hidden_layers - 1) * (two - one)
