@@ -116,12 +116,16 @@ def record_line(step: int, steps: int, records: Records) -> str:
     def words(record: Mapping[str, Any]) -> Iterator[str]:
         for name, value in record.items():
             if name not in ("step", "seconds") and value is not None:
-                yield value if isinstance(value, str) else f"{name} {value:.4g}"
+                yield value if isinstance(value, str) else f"{name} {number(value)}"
 
     return " | ".join([f"step {step}/{steps}", *(" ".join(words(record)) for record in records)])
 
 
+def number(value: float) -> str:
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
 def sample_text(sample: Mapping[str, Any]) -> str:
     """`    name: its text`, indented throughout."""
-    lines = "\n".join(f"{name}: {value}" for name, value in sample.items())
+    lines = "\n".join(f"{name}: {value}" for name, value in sample.items() if value != "")
     return "\n".join(f"    {line}" for line in lines.splitlines())
