@@ -17,7 +17,7 @@ demo: setup
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/femixer argmax --overwrite
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .

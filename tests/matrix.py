@@ -24,14 +24,12 @@ EVERY_PRIOR: dict[str, dict[str, Any]] = {
     "CLTG": {},
     "mean": {"parts": ""},
     "L": {"parts": "L"},
-    "LT": {"parts": "LT"},
 }
 QUERIES_AND_KEYS: dict[str, dict[str, Any]] = {
     "grouped": {"kv_heads": 1},
-    "norope": {"rope": False},
-    "balanced": {"budget": "balanced"},
 }
 OF_PRIOR: dict[str, dict[str, dict[str, Any]]] = {
+    "linear": {"norope": {"rope": False}},
     "gla": {
         "channel": {"prior_options": {"decay": "channel"}},
         "channelL": {"parts": "L", "prior_options": {"decay": "channel"}},
@@ -42,6 +40,8 @@ OF_PRIOR: dict[str, dict[str, dict[str, Any]]] = {
         "unnormalized": {"prior_options": {"normalize": False}},
     },
     "softmax": {
+        "norope": {"rope": False},
+        "balanced": {"budget": "balanced", "parts": "LT"},
         "window": {"window": 5},
         "windowmean": {"window": 4, "parts": "CG"},
         "expcache": {"prior_options": {"cache": "exp"}},

@@ -511,7 +511,7 @@ class TestLowPrecision:
             result[name] = math.inf if math.isnan(error) else error
         return result
 
-    @variants("CLTG", "mean", "LT", "grouped", "window", "alibi")
+    @variants("CLTG", "mean", "grouped", "window", "alibi")
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("causal", [True, False])
     def test_autocast_is_as_good_as_plain_torch_under_it(self, variant: Variant, dtype: torch.dtype, causal: bool):
@@ -596,7 +596,7 @@ class TestCompile:
     def test_one_graph_equals_eager_in_encoder_mode(self, variant: Variant):
         self.compare(variant.build(causal=False), "aot_eager", LAYOUTS["mask"], EXACT)
 
-    @variants("LT")
+    @variants("L")
     def test_one_graph_serves_any_length(self, variant: Variant):
         torch._dynamo.reset()
         m = variant.build()
