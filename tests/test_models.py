@@ -171,6 +171,16 @@ def test_labels_are_shifted_and_minus_100_is_not_scored():
     torch.testing.assert_close(out.loss.double(), -log_p[scored].mean(), atol=1e-6, rtol=1e-5)
 
 
+def test_the_loss_of_packed_documents_is_that_of_each_alone():
+    model = build()
+    documents = [tokens(1, length, seed=length) for length in (5, 1, 7)]
+    packed = torch.cat([*documents, tokens(1, 2)], 1)
+    segments = torch.tensor([[4] * 5 + [0] + [1] * 7 + [-1] * 2])
+    alone = [(model(ids, labels=ids).loss, ids.shape[1] - 1) for ids in documents if ids.shape[1] > 1]
+    expected = sum(loss * count for loss, count in alone) / sum(count for _, count in alone)
+    torch.testing.assert_close(model(packed, segments=segments, labels=packed).loss, expected)
+
+
 def test_only_the_last_logits_when_asked():
     model, ids = build(), tokens(2, 7)
     logits = model(ids).logits

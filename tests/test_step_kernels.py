@@ -10,6 +10,7 @@ from femixer.gates import gated_read, outer_gate
 from femixer.kernels import backend
 from femixer.layout import Layout
 from femixer.rotary import rotated
+from femixer.state import Growing
 
 VARIANTS = {
     "softmax": {},
@@ -76,6 +77,17 @@ def test_gates_read_views_where_they_are():
     assert none.shape == (2, 0, 3, 5)
 
 
+@pytest.mark.parametrize("which", range(4))
+def test_what_is_not_a_number_does_not_disappear_in_the_gates(which):
+    inputs = gate_inputs(5)
+    inputs[which] = inputs[which].clone()
+    inputs[which][1, 2, 0, 3] = torch.nan
+    with torch.no_grad():
+        read = gated_read(*inputs)
+    assert read[1, 2, 0, 3].isnan()
+    assert torch.isfinite(read[0]).all()
+
+
 def build(name: str) -> FreeEnergyMixer:
     torch.manual_seed(0)
     mixer = FreeEnergyMixer(28, 2, **VARIANTS[name]).eval()
@@ -105,6 +117,23 @@ def test_decoding_with_and_without_compiled_kernels_is_the_full_pass(name, batch
         whole = mixer(x)[:, 67:]
     for decoding in (fast, decoded(mixer, x, 67)):
         torch.testing.assert_close(decoding, whole, atol=3e-6 * float(whole.abs().max()), rtol=1e-5)
+
+
+def test_of_two_continuations_of_one_prefix_only_one_gets_the_room_behind_it():
+    """Claimed before it is written, so that threads that go on from one prefix do not write over each other."""
+    prefix = Growing.of(torch.zeros(1, 1, 3, 2)).append(torch.zeros(1, 1, 1, 2))
+    assert prefix.buffer.shape[2] > 5
+    assert prefix._storage.claim(4, 5)
+    assert not prefix._storage.claim(4, 5)
+    assert prefix.append(torch.ones(1, 1, 1, 2)).buffer is not prefix.buffer
+
+
+def test_a_batch_of_nothing_takes_a_step():
+    for name in VARIANTS:
+        mixer = build(name)
+        with torch.no_grad():
+            _, state = mixer(torch.empty(0, 3, 28), return_state=True)
+            assert mixer(torch.empty(0, 1, 28), state=state, return_state=True)[0].shape == (0, 1, 28)
 
 
 def test_attention_decodes_the_same_with_compiled_rotations(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,11 +50,27 @@ class State:
         return replace(self, batch=len(index), past=past, prior=prior, conditioner=conditioner)
 
 
+_claims = threading.Lock()
+
+
 class _Storage:
     """A buffer with room at its end, and how much of it is written."""
 
     def __init__(self, data: Tensor, filled: int) -> None:
         self.data, self.filled = data, filled
+
+    def claim(self, start: int, stop: int) -> bool:
+        """Take the entries from start to stop, unless someone has continued from there before."""
+        if torch.compiler.is_compiling():
+            return self._take(start, stop)
+        with _claims:  # threads may continue one prefix
+            return self._take(start, stop)
+
+    def _take(self, start: int, stop: int) -> bool:
+        free = self.filled == start
+        if free:
+            self.filled = stop
+        return free
 
 
 class Growing:
@@ -88,13 +105,12 @@ class Growing:
         if not torch.compiler.is_compiling():
             alien = alien or (data.is_inference() and not torch.is_inference_mode_enabled())
         storage = self._storage
-        if alien or storage.filled != self.length or length > data.shape[2]:
+        if alien or length > data.shape[2] or not storage.claim(self.length, length):
             room = length if length <= data.shape[2] else max(length + SPARE, 2 * self.length)
             buffer = data.new_empty(*data.shape[:2], room, data.shape[3])
             buffer[:, :, : self.length] = self.tensor
-            storage = _Storage(buffer, self.length)
+            storage = _Storage(buffer, length)
         storage.data[:, :, self.length : length] = x
-        storage.filled = length
         return Growing(storage, length)
 
     def rows(self, index: Tensor) -> Growing:

@@ -41,6 +41,7 @@ class Attention(nn.Module):
         rope: bool = True,
         rope_base: float = 10000.0,
         bias: bool = True,
+        dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -65,6 +66,7 @@ class Attention(nn.Module):
         self.query_key_proj = nn.Linear(dim, (heads + kv_heads) * self.width, bias=bias, device=device, dtype=dtype)
         self.value_proj = nn.Linear(dim, kv_heads * self.width, bias=bias, device=device, dtype=dtype)
         self.out_proj = nn.Linear(dim, dim, bias=bias, device=device, dtype=dtype)
+        self.dropout = nn.Dropout(dropout)  # of the read, as in FreeEnergyMixer
         self._owner = next(_owners)
         self.reset_parameters()
 
@@ -99,7 +101,7 @@ class Attention(nn.Module):
             k, v = cache.keys.tensor, cache.values.tensor
         elif return_state:
             cache = Cache(Growing.of(k.contiguous()), Growing.of(v.contiguous()), run)
-        y = self.out_proj(self._attend(q, k, v, run).transpose(1, 2).flatten(2))
+        y = self.out_proj(self.dropout(self._attend(q, k, v, run).transpose(1, 2).flatten(2)))
         if layout.padding is not None:
             y = y.masked_fill(layout.padding[..., None], 0)
         return (y, before.next(past, cache, None)) if return_state else y

@@ -33,7 +33,7 @@ class GatedRead(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mean, free, lam, gate = ctx.saved_tensors
         shape = mean.shape

@@ -31,6 +31,9 @@ def softmax_step(
     keys, data = cached_keys.tensor, cached.tensor
     batch, _, heads, width = q.shape
     groups = keys.shape[1]
+    if batch == 0:
+        nothing = q.new_empty(0, 1, heads, data.shape[-1] if beta is None else beta.shape[-1])
+        return nothing, None if beta is None else nothing
     d = data.shape[-1] if beta is None else beta.shape[-1]
     seen, mask = next((piece.keys, piece.mask) for piece in pieces(q, keys.transpose(1, 2), geometry))
     visible = data[:, :, seen]

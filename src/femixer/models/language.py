@@ -95,6 +95,8 @@ class FEMModel(FEMPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = FEMCache(len(self.layers))
         mask = padding_mask(attention_mask, x)
+        if mask is not None and segments is not None:
+            segments, mask = segments.masked_fill(~mask, -1), None
         for layer in self.layers:
             x = layer(x, mask=mask, segments=segments, past_key_values=past_key_values)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
@@ -128,7 +130,8 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """labels [B, T]: the tokens themselves (they are shifted here), -100 where nothing is to be learned.
+        """labels [B, T]: the tokens themselves (they are shifted here), -100 where nothing is to be learned; with
+        segments, what the last token of a document says about the next document is not scored, nor is padding.
         logits_to_keep: logits of that many last positions only (0: of all). The rest is as in FEMModel."""
         outputs = self.model(
             input_ids=input_ids,
@@ -142,10 +145,17 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
+            labels = labels if segments is None else within_documents(labels, segments)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
         )
+
+
+def within_documents(labels: Tensor, segments: Tensor) -> Tensor:
+    """labels [B, T], -100 where the token before is not of the same document, or where one of the two is padding."""
+    follows = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] >= 0)
+    return torch.cat([labels[:, :1], labels[:, 1:].masked_fill(~follows, -100)], 1)
 
 
 def padding_mask(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:

@@ -39,6 +39,7 @@ def build_mixer(config: FEMConfig, layer: int, causal: bool = True) -> nn.Module
         "heads": config.num_attention_heads,
         "causal": causal,
         "bias": config.mixer_bias,
+        "dropout": config.mixer_dropout,
     }
     if config.at("mixer", layer) == "attention":
         rope = config.rope is not False
@@ -55,6 +56,5 @@ def build_mixer(config: FEMConfig, layer: int, causal: bool = True) -> nn.Module
         prior=prior,
         parts=config.parts,
         budget=config.budget,
-        dropout=config.mixer_dropout,
         prior_options=options,
     )

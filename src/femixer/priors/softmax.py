@@ -70,7 +70,7 @@ class Stream(NamedTuple):
             shift = torch.maximum(self.shift, v.detach().amax(2, keepdim=True))
             return self._replace(data=self.data.append(v), shift=shift)
         above = beta[:, None] * (v - self.shift)
-        if bool(above.amax() > CACHE_HEADROOM):
+        if above.numel() and bool(above.amax() > CACHE_HEADROOM):
             return Stream.of(torch.cat([self.values, v], 2), beta, True)
         return self._replace(data=self.data.append(_beside(v, above)))
 

@@ -34,7 +34,7 @@ class Command:
     """
 
     model: Annotated[str, tyro.conf.Positional]
-    """Model folder, results folder of `femixer lm train`, or name on the Hugging Face hub. Safetensors only."""
+    """Model folder, or name on the Hugging Face hub. Safetensors only."""
     out: Path
     """Folder for the upgraded model and its tokenizer; it must not exist."""
     parts: str = PARTS[0]

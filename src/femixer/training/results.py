@@ -6,6 +6,7 @@ samples.jsonl   what the model wrote at the evaluations, where it writes
 tensorboard/    the same for TensorBoard (--tensorboard)
 checkpoints/    the newest states of training
 figure.png      the curves
+model/          the trained model, where the run makes one for others to load
 table.md        the result; it is written last, so a run is finished exactly when it is there
 
 Several processes share one folder, in which the main one writes.
@@ -28,7 +29,7 @@ from femixer.options import check
 from femixer.training import atomic, distributed
 
 CONFIG, METRICS, CHECKPOINTS, FIGURE, TABLE = "config.json", "metrics.jsonl", "checkpoints", "figure.png", "table.md"
-SAMPLES, TENSORBOARD = "samples.jsonl", "tensorboard"
+SAMPLES, TENSORBOARD, MODEL = "samples.jsonl", "tensorboard", "model"
 
 Record = dict[str, Any]
 
@@ -91,7 +92,7 @@ class Results:
                 state = "an unfinished run (--resume continues it)"
             raise ValueError(f"out={str(run.out)!r} holds {state}; --overwrite starts anew, or choose another --out")
         # In this order whatever is left after a crash is a run that can be resumed or overwritten.
-        for name in (TABLE, CHECKPOINTS, METRICS, SAMPLES, TENSORBOARD, FIGURE):
+        for name in (TABLE, MODEL, CHECKPOINTS, METRICS, SAMPLES, TENSORBOARD, FIGURE):
             atomic.remove(self.folder / name)
         self.folder.mkdir(parents=True, exist_ok=True)
         atomic.write(self.folder / CONFIG, json.dumps({**config, "environment": environment()}, indent=2) + "\n")

@@ -2,3 +2,18 @@
 
 Modules in here import numba and work on numpy arrays; nothing imports them but `femixer.kernels.backend`, lazily.
 """
+
+from contextlib import suppress
+from pathlib import Path
+
+
+def _forget_outdated() -> None:
+    """Delete cached kernels that are older than what they inline: numba looks only at the file of a kernel itself."""
+    shared = Path(__file__).with_name("primitives.py").stat().st_mtime
+    for path in Path(__file__).parent.glob("__pycache__/*.nb[ic]"):
+        with suppress(OSError):  # another process did it, or the folder is not ours to write
+            if path.stat().st_mtime < shared:
+                path.unlink()
+
+
+_forget_outdated()

@@ -151,7 +151,8 @@ def _(x):  # type: ignore[no-untyped-def]
 def exp32(x):  # type: ignore[no-untyped-def]
     """exp(x) in float32, 0 below -87 and constant above 88."""
     scale, rest = _exp_parts(min(max(x, LEAST), MOST))
-    return scale * rest + scale if x > LEAST else f32(0.0)
+    # Asked in this way, what is not a number stays that.
+    return f32(0.0) if x <= LEAST else scale * rest + scale
 
 
 @inline

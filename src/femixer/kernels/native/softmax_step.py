@@ -105,11 +105,17 @@ def _scores(b, g, r, q, scale, keys, p):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(fastmath={*MATH, "reassoc", "nnan"}, error_model="numpy", cache=True, nogil=True)
-def _weights(p, r):  # type: ignore[no-untyped-def]
-    """Scores of a head to weights relative to the largest, in place. Returns their sum."""
+def _top(p, r):  # type: ignore[no-untyped-def]
     top = p[r, 0]
     for s in range(p.shape[1]):
         top = max(top, p[r, s])
+    return top
+
+
+@numba.njit(fastmath={*MATH, "reassoc"}, error_model="numpy", cache=True, nogil=True)
+def _weights(p, r):  # type: ignore[no-untyped-def]
+    """Scores of a head to weights relative to the largest, in place. Returns their sum."""
+    top = _top(p, r)
     for s in range(p.shape[1]):
         p[r, s] = exp32(p[r, s] - top)
     whole = 0.0

@@ -17,9 +17,8 @@ import torch
 
 from femixer.optional import require
 from femixer.options import check
+from femixer.training.results import MODEL
 
-MODEL = "model"
-"""Name of the model folder inside a results folder."""
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")

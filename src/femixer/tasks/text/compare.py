@@ -218,6 +218,8 @@ def table(comparison: Comparison, runs: Mapping[str, Sequence[Sequence[Record]]]
         speed = statistics.median(map(rate, each))
         share = counts[name] / counts[reference]
         lines.append(f"| {name} | {loss} | {bits:.4f} | {counts[name]:,} | {share:.2%} | {speed:,.0f} |")
+    if {"GLA", "AFT", "Mamba"} & runs.keys():
+        lines += ["", "GLA, AFT and Mamba are the normalized priors with the mean as read, not the published layers."]
     return "\n".join(lines) + "\n"
 
 

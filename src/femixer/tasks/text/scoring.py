@@ -33,7 +33,7 @@ def scored(batch: Batch) -> int:
 
 
 def evaluate(model: Any, validation: Validation) -> Iterator[Record]:
-    """Loss, perplexity and bits per byte of text, over the whole held-out text; the processes share the work."""
+    """Loss, perplexity and bits per byte of text, over the held-out windows; the processes share the work."""
     device = next(model.parameters()).device
     part = distributed.part()
     nats, tokens = 0.0, 0

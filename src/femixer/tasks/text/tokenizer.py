@@ -73,6 +73,7 @@ def byte_level(tokenizer: Any, split_words: bool) -> Any:
         eos_token=END_OF_TEXT,
         pad_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,
+        padding_side="left",  # generate() goes on at the right end
     )
 
 

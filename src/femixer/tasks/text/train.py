@@ -37,10 +37,7 @@ from femixer.training import (
     train,
 )
 from femixer.training.recipe import with_recipe
-from femixer.training.results import Record
-
-MODEL = "model"
-"""Folder of the trained model in the results folder: load it with transformers' Auto classes."""
+from femixer.training.results import MODEL, Record
 
 
 @dataclass(frozen=True)
