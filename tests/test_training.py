@@ -205,8 +205,14 @@ def test_a_second_ctrl_c_is_not_held_back(tmp_path):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt) as stop:
-        tiny_run(tmp_path, each_batch=signalled)
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a background job may have been told to ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt) as stop:
+            tiny_run(tmp_path, each_batch=signalled)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not isinstance(stop.value, Interrupted)
 
 
