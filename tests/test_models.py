@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfi
 
 from femixer import FreeEnergyMixer
 from femixer.models import PRESETS, FEMCache, FEMConfig, FEMForCausalLM, FEMModel, preset
+from femixer.models.norm import RMSNorm
 
 MODELS = {
     "attention": {"mixer": "attention"},
@@ -169,6 +170,16 @@ def test_labels_are_shifted_and_minus_100_is_not_scored():
     log_p = out.logits.double().log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
     scored = labels[:, 1:] != -100
     torch.testing.assert_close(out.loss.double(), -log_p[scored].mean(), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_norm_of_a_token_is_that_of_a_sequence(batch):
+    norm, x = RMSNorm(29, eps=1e-6), 3 * torch.randn(batch, 5, 29, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 2, generator=torch.Generator().manual_seed(1))
+        tokens = torch.cat([norm(x[:, t : t + 1]) for t in range(5)], 1)
+        torch.testing.assert_close(tokens, norm(x))
+        assert norm(x[:0, :1]).shape == (0, 1, 29)
 
 
 def test_the_loss_of_packed_documents_is_that_of_each_alone():

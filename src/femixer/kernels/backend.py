@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_loaded: dict[str, ModuleType] = {}
 # None: numba is there, but whether it works was not tried yet.
 _usable: bool | None = None if importlib.util.find_spec("numba") is not None else False
 
@@ -57,7 +58,11 @@ def _try() -> bool:
 
 def native(name: str) -> ModuleType:
     """The module `name` of compiled kernels; importing numba takes a moment, so not before they are needed."""
-    return importlib.import_module(f"femixer.kernels.native.{name}")
+    # Looking a module up again takes as long as some kernels.
+    module = _loaded.get(name)
+    if module is None:
+        module = _loaded[name] = importlib.import_module(f"femixer.kernels.native.{name}")
+    return module
 
 
 def array(x: Tensor) -> Any:

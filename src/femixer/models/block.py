@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from femixer.models.norm import RMSNorm
+
 
 class SwiGLU(nn.Module):
     """(silu(x W_gate) * x W_up) W_down"""
@@ -28,9 +30,9 @@ class FEMBlock(GradientCheckpointingLayer):
     def __init__(self, dim: int, mixer: nn.Module, width: int, eps: float, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.mixer_norm = nn.RMSNorm(dim, eps=eps)
+        self.mixer_norm = RMSNorm(dim, eps=eps)
         self.mixer = mixer
-        self.mlp_norm = nn.RMSNorm(dim, eps=eps)
+        self.mlp_norm = RMSNorm(dim, eps=eps)
         self.mlp = SwiGLU(dim, width)
 
     def forward(

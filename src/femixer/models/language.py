@@ -16,6 +16,7 @@ from femixer.models.block import FEMBlock
 from femixer.models.cache import FEMCache
 from femixer.models.config import FEMConfig
 from femixer.models.mixers import build_mixer
+from femixer.models.norm import RMSNorm
 
 
 class FEMPreTrainedModel(PreTrainedModel):
@@ -69,7 +70,7 @@ class FEMModel(FEMPreTrainedModel):
         self.layers = nn.ModuleList(
             FEMBlock(dim, build_mixer(config, layer), width, eps, layer) for layer in range(config.num_hidden_layers)
         )
-        self.norm = nn.RMSNorm(dim, eps=eps)
+        self.norm = RMSNorm(dim, eps=eps)
         self.post_init()
 
     @capture_outputs  # type: ignore[untyped-decorator]
