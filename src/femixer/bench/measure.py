@@ -46,6 +46,18 @@ def paired_ratio(times: Sequence[float], reference: Sequence[float]) -> Spread:
     return Spread.of([a / b for a, b in zip(times, reference, strict=True)])
 
 
+@contextmanager
+def unlimited_compilation(compiling: bool) -> Iterator[None]:
+    """torch.compile counts the versions of one forward() over all contestants, and after a few gives up."""
+    if not compiling:
+        yield
+        return
+    from torch._dynamo import config
+
+    with config.patch(recompile_limit=1000, accumulated_recompile_limit=1000):
+        yield
+
+
 def stopwatch(call: Callable[[], object], device: torch.device) -> float:
     """Seconds that one call takes, until the device has finished it."""
     _synchronize(device)

@@ -61,7 +61,7 @@ class FEMCache(Cache):
         self._refuse("update")
 
     def _refuse(self, method: str) -> NoReturn:
-        raise NotImplementedError(
+        raise RuntimeError(
             f"FEMCache.{method}: a cache of streaming states cannot give back tokens or take keys; keep a copy "
             "(copy.copy) from before those tokens and go on from that"
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -12,7 +10,7 @@ from femixer.bench.call import Call
 from femixer.bench.layer.options import Options
 from femixer.bench.layer.parameters import Parameters
 from femixer.bench.layer.report import SequenceCost, Timing
-from femixer.bench.measure import flops, peak_memory, race
+from femixer.bench.measure import flops, peak_memory, race, unlimited_compilation
 from femixer.bench.mixers import Mixer
 from femixer.bench.progress import progress
 
@@ -25,7 +23,7 @@ class Entry(NamedTuple):
 
 
 def measure_sequences(options: Options) -> list[SequenceCost]:
-    with unlimited_compilation(options):
+    with unlimited_compilation("compiled" in options.modes):
         costs = [_measure_length(options, length, training=True) for length in options.lengths]
         costs += [_measure_length(options, length, training=False) for length in options.forward_lengths]
     return [cost for same_length in costs for cost in same_length]
@@ -86,15 +84,3 @@ def _count(options: Options, mixer: Mixer, call: Call, training: bool) -> tuple[
     """Parameters and FLOPs (forward; forward and backward); they do not depend on the mode."""
     plain = call._replace(function=call.layer)
     return Parameters.of(mixer, options), flops(plain.forward), flops(plain.train_and_clear) if training else None
-
-
-@contextmanager
-def unlimited_compilation(options: Options) -> Iterator[None]:
-    """torch.compile counts the versions of one forward() over all layers and lengths, and after a few gives up."""
-    if "compiled" not in options.modes:
-        yield
-        return
-    from torch._dynamo import config
-
-    with config.patch(recompile_limit=1000, accumulated_recompile_limit=1000):
-        yield

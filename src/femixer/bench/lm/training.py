@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 from femixer.bench.lm.models import Contestant, trained
 from femixer.bench.lm.options import Options
 from femixer.bench.lm.report import Speed, TrainingCost
-from femixer.bench.measure import race, stopwatch
+from femixer.bench.measure import race, stopwatch, unlimited_compilation
 from femixer.bench.mixers import ATTENTION
 from femixer.bench.progress import progress
 from femixer.training.optimizer import adamw
@@ -44,7 +43,7 @@ class Trainer(NamedTuple):
 
 def measure_training(options: Options) -> list[TrainingCost]:
     tokens = torch.randint(options.vocabulary, (options.batch, options.length), device=options.device)
-    with unlimited_compilation(options):
+    with unlimited_compilation(options.compile):
         field = {contestant: Trainer.of(contestant, tokens, options) for contestant in trained(options)}
         with progress("training", options.warmup + options.rounds) as advance:
             seconds = race({c: trainer.time for c, trainer in field.items()}, options.rounds, options.warmup, advance)
@@ -53,15 +52,3 @@ def measure_training(options: Options) -> list[TrainingCost]:
         TrainingCost(c.name(options.parts), c.prior, trainer.parameters, Speed.of(tokens.numel(), seconds[c], rival))
         for c, trainer in field.items()
     ]
-
-
-@contextmanager
-def unlimited_compilation(options: Options) -> Iterator[None]:
-    """torch.compile counts the versions of one forward() over all models, and after a few gives up."""
-    if not options.compile:
-        yield
-        return
-    from torch._dynamo import config
-
-    with config.patch(recompile_limit=1000, accumulated_recompile_limit=1000):
-        yield

@@ -48,19 +48,25 @@ class Slice(Protocol):
 
 
 @dataclass(frozen=True)
-class TextSlice:
-    """Bytes start to stop of a text file. All slices of a file together are one document."""
+class FileSlice:
+    """Bytes start to stop of a file."""
 
     path: Path
     start: int
     stop: int | None
     """None: to the end of a packed file, whose length is not known."""
-    begins: bool
-    ends: bool
 
     @property
     def size(self) -> int:
         return self.path.stat().st_size if self.stop is None else self.stop - self.start
+
+
+@dataclass(frozen=True)
+class TextSlice(FileSlice):
+    """Part of a text file. All slices of a file together are one document."""
+
+    begins: bool
+    ends: bool
 
     def documents(self) -> Iterator[Document]:
         with open_bytes(self.path) as file:
@@ -78,17 +84,10 @@ class TextSlice:
 
 
 @dataclass(frozen=True)
-class LinesSlice:
+class LinesSlice(FileSlice):
     """The lines that lie in bytes start to stop of a JSON lines file: one document each, in the field `field`."""
 
-    path: Path
-    start: int
-    stop: int | None
     field: str
-
-    @property
-    def size(self) -> int:
-        return self.path.stat().st_size if self.stop is None else self.stop - self.start
 
     def documents(self) -> Iterator[Document]:
         with open_bytes(self.path) as file:
