@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from femixer.budget import solve_widths
 from femixer.conditioner import TimeDecayConditioner
 from femixer.gates import gated_read, inverse_temperature
+from femixer.layer import MixerLayer
 from femixer.layout import Layout, Past, arrange
 from femixer.priors import Prior, build_prior, prior_class
 from femixer.projection import Columns, Projection
@@ -33,10 +33,7 @@ class Projected(NamedTuple):
     context: Tensor | None
 
 
-_owners = itertools.count()
-
-
-class FreeEnergyMixer(nn.Module):
+class FreeEnergyMixer(MixerLayer):
     """Sequence mixer [B, T, dim] -> [B, T, dim] that reads, per channel, between mean and free energy of a prior.
 
         o_t = g_t * [(1 - lam_t) E_p[v] + lam_t log(E_p[exp(beta_max v)]) / beta_max],   y_t = o_t W_o
@@ -64,9 +61,9 @@ class FreeEnergyMixer(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(dim, heads, causal, dropout)
         kv_heads = heads if kv_heads is None else kv_heads
-        _check_arguments(dim, heads, kv_heads, parts, causal, value_dim, dropout, prior_options)
+        _check_arguments(heads, kv_heads, parts, value_dim, prior_options)
         kind = prior_class(prior)
         options = dict(prior_options or {})
         for name in ("rope", "window"):
@@ -84,8 +81,8 @@ class FreeEnergyMixer(nn.Module):
         gates = sum(part in parts for part in "TG")
         own = None if kind.queries_and_keys else kind.own_columns(dim, heads, options)
         widths = solve_widths(dim, heads, kv_heads, gates, budget, value_dim, bool(rope), own)
-        self.dim, self.heads, self.kv_heads, self.widths = dim, heads, kv_heads, widths
-        self.parts, self.causal, self.prior_name = "".join(p for p in PARTS if p in parts), causal, prior
+        self.kv_heads, self.widths = kv_heads, widths
+        self.parts, self.prior_name = "".join(p for p in PARTS if p in parts), prior
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.prior: Prior = build_prior(prior, heads, kv_heads, widths, causal, options, made)
 
@@ -107,8 +104,6 @@ class FreeEnergyMixer(nn.Module):
         self.out_proj = nn.Linear(heads * widths.value, dim, bias=bias, **made)
         temperatures = 1 if kind.one_temperature else widths.value
         self.raw_beta = nn.Parameter(torch.zeros(kv_heads, temperatures, **made)) if "L" in parts else None
-        self.dropout = nn.Dropout(dropout)
-        self._owner = next(_owners)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -145,7 +140,7 @@ class FreeEnergyMixer(nn.Module):
         mask bool [B, T]: False is padding, anywhere. segments int [B, T]: a change of id starts a segment, negative is
         padding. state: of the tokens before x.
         """
-        self._check_inputs(x, mask, segments, state, return_state)
+        self.check_inputs(x, mask, segments, state, return_state)
         before = State.start(self._owner, x) if state is None else state
         layout, past = arrange(x, mask, segments, before.past)
         inputs, v, lam, gate, context = self._project(x, layout, before.conditioner)
@@ -174,7 +169,7 @@ class FreeEnergyMixer(nn.Module):
         self, x: Tensor, mask: Tensor | None = None, segments: Tensor | None = None
     ) -> tuple[Projected, Layout]:
         """What `forward` hands to the prior and the gates: for inspection and for tests of priors."""
-        self._check_inputs(x, mask, segments, None, False)
+        self.check_inputs(x, mask, segments, None, False)
         layout, _ = arrange(x, mask, segments, Past())
         return self._project(x, layout, None), layout
 
@@ -184,51 +179,6 @@ class FreeEnergyMixer(nn.Module):
 
         return inspect_mixer(self, x, mask, segments)
 
-    def _check_inputs(
-        self, x: Tensor, mask: Tensor | None, segments: Tensor | None, state: State | None, return_state: bool
-    ) -> None:
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            raise TypeError(f"x must be a floating-point tensor, not {getattr(x, 'dtype', type(x).__name__)}")
-        if x.dim() != 3 or x.shape[-1] != self.dim:
-            raise ValueError(f"x has shape {tuple(x.shape)}; allowed is [batch, tokens, {self.dim}]")
-        dtype = self.out_proj.weight.dtype
-        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
-            raise TypeError(f"x has dtype {x.dtype}; allowed is the mixer's own, {dtype}, or any under autocast")
-        if mask is not None and segments is not None:
-            raise ValueError("mask and segments were both given; mark padding by negative ids in segments instead")
-        for name, given in (("mask", mask), ("segments", segments)):
-            if given is None:
-                continue
-            if not isinstance(given, Tensor):
-                raise TypeError(f"{name} must be a tensor, not {type(given).__name__}")
-            fits = given.dtype == torch.bool
-            if name == "segments":
-                fits = not (fits or given.is_floating_point() or given.is_complex())
-            if not fits:
-                wanted = "bool" if name == "mask" else "an integer type"
-                raise TypeError(f"{name} has dtype {given.dtype}; allowed is {wanted}")
-            if given.shape != x.shape[:2]:
-                raise ValueError(f"{name} has shape {tuple(given.shape)}; allowed is {tuple(x.shape[:2])}")
-            if given.device != x.device:
-                raise ValueError(f"{name} is on {given.device}; allowed is x's device {x.device}")
-        if not self.causal and (state is not None or return_state):
-            raise ValueError("state and return_state need causal=True; this mixer was built with causal=False")
-        if state is None:
-            return
-        if not isinstance(state, State):
-            raise TypeError(f"state must come from this mixer's return_state=True, not {type(state).__name__}")
-        if state.owner != self._owner:
-            raise ValueError("state belongs to another mixer; allowed is a state returned by this one")
-        if state.batch != x.shape[0]:
-            raise ValueError(f"state has batch size {state.batch}; x has {x.shape[0]}")
-        if state.device != x.device:
-            raise ValueError(f"state is on {state.device}; x is on {x.device}")
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copied or unpickled mixer is another one: it does not take the original's states."""
-        super().__setstate__(state)
-        self._owner = next(_owners)
-
     def extra_repr(self) -> str:
         return (
             f"dim={self.dim}, heads={self.heads}, prior={self.prior_name!r}, parts={self.parts!r}, "
@@ -237,20 +187,14 @@ class FreeEnergyMixer(nn.Module):
 
 
 def _check_arguments(
-    dim: int,
     heads: int,
     kv_heads: int,
     parts: str,
-    causal: bool,
     value_dim: int | None,
-    dropout: float,
     prior_options: dict[str, Any] | None,
 ) -> None:
-    for name, given in (("dim", dim), ("heads", heads), ("kv_heads", kv_heads)):
-        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-            raise ValueError(f"{name}={given!r} must be a positive integer")
-    if dim % heads:
-        raise ValueError(f"dim={dim} is not divisible by heads={heads}")
+    if not isinstance(kv_heads, int) or isinstance(kv_heads, bool) or kv_heads < 1:
+        raise ValueError(f"kv_heads={kv_heads!r} must be a positive integer")
     if heads % kv_heads:
         raise ValueError(f"heads={heads} is not divisible by kv_heads={kv_heads}")
     if not isinstance(parts, str):
@@ -260,11 +204,7 @@ def _check_arguments(
         raise ValueError(f"parts={parts!r} is not a set of letters from {PARTS!r}")
     if "T" in parts and "L" not in parts:
         raise ValueError(f"parts={parts!r}: T (temperature) needs L (log-sum-exp)")
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal={causal!r} must be True or False")
     if value_dim is not None and (not isinstance(value_dim, int) or isinstance(value_dim, bool)):
         raise TypeError(f"value_dim={value_dim!r} must be an integer or None")
     if prior_options is not None and not isinstance(prior_options, dict):
         raise TypeError(f"prior_options={prior_options!r} must be a dict of the prior's options or None")
-    if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
-        raise ValueError(f"dropout={dropout!r} must be at least 0 and below 1")

@@ -50,6 +50,17 @@ class State:
         return replace(self, batch=len(index), past=past, prior=prior, conditioner=conditioner)
 
 
+def usable(memory: Any) -> Any:
+    """Autograd keeps no tensor that was made in inference mode: copies of those."""
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return memory
+    if isinstance(memory, Tensor):
+        return memory.clone() if memory.is_inference() else memory
+    if isinstance(memory, tuple):
+        return type(memory)(*map(usable, memory))
+    return memory
+
+
 _claims = threading.Lock()
 
 

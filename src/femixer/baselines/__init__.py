@@ -1,5 +1,63 @@
 """The other mixers of the paper's tables, with FreeEnergyMixer's signature."""
 
+from femixer.baselines.aft import AFT
 from femixer.baselines.attention import Attention
+from femixer.baselines.base import Baseline
+from femixer.baselines.deltanet import DeltaNet
+from femixer.baselines.diff_transformer import DiffTransformer
+from femixer.baselines.gated_deltanet import GatedDeltaNet
+from femixer.baselines.gla import GLA
+from femixer.baselines.gsa import GSA
+from femixer.baselines.hgrn import HGRN
+from femixer.baselines.hgrn2 import HGRN2
+from femixer.baselines.hyena import Hyena
+from femixer.baselines.laser import Laser
+from femixer.baselines.linear_attention import LinearAttention
+from femixer.baselines.mamba import Mamba
+from femixer.baselines.mamba2 import Mamba2
+from femixer.baselines.retnet import RetNet
+from femixer.baselines.rwkv6 import RWKV6
+from femixer.baselines.rwkv7 import RWKV7
 
-__all__ = ["Attention"]
+BASELINES: dict[str, type[Baseline]] = {
+    "attention": Attention,
+    "aft": AFT,
+    "deltanet": DeltaNet,
+    "diff-transformer": DiffTransformer,
+    "gated-deltanet": GatedDeltaNet,
+    "gla": GLA,
+    "gsa": GSA,
+    "hgrn": HGRN,
+    "hgrn2": HGRN2,
+    "hyena": Hyena,
+    "laser": Laser,
+    "linear-attention": LinearAttention,
+    "mamba": Mamba,
+    "mamba2": Mamba2,
+    "retnet": RetNet,
+    "rwkv6": RWKV6,
+    "rwkv7": RWKV7,
+}
+"""By the names of `FEMConfig.mixer`."""
+
+__all__ = [
+    "AFT",
+    "BASELINES",
+    "GLA",
+    "GSA",
+    "HGRN",
+    "HGRN2",
+    "RWKV6",
+    "RWKV7",
+    "Attention",
+    "Baseline",
+    "DeltaNet",
+    "DiffTransformer",
+    "GatedDeltaNet",
+    "Hyena",
+    "Laser",
+    "LinearAttention",
+    "Mamba",
+    "Mamba2",
+    "RetNet",
+]

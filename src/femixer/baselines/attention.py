@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from femixer.layout import arrange, runs_together
+from femixer.baselines.base import Baseline
+from femixer.layout import Layout, runs_together
 from femixer.rotary import check_base, rotated
-from femixer.state import Growing, State
-
-_owners = itertools.count()
+from femixer.state import Growing
 
 
 class Cache(NamedTuple):
@@ -25,12 +23,14 @@ class Cache(NamedTuple):
     run: Tensor | None
 
 
-class Attention(nn.Module):
+class Attention(Baseline):
     """y_t = sum_i softmax_i(<q_t, k_i> / sqrt(E)) v_i W_o, [B, T, dim] -> [B, T, dim], with E = dim / heads.
 
     The rival that the benchmarks measure against, so nothing here may cost more than it must: 4 dim² parameters
     (2 (1 + G/H) dim² with G key/value heads), and FreeEnergyMixer(parts="") computes the same function.
     """
+
+    encoder = True
 
     def __init__(
         self,
@@ -45,13 +45,10 @@ class Attention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(dim, heads, causal, dropout)
         kv_heads = heads if kv_heads is None else kv_heads
-        for name, given in (("dim", dim), ("heads", heads), ("kv_heads", kv_heads)):
-            if given < 1:
-                raise ValueError(f"{name}={given!r} must be a positive integer")
-        if dim % heads:
-            raise ValueError(f"dim={dim} is not divisible by heads={heads}")
+        if kv_heads < 1:
+            raise ValueError(f"kv_heads={kv_heads!r} must be a positive integer")
         if heads % kv_heads:
             raise ValueError(f"heads={heads} is not divisible by kv_heads={kv_heads}")
         if rope and dim // heads % 2:
@@ -59,52 +56,24 @@ class Attention(nn.Module):
                 f"dim={dim} with heads={heads} gives heads of {dim // heads} channels; rope needs an even number"
             )
         check_base(rope_base)
-        self.dim, self.heads, self.kv_heads, self.causal = dim, heads, kv_heads, causal
-        self.rope, self.rope_base = rope, rope_base
+        self.kv_heads, self.rope, self.rope_base = kv_heads, rope, rope_base
         self.width = dim // heads
         # Two products are as fast as one, and what is rotated need not stay in memory with the values.
         self.query_key_proj = nn.Linear(dim, (heads + kv_heads) * self.width, bias=bias, device=device, dtype=dtype)
         self.value_proj = nn.Linear(dim, kv_heads * self.width, bias=bias, device=device, dtype=dtype)
         self.out_proj = nn.Linear(dim, dim, bias=bias, device=device, dtype=dtype)
-        self.dropout = nn.Dropout(dropout)  # of the read, as in FreeEnergyMixer
-        self._owner = next(_owners)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        for linear in (self.query_key_proj, self.value_proj, self.out_proj):
-            nn.init.normal_(linear.weight, std=0.02)
-            if linear.bias is not None:
-                nn.init.zeros_(linear.bias)
-
-    def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        state: State | None = None,
-        return_state: bool = False,
-    ) -> Tensor | tuple[Tensor, State]:
-        """x [B, T, dim] -> [B, T, dim], with return_state also the state from which the next tokens go on.
-
-        mask, segments: as for FreeEnergyMixer.
-        """
-        if not self.causal and (state is not None or return_state):
-            raise ValueError("state and return_state need causal=True; this layer was built with causal=False")
-        before = State.start(self._owner, x) if state is None else state
-        layout, past = arrange(x, mask, segments, before.past)
+    def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
         q, k, v = self._heads(x, layout.position)
         run = layout.run
-        cache: Cache | None = before.prior
-        if cache is not None:
-            run = runs_together(cache.run, cache.keys.length, run, x)
-            cache = Cache(cache.keys.append(k), cache.values.append(v), run)
-            k, v = cache.keys.tensor, cache.values.tensor
-        elif return_state:
-            cache = Cache(Growing.of(k.contiguous()), Growing.of(v.contiguous()), run)
-        y = self.out_proj(self.dropout(self._attend(q, k, v, run).transpose(1, 2).flatten(2)))
-        if layout.padding is not None:
-            y = y.masked_fill(layout.padding[..., None], 0)
-        return (y, before.next(past, cache, None)) if return_state else y
+        if memory is not None:
+            run = runs_together(memory.run, memory.keys.length, run, x)
+            memory = Cache(memory.keys.append(k), memory.values.append(v), run)
+            k, v = memory.keys.tensor, memory.values.tensor
+        elif keep:
+            memory = Cache(Growing.of(k.contiguous()), Growing.of(v.contiguous()), run)
+        return self.out_proj(self.dropout(self._attend(q, k, v, run).transpose(1, 2).flatten(2))), memory
 
     def _heads(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, T, E], keys and values [B, G, T, E] of tokens at their positions [B or 1, T]."""

@@ -15,9 +15,9 @@ class FEMConfig(PreTrainedConfig):
     """Sizes, mixers and tokens of a model.
 
     mixer, prior: one name for all layers, or a list of names that is repeated over the layers, so that
-    prior=["gla", "gla", "gla", "softmax"] makes every fourth layer softmax. prior_options: per name of a prior its
-    options, as {"gla": {"decay": "channel"}}. max_position_embeddings is the length of the training sequences;
-    nothing in the model depends on it, and longer ones may be read.
+    prior=["gla", "gla", "gla", "softmax"] makes every fourth layer softmax. prior_options, mixer_options: per name of a
+    prior or of a baseline its options, as {"gla": {"decay": "channel"}}. max_position_embeddings is the length of the
+    training sequences; nothing in the model depends on it, and longer ones may be read.
     """
 
     model_type = "fem"
@@ -33,6 +33,7 @@ class FEMConfig(PreTrainedConfig):
     prior: str | list[str] = "softmax"
     parts: str = "CLTG"
     budget: str = "attention"
+    mixer_options: dict[str, Any] | None = None
     prior_options: dict[str, Any] | None = None
     rope: bool | None = None  # None: on where the prior has queries and keys
     rope_base: float = 10000.0

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from femixer.baselines import Attention
+from femixer.baselines import BASELINES
 from femixer.mixer import FreeEnergyMixer
 from femixer.priors import prior_class
 
 if TYPE_CHECKING:
     from femixer.models.config import FEMConfig
 
-MIXERS = ("fem", "attention")
+MIXERS = ("fem", *BASELINES)
+# What a baseline's constructor takes from other fields of the configuration than mixer_options.
+OF_CONFIG = ("dim", "heads", "causal", "bias", "dropout", "kv_heads", "rope", "rope_base", "device", "dtype")
+
+
+def options_of(mixer: str) -> tuple[str, ...]:
+    """The names that mixer_options may give for a baseline; "fem" has fields of its own."""
+    if mixer not in BASELINES:
+        return ()
+    return tuple(name for name in inspect.signature(BASELINES[mixer]).parameters if name not in OF_CONFIG)
 
 
 def check_mixer(config: FEMConfig, layer: int) -> None:
@@ -24,16 +34,33 @@ def check_mixer(config: FEMConfig, layer: int) -> None:
     prior_class(config.at("prior", layer))
     if config.window is not None and config.at("prior", layer) == "softmax" and name != "fem":
         raise ValueError(f"window={config.window!r} does not fit mixer={name!r}; only mixer='fem' has windows")
-    used = {config.at("prior", layer) for layer in range(config.num_hidden_layers)}
-    for prior, options in (config.prior_options or {}).items():
-        if prior not in used or not isinstance(options, dict):
+    if name in BASELINES and "kv_heads" not in inspect.signature(BASELINES[name]).parameters:
+        kv_heads, heads = config.num_key_value_heads, config.num_attention_heads
+        if kv_heads != heads:
+            raise ValueError(f"num_key_value_heads={kv_heads} does not fit mixer={name!r}; choose {heads} or None")
+    for field in ("mixer", "prior"):
+        _check_options(config, field)
+    for mixer, options in (config.mixer_options or {}).items():
+        for option in options:
+            if option not in options_of(mixer):
+                known = ", ".join(options_of(mixer)) or "none; priors have prior_options"
+                raise ValueError(f"mixer_options has {option!r} for mixer={mixer!r}; its options are {known}")
+
+
+def _check_options(config: FEMConfig, field: str) -> None:
+    """mixer_options and prior_options are dicts per name of what the model has."""
+    given = getattr(config, f"{field}_options")
+    used = {config.at(field, layer) for layer in range(config.num_hidden_layers)}
+    for name, options in (given or {}).items():
+        if name not in used or not isinstance(options, dict):
             raise ValueError(
-                f"prior_options={config.prior_options!r} must give options per prior of the model, "
-                f"as {{{min(used)!r}: {{...}}}}; its priors are {', '.join(sorted(used))}"
+                f"{field}_options={given!r} must give options per {field} of the model, "
+                f"as {{{min(used)!r}: {{...}}}}; its {field}s are {', '.join(sorted(used))}"
             )
 
 
 def build_mixer(config: FEMConfig, layer: int, causal: bool = True) -> nn.Module:
+    name, prior = config.at("mixer", layer), config.at("prior", layer)
     shared: dict[str, Any] = {
         "dim": config.hidden_size,
         "heads": config.num_attention_heads,
@@ -41,10 +68,15 @@ def build_mixer(config: FEMConfig, layer: int, causal: bool = True) -> nn.Module
         "bias": config.mixer_bias,
         "dropout": config.mixer_dropout,
     }
-    if config.at("mixer", layer) == "attention":
-        rope = config.rope is not False
-        return Attention(**shared, kv_heads=config.num_key_value_heads, rope=rope, rope_base=config.rope_base)
-    prior = config.at("prior", layer)
+    positions = {
+        "kv_heads": config.num_key_value_heads,
+        "rope": config.rope is not False,
+        "rope_base": config.rope_base,
+    }
+    if name in BASELINES:
+        known = inspect.signature(BASELINES[name]).parameters
+        shared.update({key: value for key, value in positions.items() if key in known})
+        return BASELINES[name](**shared, **(config.mixer_options or {}).get(name, {}))
     options = dict((config.prior_options or {}).get(prior, {}))
     if prior_class(prior).queries_and_keys:
         options.setdefault("rope_base", config.rope_base)

@@ -16,6 +16,7 @@ from femixer.kernels.precision import without_autocast
 from femixer.kernels.reading import Reading
 from femixer.layout import Layout
 from femixer.priors.base import Prior
+from femixer.state import usable
 
 
 class DirectedPrior(Prior):
@@ -104,15 +105,6 @@ class DirectedPrior(Prior):
         if layout.run is not None:
             seen = (layout.run[:, rows, None] == layout.run[:, None]) & (layout.run[:, rows, None] >= 0)
         return seen & (key <= rows[:, None]) if self.causal else seen
-
-
-def usable(state: Any) -> Any:
-    """Autograd keeps no tensor that was made in inference mode: copies of those."""
-    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or state is None:
-        return state
-    if isinstance(state, Tensor):
-        return state.clone() if state.is_inference() else state
-    return type(state)(*map(usable, state))
 
 
 def mix(past: Reading, future: Reading, beta: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -1,0 +1,46 @@
+"""The attention free transformer: every channel averages the past with weights of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from femixer.baselines.base import Baseline
+from femixer.kernels.running import empty_state, running_read
+from femixer.layout import Layout
+
+
+class AFT(Baseline):
+    """y_t = [sigmoid(q_t) * sum_{i<=t} exp(k_i) v_i / sum_{i<=t} exp(k_i)] W_o, per channel: AFT-simple.
+
+    The form without position biases, as in the paper's comparison (its prior "LRNN-softmax"); AFT-full and AFT-local
+    add learned biases of a fixed length. Exact for keys of any size. 4 dim² parameters, no use of heads.
+    Zhai et al. 2021, arXiv 2105.14103.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        causal: bool = True,
+        bias: bool = False,
+        dropout: float = 0.0,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, heads, causal, dropout)
+        self.in_proj = nn.Linear(dim, 3 * dim, bias=bias, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(dim, dim, bias=bias, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
+        q, k, v = self.in_proj(x).chunk(3, -1)
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        # The scan has its three rows first; a state has the batch first.
+        state = empty_state(v) if memory is None else memory.transpose(0, 1)
+        read = running_read(k.to(dtype), None, v.to(dtype), None, layout.marks(), state)
+        y = self.out_proj(self.dropout((q.sigmoid() * read.mean).to(x.dtype)))
+        return y, read.state.transpose(0, 1) if keep else None

@@ -1,0 +1,79 @@
+"""The interface of a baseline: projections and a recurrence of its own behind FreeEnergyMixer's signature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from femixer.layer import MixerLayer
+from femixer.layout import Layout, arrange
+from femixer.state import State, usable
+
+
+class Baseline(MixerLayer):
+    """Mixer [B, T, dim] -> [B, T, dim], causal unless it can be an `encoder`. Subclasses define `mix` and end in
+    `self.out_proj`.
+
+    Padding is taken out here: `mix` sees the real tokens of every row first and padding, if any, behind them, so that
+    a convolution or a token shift finds its neighbours where it looks for them.
+    """
+
+    encoder = False
+
+    def __init__(self, dim: int, heads: int, causal: bool = True, dropout: float = 0.0) -> None:
+        super().__init__(dim, heads, causal, dropout)
+        if not causal and not self.encoder:
+            raise ValueError(f"causal={causal!r} is not allowed: {type(self).__name__} is causal by definition")
+
+    def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
+        """x [B, T, dim] -> (y [B, T, dim], what to remember of it if `keep`).
+
+        layout.run is None, or [B, T] with padding (-1) only at the end of rows. memory: of the tokens before x, None
+        before the first; a NamedTuple of tensors with the batch first or of Growing, or such a tensor itself.
+        What y is at padding does not matter, but it must be finite and memory must not depend on it.
+        """
+        raise TypeError(f"{type(self).__name__} must define mix()")
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        state: State | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, State]:
+        """x [B, T, dim] -> [B, T, dim], with return_state also the state from which the next tokens go on.
+
+        mask, segments: as for FreeEnergyMixer.
+        """
+        self.check_inputs(x, mask, segments, state, return_state)
+        before = State.start(self._owner, x) if state is None else state
+        layout, past = arrange(x, mask, segments, before.past)
+        memory = usable(before.prior)
+        padding = layout.padding
+        if x.shape[0] == 0 or x.shape[1] == 0:
+            y = x.clone()
+        elif padding is None or layout.run is None:
+            y, memory = self.mix(x, layout, memory, return_state)
+        else:
+            order = padding.long().argsort(dim=1, stable=True)
+            together = Layout(layout.run.gather(1, order), layout.position.gather(1, order))
+            # Whatever stands at padding, also infinity, must not reach a sum, not even multiplied by zero.
+            real = x.masked_fill(padding[..., None], 0).gather(1, order[..., None].expand_as(x))
+            mixed, memory = self.mix(real, together, memory, return_state)
+            y = torch.zeros_like(mixed).scatter(1, order[..., None].expand_as(mixed), mixed)
+            y = y.masked_fill(padding[..., None], 0)
+        return (y, before.next(past, memory, None)) if return_state else y
+
+    def reset_parameters(self) -> None:
+        """Projections start as everywhere in femixer: N(0, 0.02), biases zero. Subclasses add what is theirs."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, heads={self.heads}"

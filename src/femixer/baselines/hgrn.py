@@ -1,0 +1,94 @@
+"""HGRN: an elementwise recurrence whose forget gate has a lower bound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from femixer.baselines.base import Baseline
+from femixer.baselines.norm import HeadNorm, RMSNorm
+from femixer.kernels.precision import without_autocast
+from femixer.kernels.recurrence import linear_recurrence
+from femixer.layout import Layout
+from femixer.options import check
+
+
+class HGRN(Baseline):
+    """y_t = [norm(h_t) * silu(x_t W_g)] W_o, with
+
+        h_t = f_t * exp(i theta) * h_{t-1} + (1 - f_t) * silu(x_t W_c),
+        f_t = lower_bound + (1 - lower_bound) sigmoid(x_t W_f)
+
+    complex=False: theta = 0, real states of width dim and an RMS norm, the form that is in use today. complex=True: the
+    published one: W_c gives real and imaginary part, each of width 4 dim / 7, theta is learned, the norm a LayerNorm.
+    4 dim² parameters. The publication learns lower bounds that grow with depth from 0 in the first layer, starting at
+    (layer - 1) / layers; here the bound is an option of the layer. Qin et al. 2023, arXiv 2311.04823.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        causal: bool = True,
+        bias: bool = False,
+        dropout: float = 0.0,
+        *,
+        lower_bound: float = 0.0,
+        complex: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, heads, causal, dropout)
+        check(0 <= lower_bound < 1, "lower_bound", lower_bound, "a number from 0 to below 1")
+        self.lower_bound, self.complex = lower_bound, complex
+        self.parts = 2 if complex else 1
+        self.width = max(1, round(4 * dim / 7)) if complex else dim
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        inner = self.parts * self.width
+        self.in_proj = nn.Linear(dim, 2 * inner + self.width, bias=bias, **made)
+        self.out_proj = nn.Linear(inner, dim, bias=bias, **made)
+        # Over all channels at once, so as one head.
+        self.norm = HeadNorm(1, inner, **made) if complex else RMSNorm(inner, eps=1e-5, **made)
+        self.theta = nn.Parameter(torch.empty(self.width, **made)) if complex else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.norm.reset_parameters()
+        if self.theta is not None:
+            with torch.no_grad():
+                index = torch.arange(self.width, dtype=torch.float64, device=self.theta.device)
+                self.theta.copy_(10000.0 ** (-2 * index / self.width))
+
+    def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
+        inner = self.parts * self.width
+        c, f, g = self.in_proj(x).split((inner, self.width, inner), -1)
+        dtype = torch.promote_types(c.dtype, torch.float32)
+        with without_autocast(x.device):
+            fresh = (1 - self.lower_bound) * torch.sigmoid(-f.to(dtype))
+            decay = 1 - fresh
+            inputs = fresh[:, :, None] * F.silu(c.to(dtype)).unflatten(-1, (self.parts, self.width))
+            if layout.starts is not None and layout.padding is not None:
+                padding = layout.padding[..., None]
+                decay = decay.masked_fill(layout.starts[..., None], 0).masked_fill(padding, 1)
+                inputs = inputs.masked_fill(padding[..., None], 0)
+            # With exp(i theta) taken out of the state by the token's position, the recurrence is real.
+            inputs = self._turned(inputs, layout.position, -1)
+            initial = inputs.new_zeros(x.shape[0], inner) if memory is None else memory
+            h = linear_recurrence(decay.repeat(1, 1, self.parts), inputs.flatten(2), initial)
+            last = h[:, -1].clone() if keep else None
+            h = self._turned(h.unflatten(-1, (self.parts, self.width)), layout.position, 1).flatten(2)
+            o = self.norm(h[:, :, None]).flatten(2) * F.silu(g.to(dtype))
+        return self.out_proj(self.dropout(o.to(x.dtype))), last
+
+    def _turned(self, h: Tensor, position: Tensor, direction: int) -> Tensor:
+        """h * exp(direction i theta position), h [B, T, 2, C] with real and imaginary part."""
+        if self.theta is None:
+            return h
+        angle = position[..., None] * self.theta.double()
+        cos, sin = angle.cos().to(h.dtype), (direction * angle.sin()).to(h.dtype)
+        real, imaginary = h.unbind(2)
+        return torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], 2)

@@ -1,0 +1,119 @@
+"""RWKV-7 (Goose) time mixing: a generalized delta rule with decays and learning rates per channel."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from femixer.baselines.base import Baseline
+from femixer.baselines.convolution import Memory, token_before
+from femixer.baselines.norm import HeadNorm
+from femixer.kernels.delta import delta_rule, unit
+from femixer.kernels.precision import without_autocast
+from femixer.layout import Layout
+from femixer.options import check
+
+# No decay is below exp(-FASTEST).
+FASTEST = math.exp(-0.5)
+# What the shifted tokens are for, and how far towards the token before they start: 1 - (channel / dim)^exponent.
+SHIFTS = {"receptance": 0.2, "decay": 0.9, "key": 0.7, "value": 0.7, "rate": 0.9, "gate": 0.2}
+
+
+class RWKV7(Baseline):
+    """y_t = [g_t * (GroupNorm(S_tᵀ r_t) + <r_t, rho * k~_t> v_t)] W_o per head of E = dim / heads channels, with
+
+        S_t = (diag(w_t) - (a_t * kappa_t) kappa_tᵀ) S_{t-1} + k~_t v_tᵀ,    w_t = exp(-e^(-1/2) sigmoid(d_t))
+        kappa_t = unit(xi * k_t),    k~_t = k_t * (1 + alpha * (a_t - 1))
+
+    r, k, v, d, a, g come from the token between itself and the one before, x_t + (x_{t-1} - x_t) * m_j, each at a place
+    of its own: r, k, v by a matrix; d = bias + tanh(x W_1) W_2, a = sigmoid(bias + x A_1 A_2), g = sigmoid(x G_1) G_2
+    of low rank. Published ranks are 1.8 sqrt(dim) for d and a, 0.6 dim^0.8 for g, rounded to multiples of 32; here they
+    are rounded to integers: 4 dim² parameters and 2 dim for every rank, in all 1.3 times 4 dim² at dim 128 and 1.15
+    times at 768. The mixing of the values with those of the model's first layer is left out: a mixer knows no other
+    layer. Vectors start as in the reference code's first layer. Peng et al. 2025, arXiv 2503.14456.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        causal: bool = True,
+        bias: bool = False,
+        dropout: float = 0.0,
+        *,
+        decay_rank: int | None = None,
+        rate_rank: int | None = None,
+        gate_rank: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, heads, causal, dropout)
+        small = max(1, round(1.8 * dim**0.5))
+        decay_rank = small if decay_rank is None else decay_rank
+        rate_rank = small if rate_rank is None else rate_rank
+        gate_rank = max(1, round(0.6 * dim**0.8)) if gate_rank is None else gate_rank
+        for name, rank in (("decay_rank", decay_rank), ("rate_rank", rate_rank), ("gate_rank", gate_rank)):
+            check(isinstance(rank, int) and rank >= 1, name, rank, "a positive integer")
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.shifts = nn.Parameter(torch.empty(len(SHIFTS), dim, **made))  # m_j
+        self.receptance_proj = nn.Linear(dim, dim, bias=bias, **made)
+        self.key_proj = nn.Linear(dim, dim, bias=bias, **made)
+        self.value_proj = nn.Linear(dim, dim, bias=bias, **made)
+        self.decay_down = nn.Linear(dim, decay_rank, bias=False, **made)
+        self.decay_up = nn.Linear(decay_rank, dim, **made)
+        self.rate_down = nn.Linear(dim, rate_rank, bias=False, **made)
+        self.rate_up = nn.Linear(rate_rank, dim, **made)
+        self.gate_down = nn.Linear(dim, gate_rank, bias=False, **made)
+        self.gate_up = nn.Linear(gate_rank, dim, bias=False, **made)
+        self.removal = nn.Parameter(torch.empty(dim, **made))  # xi
+        self.replacement = nn.Parameter(torch.empty(dim, **made))  # alpha
+        self.bonus = nn.Parameter(torch.empty(heads, dim // heads, **made))  # rho
+        # The published 64e-5 is for heads of 64 channels.
+        self.norm = HeadNorm(heads, dim, eps=1e-5 * (dim // heads), **made)
+        self.out_proj = nn.Linear(dim, dim, bias=bias, **made)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.norm.reset_parameters()
+        nn.init.constant_(self.replacement, 1.02)
+        nn.init.constant_(self.bonus, -0.04)
+        with torch.no_grad():
+            channel = torch.arange(self.dim, dtype=torch.float64, device=self.shifts.device)
+            for shift, exponent in zip(self.shifts, SHIFTS.values(), strict=True):
+                shift.copy_(1 - (channel / self.dim) ** exponent)
+            slope, width = channel / max(1, self.dim - 1), self.dim // self.heads
+            # From -1 to 1 over the channels of a head, flat in the middle.
+            bend = 2 * (channel % width) / max(1, width - 1) - 1
+            bend = bend * bend.abs()
+            self.removal.copy_(0.76 - 0.1 * slope)
+            self.decay_up.bias.copy_(6 * slope - 5.5 + 2.5 * bend)
+            self.rate_up.bias.copy_(0.4 * slope - 0.39 + 0.3 * bend)
+
+    def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
+        recent, state = (None, None) if memory is None else memory
+        before, recent = token_before(x, layout, recent)
+        back = before - x
+        shifted = (torch.addcmul(x, back, shift) for shift in self.shifts.to(x.dtype))
+        for_receptance, for_decay, for_key, for_value, for_rate, for_gate = shifted
+        r, k, v = self.receptance_proj(for_receptance), self.key_proj(for_key), self.value_proj(for_value)
+        decay = self.decay_up(torch.tanh(self.decay_down(for_decay)))
+        rate = self.rate_up(self.rate_down(for_rate))
+        g = self.gate_up(torch.sigmoid(self.gate_down(for_gate)))
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        with without_autocast(x.device):
+            gate, a = -FASTEST * torch.sigmoid(decay.to(dtype)), torch.sigmoid(rate.to(dtype))
+            removed = k.to(dtype) * self.removal.to(dtype)
+            k = k.to(dtype) * (1 + self.replacement.to(dtype) * (a - 1))
+            parts = (r.to(dtype), k, v.to(dtype), gate, a, removed)
+            r, k, v, gate, a, removed = (part.unflatten(-1, (self.heads, -1)) for part in parts)
+            kappa = unit(removed)
+            # The rule reads the state after its decay, kappa the one before.
+            read, state = delta_rule(r, k, v, kappa * torch.exp(-gate), -a * kappa, gate, layout, state)
+            bonus = (r * self.bonus.to(dtype) * k).sum(-1, keepdim=True) * v
+            y = (self.norm(read) + bonus.flatten(2)) * g.to(dtype)
+        y = self.out_proj(self.dropout(y.to(x.dtype)))
+        return y, Memory(recent, state) if keep else None

@@ -1,0 +1,81 @@
+"""What every mixer shares: checked inputs, and states that belong to the mixer that made them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from femixer.state import State
+
+_owners = itertools.count()
+
+
+class MixerLayer(nn.Module):
+    """Base of layers [B, T, dim] -> [B, T, dim] with mask, segments and a streaming state; the last step of all of them
+    is the output projection."""
+
+    out_proj: nn.Linear
+
+    def __init__(self, dim: int, heads: int, causal: bool, dropout: float) -> None:
+        super().__init__()
+        for name, given in (("dim", dim), ("heads", heads)):
+            if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+                raise ValueError(f"{name}={given!r} must be a positive integer")
+        if dim % heads:
+            raise ValueError(f"dim={dim} is not divisible by heads={heads}")
+        if not isinstance(causal, bool):
+            raise TypeError(f"causal={causal!r} must be True or False")
+        if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+            raise ValueError(f"dropout={dropout!r} must be at least 0 and below 1")
+        self.dim, self.heads, self.causal = dim, heads, causal
+        self.dropout = nn.Dropout(dropout)
+        self._owner = next(_owners)
+
+    def check_inputs(
+        self, x: Tensor, mask: Tensor | None, segments: Tensor | None, state: State | None, return_state: bool
+    ) -> None:
+        """Raise an error that names the argument, unless the inputs of `forward` fit."""
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise TypeError(f"x must be a floating-point tensor, not {getattr(x, 'dtype', type(x).__name__)}")
+        if x.dim() != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x has shape {tuple(x.shape)}; allowed is [batch, tokens, {self.dim}]")
+        dtype = self.out_proj.weight.dtype
+        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"x has dtype {x.dtype}; allowed is the mixer's own, {dtype}, or any under autocast")
+        if mask is not None and segments is not None:
+            raise ValueError("mask and segments were both given; mark padding by negative ids in segments instead")
+        for name, given in (("mask", mask), ("segments", segments)):
+            if given is None:
+                continue
+            if not isinstance(given, Tensor):
+                raise TypeError(f"{name} must be a tensor, not {type(given).__name__}")
+            fits = given.dtype == torch.bool
+            if name == "segments":
+                fits = not (fits or given.is_floating_point() or given.is_complex())
+            if not fits:
+                wanted = "bool" if name == "mask" else "an integer type"
+                raise TypeError(f"{name} has dtype {given.dtype}; allowed is {wanted}")
+            if given.shape != x.shape[:2]:
+                raise ValueError(f"{name} has shape {tuple(given.shape)}; allowed is {tuple(x.shape[:2])}")
+            if given.device != x.device:
+                raise ValueError(f"{name} is on {given.device}; allowed is x's device {x.device}")
+        if not self.causal and (state is not None or return_state):
+            raise ValueError("state and return_state need causal=True; this mixer was built with causal=False")
+        if state is None:
+            return
+        if not isinstance(state, State):
+            raise TypeError(f"state must come from this mixer's return_state=True, not {type(state).__name__}")
+        if state.owner != self._owner:
+            raise ValueError("state belongs to another mixer; allowed is a state returned by this one")
+        if state.batch != x.shape[0]:
+            raise ValueError(f"state has batch size {state.batch}; x has {x.shape[0]}")
+        if state.device != x.device:
+            raise ValueError(f"state is on {state.device}; x is on {x.device}")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copied or unpickled mixer is another one: it does not take the original's states."""
+        super().__setstate__(state)
+        self._owner = next(_owners)

@@ -1,0 +1,335 @@
+"""Baselines with linear attention inside: kernel and layers against the published recurrences, token by token."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from matrix import SEGMENTS, assert_close, noise, outcome, stir
+from torch import Tensor, nn
+
+from femixer.baselines import BASELINES
+from femixer.kernels.linear_attention import CHUNK, linear_attention
+from femixer.layout import Layout, Past, arrange
+
+EXACT = 1e-10
+BATCH, LENGTH, DIM, HEADS = 2, 71, 21, 3  # several chunks, odd widths
+
+
+def plain(length: int) -> Layout:
+    return Layout(None, torch.arange(length)[None])
+
+
+def naive(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    state: Tensor | None = None,
+    exclusive: bool = False,
+    layout: Layout | None = None,
+) -> tuple[Tensor, Tensor]:
+    """S_t = decay_t * S_{t-1} + k_t v_tᵀ, y_t = S_tᵀ q_t, with decay [B, T, H, E or 1, D or 1]."""
+    layout = plain(q.shape[1]) if layout is None else layout
+    state = v.new_zeros(*v.shape[:1], v.shape[2], k.shape[3], v.shape[3]) if state is None else state
+    y = []
+    for t in range(q.shape[1]):
+        if layout.starts is not None:
+            state = torch.where(layout.starts[:, t, None, None, None], 0, state)
+        after = decay[:, t] * state + k[:, t, :, :, None] * v[:, t, :, None]
+        y.append(torch.einsum("bhe,bhed->bhd", q[:, t], state if exclusive else after))
+        state = after if layout.padding is None else torch.where(layout.padding[:, t, None, None, None], state, after)
+    return torch.stack(y, 1), state
+
+
+GATES = {
+    "none": (lambda gate: None, lambda gate: torch.ones_like(gate[..., :1, :1]), {}),
+    "head": (lambda gate: gate[..., 0, 0], lambda gate: gate[..., :1, :1].exp(), {}),
+    "shared": (lambda gate: gate[:1, ..., 0, 0], lambda gate: gate[:1, ..., :1, :1].exp(), {}),
+    "key": (lambda gate: gate[..., 0], lambda gate: gate[..., :1].exp(), {}),
+    "value": (lambda gate: gate[..., 0, :], lambda gate: gate[..., :1, :].exp(), {"of_values": True}),
+}
+# Decays of values are read inclusively only.
+WAYS = [*((kind, False) for kind in GATES), ("head", True), ("key", True)]
+
+
+def arguments(length: int, strength: float, batch: int = 2, heads: int = 3) -> tuple[Tensor, ...]:
+    """q, k, v, gates [B, T, H, E, D] from 0 to -strength, a state before."""
+    q, k = noise(2, batch, length, heads, 5, seed=1)
+    v, state = noise(batch, length, heads, 7, seed=2), noise(batch, heads, 5, 7, seed=3)
+    gate = -strength * torch.rand(
+        batch, length, heads, 5, 7, generator=torch.Generator().manual_seed(4), dtype=torch.float64
+    )
+    return q, k, v, gate, state
+
+
+class TestKernel:
+    @pytest.mark.parametrize(("kind", "exclusive"), WAYS)
+    @pytest.mark.parametrize("strength", [0.1, 50.0])
+    @pytest.mark.parametrize("length", [1, 23, 2 * CHUNK + 3])
+    def test_is_the_recurrence(self, kind: str, exclusive: bool, strength: float, length: int):
+        gate_of, decay_of, more = GATES[kind]
+        q, k, v, gate, state = (x.requires_grad_() for x in arguments(length, strength))
+        results = (
+            linear_attention(q, k, v, gate_of(gate), plain(length), state, exclusive, **more),
+            naive(q, k, v, decay_of(gate), state, exclusive),
+        )
+        leaves = [q, k, v, state] + ([] if kind == "none" else [gate])
+        ours, wanted = (
+            {"y": y, "state": end}
+            | dict(enumerate(torch.autograd.grad((y * noise(*y.shape, seed=5)).sum() + end.sum(), leaves)))
+            for y, end in results
+        )
+        assert_close(ours, wanted, EXACT)
+
+    @pytest.mark.parametrize("kind", GATES)
+    def test_segments_and_padding(self, kind: str):
+        gate_of, decay_of, more = GATES[kind]
+        q, k, v, gate, state = arguments(SEGMENTS.shape[1], 2.0, batch=3)
+        layout, _ = arrange(q, None, SEGMENTS, Past())
+        ours, end = linear_attention(q, k, v, gate_of(gate), layout, state, **more)
+        wanted, wanted_end = naive(q, k, v, decay_of(gate), state, layout=layout)
+        real = (SEGMENTS >= 0)[..., None, None]
+        assert_close({"y": ours * real, "state": end}, {"y": wanted * real, "state": wanted_end}, EXACT)
+
+    @pytest.mark.parametrize("kind", ["none", "head"])
+    def test_heads_may_share_queries_and_keys(self, kind: str):
+        gate_of, _, _ = GATES[kind]
+        q, k, v, gate, state = arguments(LENGTH, 1.0)
+        q, k = q[:, :, :1], k[:, :, :1]
+        ours = linear_attention(q, k, v, gate_of(gate), plain(LENGTH), state)
+        wanted = linear_attention(*(x.expand(-1, -1, 3, -1) for x in (q, k)), v, gate_of(gate), plain(LENGTH), state)
+        assert_close(dict(enumerate(ours)), dict(enumerate(wanted)), EXACT)
+
+    @pytest.mark.parametrize(("kind", "exclusive"), WAYS)
+    @pytest.mark.parametrize("fast", [True, False])
+    def test_float32_keeps_its_digits_over_long_sequences_of_strong_and_weak_gates(
+        self, kind: str, exclusive: bool, fast: bool, monkeypatch: pytest.MonkeyPatch
+    ):
+        """Also where decays per channel run token by token in a compiled kernel."""
+        if not fast:
+            monkeypatch.setattr("femixer.kernels.linear_attention.compiled", lambda like: False)
+        gate_of, decay_of, more = GATES[kind]
+        q, k, v, gate, state = arguments(131, 50.0)
+        gate = gate.where(torch.rand(gate.shape, generator=torch.Generator().manual_seed(6)) < 0.1, gate / 5000)
+        layout, _ = arrange(q, None, torch.tensor([[0] * 70 + [1] * 61, [3] * 60 + [-1] * 5 + [3] * 66]), Past())
+        real = layout.run[..., None, None] >= 0
+        q, k, v, gate, state = leaves = [x.requires_grad_() for x in (q, k, v, gate, state)]
+        wanted = naive(q, k, v, decay_of(gate), state, exclusive, layout)
+        single = [x.detach().float().requires_grad_() for x in leaves]
+        given = (*single[:3], gate_of(single[3]), layout, single[4])
+        ours = linear_attention(*given, exclusive, **more)
+        assert ours[0].dtype == torch.float32
+        results = []
+        for (y, end), inputs in ((ours, single), (wanted, leaves)):
+            loss = (y * real * noise(*y.shape, seed=5, dtype=y.dtype)).sum() + end.sum()
+            gradients = torch.autograd.grad(loss, inputs, allow_unused=kind == "none")
+            named = zip(["q", "k", "v", "gate", "state"], gradients, strict=True)
+            results.append({"y": y * real, "end": end} | {name: g for name, g in named if g is not None})
+        assert_close(*results, 5e-6)
+
+
+def heads(x: Tensor, count: int = HEADS) -> Tensor:
+    return x.unflatten(-1, (count, -1))
+
+
+def rms(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def group_norm(x: Tensor, norm: nn.GroupNorm) -> Tensor:
+    """x [B, T, H, D] -> [B, T, H D]"""
+    centred = x - x.mean(-1, keepdim=True)
+    return (centred / (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt()).flatten(2) * norm.weight + norm.bias
+
+
+def earlier(x: Tensor, tokens: int) -> Tensor:
+    return torch.cat([torch.zeros_like(x[:, :tokens]), x], 1)[:, : x.shape[1]]
+
+
+def linear_attention_published(m: Any, x: Tensor) -> Tensor:
+    q, k, v = (heads(part) for part in m.in_proj(x).chunk(3, -1))
+    if m.feature_map is None:
+        q, k = (torch.where(part > 0, part + 1, part.exp()) for part in (q, k))
+    else:
+        q, k = (
+            torch.stack(
+                [
+                    torch.cat([F.softmax(part[:, :, h] @ w, -1), F.softmax(-(part[:, :, h] @ w), -1)], -1)
+                    for h, w in enumerate(maps)
+                ],
+                2,
+            )
+            for part, maps in zip((q, k), m.feature_map, strict=True)
+        )
+    y = []
+    for t in range(x.shape[1]):
+        scores = torch.einsum("bhe,bshe->bsh", q[:, t], k[:, : t + 1])
+        y.append((scores[..., None] * v[:, : t + 1]).sum(1) / (scores.sum(1)[..., None] + 1e-6))
+    return m.out_proj(torch.stack(y, 1).flatten(2))
+
+
+def mamba2_published(m: Any, x: Tensor) -> Tensor:
+    inner, size = 2 * DIM, m.state_size
+    z, u, step = m.in_proj(x).split((inner, inner + 2 * size, HEADS), -1)
+    convolved = sum(m.convolution.weight[j] * earlier(u, j) for j in range(4)) + m.convolution.bias
+    u, b, c = F.silu(convolved).split((inner, size, size), -1)
+    step = (step + m.step_bias).exp().log1p()
+    decay = torch.exp(-m.log_rate.exp() * step)[..., None, None]
+    b, c = (part[:, :, None].expand(-1, -1, HEADS, -1) for part in (b, c))
+    read, _ = naive(c, step[..., None] * b, heads(u), decay)
+    y = (read + m.skip[:, None] * heads(u)).flatten(2)
+    return m.out_proj(rms(y * F.silu(z), m.norm.weight))
+
+
+def gla_published(m: Any, x: Tensor) -> Tensor:
+    width = math.ceil(DIM / 2 / HEADS)
+    q, k, v, g, low = m.in_proj(x).split((HEADS * width, HEADS * width, DIM, DIM, 16), -1)
+    decay = torch.sigmoid(low @ m.decay_proj.weight.T + m.decay_proj.bias) ** (1 / 16)
+    read, _ = naive(heads(q) / width**0.5, heads(k), heads(v), heads(decay)[..., None])
+    return m.out_proj(rms(read, m.norm.weight).flatten(2) * F.silu(g))
+
+
+def hgrn2_published(m: Any, x: Tensor) -> Tensor:
+    q, f, i = m.in_proj(x).chunk(3, -1)
+    f = m.lower_bound + (1 - m.lower_bound) * torch.sigmoid(f)
+    read, _ = naive(heads(F.silu(q)) / (DIM / HEADS) ** 0.5, heads(1 - f), heads(i), heads(f)[..., None])
+    return m.out_proj(rms(read.flatten(2), m.norm.weight))
+
+
+def retnet_published(m: Any, x: Tensor) -> Tensor:
+    width = m.width
+    assert width == 4
+    q, k, v, g = m.in_proj(x).split((HEADS * width, HEADS * width, DIM, DIM), -1)
+    angle = torch.arange(x.shape[1])[:, None] * 10000.0 ** -(torch.arange(0, width, 2).double() / width)
+    turn = torch.polar(torch.ones_like(angle), angle)[None, :, None]
+    q, k = (
+        torch.view_as_real(torch.view_as_complex(heads(part).unflatten(-1, (-1, 2))) * turn).flatten(-2)
+        for part in (q, k)
+    )
+    decay = torch.tensor([1 - 1 / 32, 1 - 1 / 64, 1 - 1 / 128], dtype=x.dtype)[:, None, None]
+    read, _ = naive(q / width**0.5, k, heads(v), decay.expand(*x.shape[:2], -1, -1, -1))
+    return m.out_proj(group_norm(read, m.norm) * F.silu(g))
+
+
+def gsa_published(m: Any, x: Tensor) -> Tensor:
+    projected = m.in_proj(x)
+    q, k, v = (heads(F.silu(part)) for part in projected[..., : 3 * DIM].chunk(3, -1))
+    kept = heads(torch.sigmoid(projected[..., 3 * DIM :]) ** (1 / 8))
+    keys = values = x.new_zeros(x.shape[0], HEADS, m.slots, DIM // HEADS)
+    y = []
+    for t in range(x.shape[1]):
+        a = kept[:, t, :, :, None]
+        keys = a * keys + (1 - a) * k[:, t, :, None]
+        values = a * values + (1 - a) * v[:, t, :, None]
+        p = torch.softmax((keys * q[:, t, :, None]).sum(-1), -1)
+        y.append((p[..., None] * values).sum(-2))
+    return m.out_proj(rms(F.silu(torch.stack(y, 1).flatten(2)), m.norm.weight))
+
+
+def rwkv6_published(m: Any, x: Tensor) -> Tensor:
+    back = earlier(x, 1) - x
+    low = torch.tanh((x + back * m.shift) @ m.shift_down.T).unflatten(-1, (5, -1))
+    w, k, v, r, g = (x + back * (m.shifts[j] + low[:, :, j] @ m.shift_up[j]) for j in range(5))
+    decay = torch.exp(-torch.exp(m.decay_bias + torch.tanh(w @ m.decay_down.T) @ m.decay_up.T))
+    r, k, v = heads(m.receptance_proj(r)), heads(m.key_proj(k)), heads(m.value_proj(v))
+    read, _ = naive(r, k, v, heads(decay)[..., None], exclusive=True)
+    read = read + torch.einsum("bthe,he,bthe,bthd->bthd", r, m.bonus, k, v)
+    return m.out_proj(group_norm(read, m.norm) * F.silu(m.gate_proj(g)))
+
+
+PUBLISHED = {
+    "elu": ("linear-attention", {}, linear_attention_published),
+    "learned": ("linear-attention", {"feature_map": "learned"}, linear_attention_published),
+    "mamba2": ("mamba2", {}, mamba2_published),
+    "gla": ("gla", {}, gla_published),
+    "hgrn2": ("hgrn2", {}, hgrn2_published),
+    "hgrn2-bounded": ("hgrn2", {"lower_bound": 0.3}, hgrn2_published),
+    "retnet": ("retnet", {}, retnet_published),
+    "gsa": ("gsa", {}, gsa_published),
+    "gsa-slots": ("gsa", {"slots": 5}, gsa_published),
+    "rwkv6": ("rwkv6", {}, rwkv6_published),
+}
+
+
+class TestLayers:
+    @pytest.mark.parametrize("name", PUBLISHED)
+    def test_is_the_published_recurrence(self, name: str):
+        mixer, options, published = PUBLISHED[name]
+        m = stir(BASELINES[mixer](DIM, HEADS, bias=True, dtype=torch.float64, **options))
+        x = noise(BATCH, LENGTH, DIM, seed=1)
+        assert_close(outcome(m, m, x), outcome(m, lambda x: published(m, x), x), EXACT)
+
+    # Columns of in_proj and out_proj at dim 64 in units of dim², and what comes on top of them.
+    @pytest.mark.parametrize(
+        ("name", "options", "matrices", "more"),
+        [
+            ("linear-attention", {}, 4.0, 0),
+            ("linear-attention", {"feature_map": "learned"}, 4.0, 2 * 64 * 16),
+            ("mamba2", {}, 6.5, 64 * 4 + 5 * (128 + 2 * 16) + 3 * 4 + 128),
+            ("gla", {}, 4.0, 64 * 16 + 17 * 32 + 16),
+            ("hgrn2", {}, 4.0, 64),
+            ("retnet", {}, 4.0, 2 * 64),
+            ("retnet", {"expand": 2.0}, 8.0, 4 * 64),
+            ("gsa", {}, 5.0, 64),
+            ("rwkv6", {}, 4.0, 6 * 64 + 2 * 5 * 4 * 64 + 8 * (64 + 32) + 2 * 32 + 2 * 64),
+        ],
+    )
+    def test_has_as_many_parameters_as_its_docstring_says(self, name: str, options: dict, matrices: float, more: int):
+        m = BASELINES[name](64, 4, **options)
+        assert sum(p.numel() for p in m.parameters()) == matrices * 64**2 + more
+
+    @pytest.mark.parametrize("name", PUBLISHED)
+    def test_resetting_restores_every_parameter(self, name: str):
+        mixer, options, _ = PUBLISHED[name]
+        m = BASELINES[mixer](DIM, HEADS, bias=True, **options)
+        resets = []
+        for _ in range(2):
+            with torch.no_grad():
+                for p in m.parameters():
+                    p.fill_(torch.nan)
+            torch.manual_seed(3)
+            m.reset_parameters()
+            resets.append({name: p.detach().clone() for name, p in m.named_parameters()})
+        assert_close(*resets, 0.0)
+
+    @pytest.mark.parametrize("name", PUBLISHED)
+    def test_a_future_token_of_any_size_changes_nothing(self, name: str):
+        mixer, options, _ = PUBLISHED[name]
+        m, x = stir(BASELINES[mixer](DIM, HEADS, **options)), noise(BATCH, LENGTH, DIM, seed=1, dtype=torch.float32)
+        wild = x.clone()
+        wild[:, 37:] *= 1e4
+        y = m(wild)
+        assert y.isfinite().all()
+        assert_close({"y": y[:, :37]}, {"y": m(x)[:, :37]}, 2e-5)
+
+    def test_memory_spans_of_fresh_layers_are_the_published_ones(self):
+        torch.manual_seed(0)
+        mamba2, rwkv6 = BASELINES["mamba2"](64, 64), BASELINES["rwkv6"](64, 4)
+        step, rate = F.softplus(mamba2.step_bias), mamba2.log_rate.exp()
+        assert 0.001 <= step.min() < 0.002 and 0.06 < step.max() <= 0.1
+        assert 1 <= rate.min() < 2 and 14 < rate.max() <= 16
+        assert rwkv6.decay_bias[0] == -6 and rwkv6.decay_bias[-1] == -1
+        assert rwkv6.bonus.flatten()[:3].tolist() == pytest.approx([0, 0.1, -0.1])
+
+    @pytest.mark.parametrize(
+        ("name", "option", "value"),
+        [
+            ("linear-attention", "feature_map", "relu"),
+            ("mamba2", "state_size", 0),
+            ("mamba2", "expand", -1),
+            ("gla", "rank", 0),
+            ("hgrn2", "lower_bound", 1.0),
+            ("retnet", "expand", 0),
+            ("retnet", "rope_base", -1),
+            ("gsa", "slots", 0),
+            ("rwkv6", "rank", 1.5),
+            ("rwkv6", "expand_k", 0),
+        ],
+    )
+    def test_wrong_options_are_named(self, name: str, option: str, value: object):
+        with pytest.raises(ValueError, match=f"{option}={value!r}"):
+            BASELINES[name](DIM, HEADS, **{option: value})

@@ -1,0 +1,349 @@
+"""Hyena, Mamba, differential transformer, LASER, AFT and HGRN against their published recurrences, token by token."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from matrix import SEGMENTS, assert_close, noise, stir
+from torch import Tensor, nn
+
+from femixer.baselines import AFT, BASELINES, HGRN, DiffTransformer, Hyena, Laser, Mamba
+from femixer.kernels import selective_scan as scan_module
+from femixer.kernels.long_convolution import CHUNK, long_convolution
+from femixer.kernels.selective_scan import selective_scan
+from femixer.layout import Past, arrange
+
+EXACT = 1e-10
+BATCH, LENGTH, DIM = 2, 13, 12
+NAMES = ("aft", "diff-transformer", "hgrn", "hyena", "laser", "mamba")
+
+
+def build(kind: type[nn.Module], heads: int = 3, dim: int = DIM, **options: Any) -> Any:
+    return stir(kind(dim, heads, dtype=torch.float64, **options))
+
+
+def tokens(batch: int = BATCH, length: int = LENGTH, dim: int = DIM) -> Tensor:
+    return noise(batch, length, dim, seed=1)
+
+
+def check(m: Any, published: Tensor, x: Tensor) -> None:
+    assert_close({"y": m(x)}, {"y": published}, EXACT)
+
+
+def turned(x: Tensor, base: float = 10000.0) -> Tensor:
+    """Rotary positions of x [B, T, E] by complex numbers."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    speed = base ** -(torch.arange(pairs.shape[-1]).double() / pairs.shape[-1])
+    angle = torch.arange(x.shape[1]).double()[:, None] * speed
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
+
+
+def causal_softmax(q: Tensor, k: Tensor) -> Tensor:
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    return scores.masked_fill(torch.ones_like(scores).triu(1) > 0, -math.inf).softmax(-1)
+
+
+def convolved(convolution: Any, x: Tensor) -> Tensor:
+    """The short convolution, tap by tap."""
+    y = convolution.bias.expand_as(x).clone()
+    for t in range(x.shape[1]):
+        for j in range(min(t + 1, convolution.width)):
+            y[:, t] += convolution.weight[j] * x[:, t - j]
+    return y
+
+
+class TestDiffTransformer:
+    def published(self, m: DiffTransformer, x: Tensor, heads: int) -> Tensor:
+        """heads: of the publication; each has q1, q2, k1, k2 of width E and v of width 2 E."""
+        width = DIM // heads // 2
+        q, k = (part.split(width, -1) for part in m.query_key_proj(x).split(DIM, -1))
+        v = m.value_proj(x).split(2 * width, -1)
+        lq1, lk1, lq2, lk2 = m.lam
+        lam = (lq1 @ lk1).exp() - (lq2 @ lk2).exp() + m.lambda_init
+        o = []
+        for h in range(heads):
+            first, second = (causal_softmax(turned(q[2 * h + j]), turned(k[2 * h + j])) for j in range(2))
+            read = (first - lam * second) @ v[h]
+            read = read / (read.square().mean(-1, keepdim=True) + 1e-5).sqrt() * m.norm.weight
+            o.append((1 - m.lambda_init) * read)
+        return m.out_proj(torch.cat(o, -1))
+
+    @pytest.mark.parametrize("depth", [1, 4])
+    def test_published(self, depth: int):
+        m, x = build(DiffTransformer, 6, depth=depth), tokens()
+        check(m, self.published(m, x, 3), x)
+
+    def test_lambda_starts_as_the_publication_gives_it_by_depth(self):
+        """0.8 - 0.6 exp(-0.3 (depth - 1)): 0.2 in the first layer, towards 0.8 in deep ones."""
+        starts = [DiffTransformer(DIM, 2, depth=depth).lambda_init for depth in (1, 2, 28)]
+        assert starts == pytest.approx([0.2, 0.3555090676, 0.7998178], abs=1e-6)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [({"heads": 3}, "heads=3"), ({"heads": 4}, "heads=4"), ({"heads": 2, "depth": 0}, "depth=0")],
+    )
+    def test_wrong_options_are_named(self, options: dict[str, Any], message: str):
+        with pytest.raises(ValueError, match=message):
+            DiffTransformer(DIM, **options)
+
+
+class TestLaser:
+    @staticmethod
+    def published(m: Laser, x: Tensor) -> Tensor:
+        q, k, v = (*m.query_key_proj(x).split(DIM, -1), m.value_proj(x))
+        o = []
+        for part in zip(*(t.split(m.width, -1) for t in (q, k, v)), strict=True):
+            weights = causal_softmax(turned(part[0]), turned(part[1]))
+            o.append((weights.log()[..., None] + part[2][:, None]).logsumexp(2))
+        return m.out_proj(torch.cat(o, -1))
+
+    def test_published(self):
+        m, x = build(Laser), tokens()
+        check(m, self.published(m, x), x)
+
+    def test_exact_for_values_far_apart(self):
+        """exp(v) itself would overflow."""
+        m, x = build(Laser), tokens()
+        with torch.no_grad():
+            m.value_proj.weight *= 1e4
+        check(m, self.published(m, x), x)
+
+
+class TestAFT:
+    @staticmethod
+    def published(m: AFT, x: Tensor) -> Tensor:
+        q, k, v = m.in_proj(x).split(DIM, -1)
+        y = [q[:, t].sigmoid() * (k[:, : t + 1].softmax(1) * v[:, : t + 1]).sum(1) for t in range(x.shape[1])]
+        return m.out_proj(torch.stack(y, 1))
+
+    @pytest.mark.parametrize("size", [1.0, 1e4])
+    def test_published_for_keys_of_any_size(self, size: float):
+        m, x = build(AFT), tokens()
+        with torch.no_grad():
+            m.in_proj.weight[DIM : 2 * DIM] *= size
+        check(m, self.published(m, x), x)
+
+
+class TestHGRN:
+    @pytest.mark.parametrize("lower_bound", [0.0, 0.7])
+    @pytest.mark.parametrize("complex", [False, True])
+    def test_published(self, complex: bool, lower_bound: float):
+        m, x = build(HGRN, lower_bound=lower_bound, complex=complex), tokens()
+        width = 7 if complex else DIM  # 4 * 12 / 7
+        c, f, g = m.in_proj(x).split((m.parts * width, width, m.parts * width), -1)
+        c, f = F.silu(c), lower_bound + (1 - lower_bound) * f.sigmoid()
+        c = torch.complex(c[..., :width], c[..., width:] if complex else torch.zeros_like(c))
+        turn = torch.polar(torch.ones_like(m.theta), m.theta) if complex else torch.tensor(1.0)
+        h, o = torch.zeros_like(c[:, 0]), []
+        for t in range(LENGTH):
+            h = f[:, t] * turn * h + (1 - f[:, t]) * c[:, t]
+            if complex:
+                both = torch.cat([h.real, h.imag], -1)
+                normed = F.layer_norm(both, both.shape[-1:], m.norm.weight, m.norm.bias)
+            else:
+                normed = h.real / (h.real.square().mean(-1, keepdim=True) + 1e-5).sqrt() * m.norm.weight
+            o.append(normed * F.silu(g[:, t]))
+        check(m, m.out_proj(torch.stack(o, 1)), x)
+
+    @pytest.mark.parametrize("lower_bound", [-0.1, 1.0])
+    def test_wrong_options_are_named(self, lower_bound: float):
+        with pytest.raises(ValueError, match=f"lower_bound={lower_bound}"):
+            HGRN(DIM, 3, lower_bound=lower_bound)
+
+
+class TestMamba:
+    def test_published(self):
+        m, x = build(Mamba, state_size=5, rank=2), tokens()
+        u, z = m.in_proj(x).split(m.inner, -1)
+        u = F.silu(convolved(m.convolution, u))
+        low, b, c = m.select_proj(u).split((2, 5, 5), -1)
+        delta = F.softplus(m.step_proj(low))
+        h, y = u.new_zeros(BATCH, m.inner, 5), []
+        for t in range(LENGTH):
+            d = delta[:, t, :, None]
+            h = (d * -m.log_rate.exp().T).exp() * h + d * b[:, t, None] * u[:, t, :, None]
+            y.append(((h * c[:, t, None]).sum(-1) + m.skip * u[:, t]) * F.silu(z[:, t]))
+        check(m, m.out_proj(torch.stack(y, 1)), x)
+
+    def test_starts_as_published(self):
+        m = Mamba(64, 4)
+        steps = F.softplus(m.step_proj.bias)
+        assert steps.min() > 0.99e-3 and steps.max() < 1.01e-1
+        assert steps.log().std() > 1  # spread over the two decades, not bunched
+        assert torch.allclose(-m.log_rate.exp(), -torch.arange(1.0, 17.0)[:, None].expand(16, 128))
+        assert m.rank == 4 and (m.skip == 1).all()
+
+    @pytest.mark.parametrize("option", ["state_size", "conv_width", "rank", "expand"])
+    def test_wrong_options_are_named(self, option: str):
+        with pytest.raises(ValueError, match=f"{option}=0"):
+            Mamba(DIM, 3, **{option: 0})
+
+
+class TestSelectiveScan:
+    @staticmethod
+    def arguments(length: int, channels: int = 67, modes: int = 3) -> list[Tensor]:
+        """More channels than one block of lanes; a state before."""
+        rate, step = -noise(modes, channels, seed=1).exp(), noise(3, length, channels, seed=2).exp()
+        write, read = noise(2, 3, length, modes, seed=3)
+        return [rate, step, write, read, noise(3, length, channels, seed=4), noise(3, modes, channels, seed=5)]
+
+    @staticmethod
+    def naive(
+        rate: Tensor, step: Tensor, write: Tensor, read: Tensor, x: Tensor, h: Tensor, ids: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        y = []
+        last = None
+        for t in range(x.shape[1]):
+            new = (step[:, t, None] * rate).exp() * h + (step[:, t] * x[:, t])[:, None] * write[:, t, :, None]
+            if ids is not None:
+                here = ids[:, t]
+                fresh = (step[:, t] * x[:, t])[:, None] * write[:, t, :, None]
+                last = torch.full_like(here, -1) if last is None else last
+                new = torch.where((here != last)[:, None, None], fresh, new)
+                new = torch.where((here < 0)[:, None, None], h, new)
+                last = torch.where(here < 0, last, here)
+            h = new
+            out = (read[:, t, :, None] * h).sum(1)
+            y.append(out if ids is None else out.masked_fill((here < 0)[:, None], 0))
+        return torch.stack(y, 1), h
+
+    @pytest.mark.parametrize("compiled", [True, False])
+    @pytest.mark.parametrize("packed", [True, False])
+    def test_is_its_recurrence_with_gradients(self, compiled: bool, packed: bool, monkeypatch: pytest.MonkeyPatch):
+        if not compiled:
+            monkeypatch.setattr(scan_module, "compiled", lambda x: False)
+        ids = SEGMENTS.repeat(1, 3) if packed else None
+        arguments = [part.requires_grad_() for part in self.arguments(69 if packed else 33)]
+        marks = None if ids is None else arrange(arguments[4], None, ids, Past())[0].marks()
+        *parts, state = arguments
+        results = []
+        for y, last in (selective_scan(*parts, marks, state), self.naive(*parts, state, ids)):
+            objective = (y * noise(*y.shape, seed=8)).sum() + (last * noise(*last.shape, seed=9)).sum()
+            grads = torch.autograd.grad(objective, arguments)
+            results.append({"y": y, "last": last, **{f"d{i}": grad for i, grad in enumerate(grads)}})
+        assert_close(*results, EXACT)
+
+    def test_float32_is_as_good_as_its_rounding(self):
+        parts = [part.float() for part in self.arguments(200)]
+        exact = self.naive(*(part.double() for part in parts), None)
+        ours = selective_scan(*parts[:5], None, parts[5])
+        assert_close(dict(zip("ys", ours, strict=True)), dict(zip("ys", exact, strict=True)), 1e-6)
+
+
+class TestHyena:
+    def test_published(self):
+        m, x = build(Hyena, length=17, filter_width=5, bands=3), tokens()
+        filter = []
+        for t in range(LENGTH):
+            angles = [2 * math.pi * t / 17 * f for f in (1e-4, (1e-4 + 2) / 2, 2)]
+            z = torch.tensor([t / 16, *map(math.cos, angles), *(-math.sin(a) for a in angles)], dtype=x.dtype)
+            for layer in m.filter.layers:
+                z = (m.filter.frequency * layer(z)).sin()
+            window = [0.01 ** (t / 16 * (2 / 3 + 8 / 3 * c / (DIM - 1))) for c in range(DIM)]
+            filter.append(m.filter.last(z) * torch.tensor(window, dtype=x.dtype))
+        q, k, v = convolved(m.convolution, m.in_proj(x)).split(DIM, -1)
+        u = k * v
+        y = [q[:, t] * (sum(filter[t - i] * u[:, i] for i in range(t + 1)) + m.skip * u[:, t]) for t in range(LENGTH)]
+        check(m, m.out_proj(torch.stack(y, 1)), x)
+
+    def test_filters_of_any_length_agree_where_they_overlap(self):
+        m = build(Hyena, length=5)
+        assert torch.equal(m.filter(31)[:7], m.filter(7))
+
+    def test_the_filter_starts_of_order_one_and_falls(self):
+        torch.manual_seed(0)
+        filter = Hyena(64, 4, length=100).filter(100)
+        assert filter[:10].std() > 0.1
+        assert filter[-10:, -1].abs().max() < 1e-5  # the fastest channel: 0.01 after 30 tokens
+
+    @pytest.mark.parametrize("option", ["length", "filter_width", "bands"])
+    def test_wrong_options_are_named(self, option: str):
+        with pytest.raises(ValueError, match=f"{option}=0"):
+            Hyena(DIM, 3, **{option: 0})
+
+
+class TestLongConvolution:
+    @staticmethod
+    def naive(u: Tensor, kernel: Tensor, run: Tensor | None) -> Tensor:
+        """Rank by rank of the real tokens."""
+        length = u.shape[1]
+        real = torch.ones(u.shape[:2], dtype=torch.bool) if run is None else run >= 0
+        rank = real.cumsum(1)
+        distance = rank[:, :, None] - rank[:, None]
+        seen = torch.ones(length, length, dtype=torch.bool).tril() & real[:, :, None] & real[:, None]
+        if run is not None:
+            seen = seen & (run[:, :, None] == run[:, None])
+        weights = kernel[distance.clamp(min=0)] * seen[..., None]
+        return (weights * u[:, None]).sum(2)
+
+    @pytest.mark.parametrize("length", [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
+    @pytest.mark.parametrize("packed", [True, False])
+    def test_is_the_sum_with_gradients(self, length: int, packed: bool):
+        """Packed: segments of 1, 2, 4, ... tokens with padding between and within them."""
+        u, kernel = noise(2, length, 3, seed=1).requires_grad_(), noise(length, 3, seed=2).requires_grad_()
+        run = None
+        if packed:
+            run = (torch.arange(1, length + 1).log2().floor().long()).repeat(2, 1)
+            run[0, ::5] = -1
+        results = []
+        for y in (long_convolution(u, kernel, run), self.naive(u, kernel, run)):
+            d_u, d_kernel = torch.autograd.grad((y * noise(*y.shape, seed=3)).sum(), (u, kernel))
+            results.append({"y": y, "d u": d_u, "d kernel": d_kernel})
+        assert_close(*results, EXACT)
+        last = long_convolution(u, kernel, run, last=True)
+        assert_close({"y": last}, {"y": results[1]["y"][:, -1:]}, EXACT)
+
+    def test_a_huge_future_leaves_no_rounding_in_the_past(self):
+        """One FFT over the whole sequence would: its error is relative to the largest value anywhere."""
+        u, kernel = noise(1, 500, 3, seed=1).float(), noise(500, 3, seed=2).float()
+        loud = u.clone()
+        loud[:, 300:] *= 1e8
+        assert_close(
+            {"y": long_convolution(loud, kernel, None)[:, :300]}, {"y": self.naive(u, kernel, None)[:, :300]}, 1e-5
+        )
+        u = u.double().requires_grad_()
+        (gradient,) = torch.autograd.grad(long_convolution(u, kernel.double(), None)[:, :300].sum(), u)
+        assert gradient[:, 300:].count_nonzero() == 0
+
+
+class TestAll:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_reset_parameters_resets_every_parameter(self, name: str):
+        m = BASELINES[name](DIM, 2)
+        found = []
+        for _ in range(2):
+            torch.manual_seed(3)
+            m.reset_parameters()
+            found.append({key: value.clone() for key, value in m.state_dict().items()})
+            stir(m)
+        assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
+
+    @pytest.mark.parametrize(
+        ("name", "extra"),
+        [
+            ("aft", 0),
+            ("laser", 0),
+            ("diff-transformer", 4 * 8 + 16),
+            ("hgrn", 64),
+            ("hyena", 77 * 64 + 10560),
+            ("mamba", 2 * 64**2 + 2 * 64 * (7 + 2 * 4 + 3 * 16)),
+        ],
+    )
+    def test_parameters_are_those_of_attention_and_what_the_docstring_says(self, name: str, extra: int):
+        count = sum(parameter.numel() for parameter in BASELINES[name](64, 8).parameters())
+        assert count == 4 * 64**2 + extra
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_bfloat16_layers_read_in_float32(self, name: str):
+        """The error is that of the bfloat16 projections, not of sums in bfloat16."""
+        torch.manual_seed(0)
+        m = BASELINES[name](DIM, 2).bfloat16()
+        x = noise(1, 257, DIM, seed=1).bfloat16()
+        with torch.no_grad():
+            y, wanted = m(x), m.double()(x.double())
+        assert y.dtype == torch.bfloat16
+        assert (y.double() - wanted).abs().max() <= 0.05 * wanted.abs().max()
