@@ -68,12 +68,17 @@ class Baseline(MixerLayer):
         return (y, before.next(past, memory, None)) if return_state else y
 
     def reset_parameters(self) -> None:
-        """Projections start as everywhere in femixer: N(0, 0.02), biases zero. Subclasses add what is theirs."""
+        """Projections start as everywhere in femixer, N(0, 0.02) with zero biases; norms, convolutions and other parts
+        as they say. Subclasses add parameters of their own."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        for part in self.children():
+            reset = getattr(part, "reset_parameters", None)
+            if reset is not None and not isinstance(part, nn.Linear):
+                reset()
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, heads={self.heads}"

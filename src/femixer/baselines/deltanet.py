@@ -48,11 +48,6 @@ class DeltaNet(Baseline):
         self.out_proj = nn.Linear(dim, dim, bias=bias, **made)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        self.convolution.reset_parameters()
-        self.norm.reset_parameters()
-
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
         recent, state = (None, None) if memory is None else memory
         qkv, logits = self.in_proj(x).split((3 * self.dim, self.heads), -1)

@@ -64,7 +64,6 @@ class DiffTransformer(Baseline):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         nn.init.normal_(self.lam, std=0.1)
-        self.norm.reset_parameters()
 
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
         v = self.value_proj(x).unflatten(-1, (-1, 2 * self.width))

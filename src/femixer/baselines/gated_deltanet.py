@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -11,9 +10,8 @@ from torch import Tensor, nn
 
 from femixer.baselines.base import Baseline
 from femixer.baselines.convolution import Memory, ShortConvolution
-from femixer.baselines.mamba2 import STEPS
 from femixer.baselines.norm import RMSNorm
-from femixer.conditioner import inverse_softplus
+from femixer.baselines.steps import random_steps_
 from femixer.kernels.delta import delta_rule, unit
 from femixer.kernels.precision import without_autocast
 from femixer.layout import Layout
@@ -67,11 +65,8 @@ class GatedDeltaNet(Baseline):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        self.convolution.reset_parameters()
-        self.norm.reset_parameters()
         with torch.no_grad():
-            steps = torch.empty_like(self.step_bias, dtype=torch.float64).uniform_(*map(math.log, STEPS)).exp()
-            self.step_bias.copy_(inverse_softplus(steps))
+            random_steps_(self.step_bias)
             self.log_rate.copy_(torch.empty_like(self.log_rate).uniform_(1e-3, FASTEST).log())
 
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:

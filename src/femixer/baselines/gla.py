@@ -52,10 +52,6 @@ class GLA(Baseline):
         self.out_proj = nn.Linear(dim, dim, bias=bias, **made)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        self.norm.reset_parameters()
-
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
         q, k, v, g, low = self.in_proj(x).split(self.widths, -1)
         logits = self.decay_proj(low)

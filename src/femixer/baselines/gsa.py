@@ -58,10 +58,6 @@ class GSA(Baseline):
         self.out_proj = nn.Linear(dim, dim, bias=bias, **made)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        self.norm.reset_parameters()
-
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
         projected = self.in_proj(x)
         dtype = torch.promote_types(projected.dtype, torch.float32)

@@ -57,7 +57,6 @@ class HGRN(Baseline):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        self.norm.reset_parameters()
         if self.theta is not None:
             with torch.no_grad():
                 index = torch.arange(self.width, dtype=torch.float64, device=self.theta.device)

@@ -48,10 +48,6 @@ class HGRN2(Baseline):
         self.out_proj = nn.Linear(dim, dim, bias=bias, **made)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        self.norm.reset_parameters()
-
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
         q, f, i = self.in_proj(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
         dtype = torch.promote_types(i.dtype, torch.float32)

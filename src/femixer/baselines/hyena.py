@@ -112,8 +112,6 @@ class Hyena(Baseline):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        self.convolution.reset_parameters()
-        self.filter.reset_parameters()
         nn.init.normal_(self.skip)
 
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -11,13 +10,10 @@ from torch import Tensor, nn
 
 from femixer.baselines.base import Baseline
 from femixer.baselines.convolution import Memory, ShortConvolution
-from femixer.conditioner import inverse_softplus
+from femixer.baselines.steps import random_steps_
 from femixer.kernels.selective_scan import selective_scan
 from femixer.layout import Layout
 from femixer.options import check
-
-# Steps start spread evenly in log between these, as published.
-STEPS = (1e-3, 1e-1)
 
 
 class Mamba(Baseline):
@@ -63,13 +59,10 @@ class Mamba(Baseline):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        self.convolution.reset_parameters()
         nn.init.uniform_(self.step_proj.weight, -(self.rank**-0.5), self.rank**-0.5)
         with torch.no_grad():
-            low, high = map(math.log, STEPS)
-            steps = torch.empty_like(self.step_proj.bias, dtype=torch.float64).uniform_(low, high).exp()
-            self.step_proj.bias.copy_(inverse_softplus(steps))
-            modes = torch.arange(1, self.state_size + 1, dtype=torch.float64, device=steps.device)
+            random_steps_(self.step_proj.bias)
+            modes = torch.arange(1, self.state_size + 1, dtype=torch.float64, device=self.log_rate.device)
             self.log_rate.copy_(modes.log()[:, None].expand_as(self.log_rate))
             self.skip.fill_(1)
 

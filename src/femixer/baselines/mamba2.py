@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -12,14 +11,14 @@ from torch import Tensor, nn
 from femixer.baselines.base import Baseline
 from femixer.baselines.convolution import Memory, ShortConvolution
 from femixer.baselines.norm import RMSNorm
-from femixer.conditioner import inverse_softplus
+from femixer.baselines.steps import random_steps_
 from femixer.kernels.linear_attention import linear_attention
 from femixer.kernels.precision import without_autocast
 from femixer.layout import Layout
 from femixer.options import check
 
-# As published: steps start spread in log between these, rates A between those.
-STEPS, RATES = (1e-3, 1e-1), (1.0, 16.0)
+# As published: rates A start between these.
+RATES = (1.0, 16.0)
 STATE_SIZE = 128
 
 
@@ -67,11 +66,8 @@ class Mamba2(Baseline):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        self.convolution.reset_parameters()
-        self.norm.reset_parameters()
         with torch.no_grad():
-            steps = torch.empty_like(self.step_bias, dtype=torch.float64).uniform_(*map(math.log, STEPS)).exp()
-            self.step_bias.copy_(inverse_softplus(steps))
+            random_steps_(self.step_bias)
             self.log_rate.copy_(torch.empty_like(self.log_rate).uniform_(*RATES).log())
             self.skip.fill_(1)
 

@@ -53,10 +53,6 @@ class RetNet(Baseline):
         self.out_proj = nn.Linear(value, dim, bias=bias, **made)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        self.norm.reset_parameters()
-
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
         q, k, v, g = self.in_proj(x).split(self.widths, -1)
         dtype = torch.promote_types(v.dtype, torch.float32)

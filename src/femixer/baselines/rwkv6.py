@@ -74,7 +74,6 @@ class RWKV6(Baseline):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        self.norm.reset_parameters()
         with torch.no_grad():
             channel = torch.arange(self.dim, dtype=torch.float64, device=self.shift.device) / self.dim
             self.shift.copy_(1 - channel)

@@ -78,7 +78,6 @@ class RWKV7(Baseline):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        self.norm.reset_parameters()
         nn.init.constant_(self.replacement, 1.02)
         nn.init.constant_(self.bonus, -0.04)
         with torch.no_grad():
