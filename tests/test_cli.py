@@ -14,6 +14,7 @@ from femixer import cli
 from femixer.bench.cli import BENCHES
 from femixer.cli import main
 from femixer.optional import MissingExtra, require
+from femixer.tasks.mad.cli import COMMANDS as MAD
 from femixer.tasks.text.cli import COMMANDS as LM
 
 
@@ -34,7 +35,7 @@ def test_help_lists_the_commands(capsys, args):
     assert all(f"\n  {name} " in shown for name in cli.COMMANDS)
 
 
-NESTED = {"bench": BENCHES, "lm": LM}
+NESTED = {"bench": BENCHES, "lm": LM, "mad": MAD}
 EVERY = [*([name] for name in cli.COMMANDS), *([name, inner] for name, table in NESTED.items() for inner in table)]
 
 

@@ -6,10 +6,10 @@ from types import FrameType, TracebackType
 
 
 class Interrupted(KeyboardInterrupt):
-    """Training was asked to stop, and has saved a checkpoint after `step` steps."""
+    """Training was asked to stop, and has saved a checkpoint after `step` steps, unless the run keeps none."""
 
-    def __init__(self, step: int, steps: int) -> None:
-        super().__init__(f"stopped after step {step} of {steps}, which is saved")
+    def __init__(self, step: int, steps: int, saved: bool = True) -> None:
+        super().__init__(f"stopped after step {step} of {steps}, which is {'' if saved else 'not '}saved")
 
 
 class StopRequest:

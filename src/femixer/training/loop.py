@@ -41,6 +41,7 @@ def train(
     tokens: int | None = None,
     engine: EngineOptions | None = None,
     blocks: Sequence[str] | None = None,
+    enough: Callable[[Sequence[Record]], bool] | None = None,
 ) -> None:
     """Minimise the mean loss for `steps` steps, from the newest checkpoint in `results` if there is one.
 
@@ -59,6 +60,7 @@ def train(
     log_every: steps between two training records in metrics.jsonl.
     tokens:    in one global batch, to show tokens per second.
     blocks:    class names of what is sharded one by one, by default the model's `_no_split_modules`.
+    enough:    the records of one evaluation -> whether training may end there.
 
     In several processes each calls this with the same arguments and the same initial weights. `evaluate` and `samples`
     run in all of them (`distributed.part` and `distributed.total` divide the work); the main one's records count.
@@ -77,14 +79,20 @@ def train(
 
     with StopRequest() as stop, journal(results, position.step, steps, position.seconds, tokens) as told:
 
-        def record(step: int) -> None:
+        def record(step: int) -> bool:
             records, texts = training.evaluated(step, evaluate, samples or (lambda model: ()))
             told.evaluated(step, records, texts)
+            return enough is not None and enough(records)
 
         if position.step == 0:
-            record(0)
+            ended = record(0)
+        else:
+            last = [r for r in results.metrics() if r["step"] == position.step and r.get("split") != "train"]
+            ended = enough is not None and bool(last) and enough(last)
         model.train()
         for step in range(position.step + 1, steps + 1):
+            if ended:
+                break
             due = step % evaluate_every == 0 or step == steps
             saved = due or (run.save_every is not None and step % run.save_every == 0)
             logged = log_every is not None and step % log_every == 0
@@ -97,11 +105,11 @@ def train(
                 if logged:
                     told.trained(step, means, training.rates[0] * factor, float(training.norm))
             if due:
-                record(step)
-            if saved or stopping:
+                ended = record(step)
+            if (saved or stopping) and run.keep > 0:
                 checkpoint.save(checkpoints, model, training.optimizer, Position(step, told.seconds()), run.keep)
             if stopping:
-                raise Interrupted(step, steps)
+                raise Interrupted(step, steps, saved=run.keep > 0)
 
 
 class Training:

@@ -49,7 +49,7 @@ class RunOptions:
     device: Literal["auto", "cpu"] = "auto"
     """Where to train: auto takes a GPU that torch can use through CUDA or ROCm, if there is one."""
     keep: int = 2
-    """Checkpoints to keep, the newest ones."""
+    """Checkpoints to keep, the newest ones; 0 saves none, so that a stopped run starts over."""
     save_every: int | None = None
     """Steps between two checkpoints besides those that follow an evaluation."""
     tensorboard: bool = False
@@ -58,7 +58,7 @@ class RunOptions:
     def apply(self) -> None:
         """Check the options, set the number of threads, and connect to the other processes if torchrun started any."""
         check(self.device in ("auto", "cpu"), "device", self.device, "auto or cpu")
-        check(self.keep > 0, "keep", self.keep, "a whole number above 0")
+        check(self.keep >= 0, "keep", self.keep, "a whole number of at least 0")
         check(self.save_every is None or self.save_every > 0, "save_every", self.save_every, "a whole number above 0")
         check(self.threads is None or self.threads > 0, "threads", self.threads, "a whole number above 0")
         check(not (self.resume and self.overwrite), "resume", self.resume, "either --resume or --overwrite")

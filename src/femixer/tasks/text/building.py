@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -41,6 +40,7 @@ from femixer.tasks.text.shards import (
 )
 from femixer.tasks.text.sources import PIECE, Document
 from femixer.training import atomic
+from femixer.training.workers import die_with_parent, interrupts_held
 
 CACHE = Path("results/data")
 """Where tokens are kept when no folder is named: in CACHE/NAME-FINGERPRINT."""
@@ -208,19 +208,6 @@ def finishing(job: Job, parts: Sequence[Part], todo: Iterable[int], workers: int
             pool.shutdown(cancel_futures=True)
 
 
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits until this ends. Processes started meanwhile never get it; it is for their parent to stop them."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 class Job:
     """What every worker knows: where the parts go, and how text becomes tokens."""
 
@@ -317,14 +304,6 @@ def start_worker(job: Job, stop: Any) -> None:
     WORKER.update(job=job, stop=stop)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the parallelism is in the processes
     threading.Thread(target=die_with_parent, daemon=True).start()
-
-
-def die_with_parent() -> None:
-    """Without this a worker would go on when its parent is killed, and get in the way of the next run."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def work(number: int, part: Part) -> tuple[int, PartCounts]:

@@ -3,49 +3,46 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import statistics
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from femixer.models.named import NAMED
 from femixer.models.parameters import parameter_count
 from femixer.options import check, parse
-from femixer.tasks.text.building import die_with_parent, interrupts_held
 from femixer.tasks.text.curves import draw
 from femixer.tasks.text.model import ModelOptions
 from femixer.tasks.text.prepare import DataOptions
 from femixer.tasks.text.train import Experiment, last, rate
 from femixer.tasks.text.train import run as train_one
-from femixer.training import EngineOptions, Interrupted, Results, RunOptions, atomic, distributed, show_table
+from femixer.training import EngineOptions, Interrupted, Results, RunOptions, atomic, distributed, show_table, workers
 from femixer.training.recipe import with_recipe
 from femixer.training.results import CHECKPOINTS, Record
 
 
-def fem(prior: str, parts: str = "CLTG") -> dict[str, Any]:
-    return {"mixer": ("fem",), "prior": (prior,), "parts": parts}
+def described(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of FEMConfig as those of ModelOptions."""
+    prior = fields.get("prior", "softmax")
+    options = (fields.get("prior_options") or {}).get(prior, {})
+    words = ",".join(f"{name}={str(value).lower()}" for name, value in options.items())
+    return {
+        "mixer": (fields["mixer"],),
+        "prior": (f"{prior}:{words}" if words else prior,),
+        "parts": fields.get("parts", ""),
+    }
 
 
-MODELS: dict[str, dict[str, Any]] = {
-    "SMAttn": {"mixer": ("attention",), "prior": ("softmax",), "parts": ""},
-    "+C": fem("softmax", "C"),
-    "+C,L": fem("softmax", "CL"),
-    "+C,L,T": fem("softmax", "CLT"),
-    "FEM-SM": fem("softmax"),
-    "GLA": fem("gla", ""),
-    "FEM-GLA": fem("gla"),
-    "AFT": fem("aft", ""),
-    "FEM-AFT": fem("aft"),
-    "Mamba": fem("mamba", ""),
-    "FEM-Mamba": fem("mamba"),
-}
+MODELS = {name: described(fields) for name, fields in NAMED.items() if "mixer_options" not in fields}
 """By the names of the paper's tables. GLA, AFT and Mamba are our normalized priors with the mean as read."""
+SHOWN = (
+    *("SMAttn", "SMAttn+C", "SMAttn+C,L", "SMAttn+C,L,T", "FEM-SM"),
+    *("GLA", "FEM-GLA", "AFT", "FEM-AFT", "Mamba", "FEM-Mamba"),
+)
 CUSTOM = "custom"
 """The model that --mixer, --prior and --parts describe."""
 RUNS = "runs"
@@ -56,7 +53,7 @@ class Comparison:
     """What is compared."""
 
     experiment: Experiment = field(default_factory=Experiment)
-    models: tuple[str, ...] = tuple(MODELS)
+    models: tuple[str, ...] = SHOWN
     """Models by the names of the paper's tables; custom is the one that --mixer, --prior and --parts describe."""
     seeds: int = 3
     """Runs of each model, with seeds that go up from --seed. The same seed means the same order of the text."""
@@ -176,22 +173,9 @@ def carried_out(tasks: Sequence[Task], jobs: int) -> Iterator[tuple[Task, list[R
     if jobs == 1:
         yield from ((task, task.carry_out()) for task in tasks)
         return
-    # Not forked: threads and compiled kernels do not survive that.
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), start_worker) as pool:
-        try:
-            with interrupts_held():  # submitting starts the workers; Ctrl-C is for this process to pass on
-                futures = {pool.submit(Task.carry_out_apart, task): task for task in tasks}
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        except BaseException:
-            for worker in multiprocessing.active_children():
-                worker.terminate()  # training saves its step and stops
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-def start_worker() -> None:
-    threading.Thread(target=die_with_parent, daemon=True).start()
+    with contextlib.closing(workers.carried_out(Task.carry_out_apart, tasks, jobs)) as finished:
+        for task, future in finished:
+            yield task, future.result()
 
 
 def table(comparison: Comparison, runs: Mapping[str, Sequence[Sequence[Record]]], vocabulary: int) -> str:

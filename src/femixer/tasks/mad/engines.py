@@ -1,0 +1,89 @@
+"""Who carries out the jobs: processes of this machine, or a Ray cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
+from typing import Any
+
+from femixer.optional import require
+from femixer.options import check
+from femixer.tasks.mad.work import Assignment, Outcome, attempt
+from femixer.training.workers import carried_out, cores
+
+DIED = "the process of this job died: out of memory, or killed"
+
+
+def local(assignments: Sequence[Assignment], jobs: int) -> Generator[Outcome, None, None]:
+    """The outcomes, of `jobs` processes at a time."""
+    with contextlib.closing(carried_out(attempt, assignments, jobs)) as finished:
+        for assignment, future in finished:
+            died = isinstance(future.exception(), BrokenProcessPool)
+            yield Outcome(assignment.job, error=DIED) if died else future.result()
+
+
+AHEAD = 1000
+"""Jobs that wait in Ray's queue: a cluster that grows with its queue must see one."""
+
+
+def on_ray(assignments: Sequence[Assignment], jobs: int | None, threads: int, gpus: float) -> Iterator[Outcome]:
+    """The outcomes, of a Ray that this process is connected to; at most `jobs` at a time, if given."""
+    ray = require("ray", "cluster")
+    work = ray.remote(attempt).options(num_cpus=threads, num_gpus=gpus)
+    waiting, pending = iter(assignments), dict[Any, Assignment]()
+    while True:
+        for assignment in islice(waiting, (jobs or AHEAD) - len(pending)):
+            pending[work.remote(assignment)] = assignment
+        if not pending:
+            return
+        ready, _ = ray.wait([*pending], num_returns=1)
+        assignment = pending.pop(ready[0])
+        try:
+            yield ray.get(ready[0])
+        except ray.exceptions.RayError as error:
+            yield Outcome(assignment.job, error=f"{DIED} ({error})")
+
+
+@contextlib.contextmanager
+def connected(address: str | None, jobs: int | None) -> Iterator[None]:
+    """A connection to the Ray at `address` (or RAY_ADDRESS), or without either a Ray of this machine's own."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # A Ray of this machine's own would run the jobs at the lowest priority, behind whatever else there is.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    ray = require("ray", "cluster")
+    address = address or os.environ.get("RAY_ADDRESS")
+    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+    if address in (None, "local"):
+        ray.init("local", num_cpus=jobs or cores(), include_dashboard=False, **quiet)
+    else:
+        check_reachable(address)
+        try:
+            ray.init(address, **quiet)
+        except Exception as error:  # Ray has several for this
+            raise ConnectionError(f"address={address!r}: no connection to Ray ({first_line(error)})") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def check_reachable(address: str, seconds: float = 5.0) -> None:
+    """Raise a ConnectionError unless a server of Ray's kind answers there: Ray itself would try for minutes."""
+    place = address.removeprefix("ray://")
+    if place == "auto" or os.environ.get("RAY_USE_TLS") == "1":
+        return
+    fits = place.rpartition(":")[0] and place.rpartition(":")[2].isdecimal()
+    check(bool(fits), "address", address, "auto, host:port or ray://host:port")
+    grpc = require("grpc", "cluster")
+    with grpc.insecure_channel(place, options=[("grpc.enable_http_proxy", 0)]) as channel:  # as Ray connects
+        try:
+            grpc.channel_ready_future(channel).result(timeout=seconds)
+        except grpc.FutureTimeoutError:
+            raise ConnectionError(f"address={address!r}: no Ray cluster answers there") from None
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,145 @@
+"""The jobs of an experiment: models x settings x (learning rate, weight decay) x seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from femixer.models.named import NAMED
+from femixer.options import check
+from femixer.tasks.mad import TASKS, sample
+from femixer.tasks.mad.job import Job
+from femixer.tasks.mad.model import build
+from femixer.tasks.mad.protocol import PROTOCOLS, Protocol
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What is run."""
+
+    models: tuple[str, ...] = ("SMAttn", "FEM-SM")
+    """Models by the names of the paper's tables."""
+    tasks: tuple[str, ...] = tuple(TASKS)
+    """Tasks."""
+    protocol: str = "lite"
+    """lite, for a CPU; baseline, the original's six default settings; full, its 66 settings."""
+    seeds: int = 1
+    """Runs of everything, with seeds that go up from --seed: other data, other starting weights."""
+    seed: int = 0
+    """The first seed."""
+    lr: tuple[float, ...] | None = None
+    """Learning rates, instead of the protocol's."""
+    weight_decay: tuple[float, ...] | None = None
+    """Weight decays, instead of the protocol's."""
+    length: int | None = None
+    """Length of the sequences, in all chosen tasks. This and the options below make a protocol of another name."""
+    vocabulary: int | None = None
+    """Number of tokens, in all chosen tasks."""
+    train: int | None = None
+    """Training sequences."""
+    batch: int | None = None
+    """Sequences of a training step."""
+    steps: int | None = None
+    """Training steps."""
+    precision: Literal["no", "bf16"] = "no"
+    """Mixed precision: bf16 multiplies matrices in bfloat16, as the original does on a GPU."""
+
+    def validate(self) -> None:
+        """Raise a ValueError unless every job is possible."""
+        for name, known in (("models", NAMED), ("tasks", TASKS)):
+            given, allowed = getattr(self, name), f"different ones of {', '.join(known)}"
+            for one in given:
+                check(one in known, name, one, allowed)
+            check(0 < len(given) == len({*given}), name, given, allowed)
+        check(self.protocol in PROTOCOLS, "protocol", self.protocol, f"one of {', '.join(PROTOCOLS)}")
+        check(self.precision in ("no", "bf16"), "precision", self.precision, "no or bf16")
+        for name, least in {"seeds": 1, "seed": 0, "batch": 1, "steps": 1}.items():
+            value = getattr(self, name)
+            check(value is None or value >= least, name, value, f"a whole number of at least {least}")
+        check(self.lr is None or (len(self.lr) > 0 and min(self.lr) > 0), "lr", self.lr, "numbers above 0")
+        decay = self.weight_decay
+        check(decay is None or (len(decay) > 0 and min(decay) >= 0), "weight_decay", decay, "numbers of at least 0")
+        jobs = self.jobs()
+        for task, parameters in {(job.task, str(job.parameters)): (job.task, job.parameters) for job in jobs}.values():
+            sample(task, 1, **parameters)
+        for job in {(job.model, TASKS[job.task].last_position_only): job for job in jobs}.values():
+            with torch.device("meta"):
+                build(job.task, job.fields, job.seed)
+
+    def jobs(self) -> list[Job]:
+        """Each once, whatever options make two settings the same."""
+        protocol = self.changed()
+        jobs = [
+            job(protocol, model, task, parameters, lr, weight_decay, self.seed + number)
+            for number in range(self.seeds)
+            for task in self.tasks
+            for parameters in protocol.settings(task)
+            for model in self.models
+            for lr in self.lr or protocol.plan(task).learning_rates
+            for weight_decay in self.weight_decay or protocol.plan(task).weight_decays
+        ]
+        return [*{job.digest: job for job in jobs}.values()]
+
+    def changed(self) -> Protocol:
+        """The protocol with what the options change, and a name that says so."""
+        protocol = PROTOCOLS[self.protocol]
+        parameters = given(length=self.length, vocabulary=self.vocabulary, train=self.train)
+        training = given(batch=self.batch, steps=self.steps)
+        engine = {} if self.precision == protocol.precision else {"precision": self.precision}
+        plans = {
+            task: replace(plan, parameters={**plan.parameters, **parameters}, **training)
+            for task, plan in ((task, protocol.plan(task)) for task in self.tasks)
+        }
+        words = [f"{name}={value}" for name, value in {**parameters, **training, **engine}.items()]
+        return replace(protocol, name=" ".join([protocol.name, *words]), plans=plans, precision=self.precision)
+
+
+def given(**options: int | None) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def job(
+    protocol: Protocol,
+    model: str,
+    task: str,
+    parameters: Mapping[str, Any],
+    lr: float,
+    weight_decay: float,
+    seed: int,
+) -> Job:
+    steps = protocol.steps(task, parameters)
+    return Job(
+        model=model,
+        task=task,
+        parameters=parameters,
+        protocol=protocol.name,
+        seed=seed,
+        lr=lr,
+        weight_decay=weight_decay,
+        fields={
+            **protocol.sizes(),
+            **NAMED[model],
+            "vocab_size": parameters["vocabulary"],
+            "max_position_embeddings": parameters["length"],
+        },
+        batch=protocol.plan(task).batch,
+        steps=steps,
+        evaluate_every=max(1, steps // protocol.evaluations),
+        validation=protocol.validation,
+        test=protocol.test,
+        precision=protocol.precision,
+    )
+
+
+def divided(jobs: list[Job], part: str | None) -> list[Job]:
+    """The share `i/n` of the jobs: the shares of 1/n, 2/n, ... n/n are all of them, and cheap and costly ones mixed."""
+    if part is None:
+        return jobs
+    number, _, count = part.partition("/")
+    allowed = "i/n with i from 1 to n, as 3/16"
+    check(number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count), "part", part, allowed)
+    mine = {job.digest for job in sorted(jobs, key=lambda job: job.digest)[int(number) - 1 :: int(count)]}
+    return [job for job in jobs if job.digest in mine]

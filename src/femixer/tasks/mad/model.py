@@ -1,0 +1,84 @@
+"""The models of MAD: a language model, and for compression an autoencoder with the same stack as encoder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from femixer.models import FEMConfig, FEMForCausalLM, FEMModel
+from femixer.models.norm import RMSNorm
+from femixer.tasks.mad import TASKS
+from femixer.training import derive
+
+
+class Autoencoder(nn.Module):
+    """tokens [B, T] -> logits [B, T, V] of the same tokens, all from one vector: the encoder's at the last position.
+
+        h = encoder(tokens)[:, -1]                      no norm at its end: the decoder begins with one
+        logits[:, t] = decoder(h + position(t))         norm, Linear, GELU, norm, Linear, GELU, norm, Linear
+
+    as in athms/mad-lab (mad/model/auto_encoder.py), whose decoder has biases.
+    """
+
+    def __init__(self, config: FEMConfig) -> None:
+        super().__init__()
+        dim, eps = config.hidden_size, config.rms_norm_eps
+        self.encoder = FEMModel(config)
+        self.encoder.norm = nn.Identity()  # type: ignore[assignment]
+        layers: list[nn.Module] = []
+        for _ in range(2):
+            layers += [RMSNorm(dim, eps=eps), nn.Linear(dim, dim), nn.GELU()]
+        self.decoder = nn.Sequential(*layers, RMSNorm(dim, eps=eps), nn.Linear(dim, config.vocab_size))
+        for layer in self.decoder:
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=0.02)
+                nn.init.zeros_(layer.bias)
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> CausalLMOutputWithPast:
+        """use_cache: only for the signature of a language model."""
+        encoded = self.encoder(input_ids, use_cache=False).last_hidden_state[:, -1:]
+        position = positions(input_ids.shape[1], encoded.shape[-1]).to(encoded)
+        return CausalLMOutputWithPast(logits=self.decoder(encoded + position))
+
+
+def positions(length: int, dim: int) -> Tensor:
+    """[T, dim]: sin(t w_i) and then cos(t w_i), w_i = 10000^(-i / (dim/2 - 1)) for i = 0 ... dim/2 - 1."""
+    half = dim // 2
+    rates = torch.exp(torch.arange(half, dtype=torch.float64) * (-math.log(10000.0) / max(half - 1, 1)))
+    angles = torch.arange(length, dtype=torch.float64)[:, None] * rates
+    return nn.functional.pad(torch.cat([angles.sin(), angles.cos()], 1), (0, dim - 2 * half)).float()
+
+
+def build(task: str, fields: Mapping[str, Any], seed: int) -> nn.Module:
+    """The model of a task with these fields of FEMConfig; its starting weights depend on the seed alone."""
+    with torch.random.fork_rng():
+        torch.manual_seed(derive(seed, "weights"))
+        try:
+            config = FEMConfig(**fields)
+            if TASKS[task].last_position_only:
+                return Autoencoder(config)
+            return start_as_torch(FEMForCausalLM(config))
+        except StrictDataclassError as error:  # how transformers wraps what the configuration says
+            raise ValueError(str(error.__cause__ or error)) from error
+
+
+def start_as_torch(model: nn.Module) -> nn.Module:
+    """Weights of linear maps as torch starts them, uniform up to 1 / sqrt(inputs), unless they start at zero; biases
+    stay as they are.
+
+    So does the original in its language models; its autoencoder starts them N(0, 0.02), as femixer does everywhere.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and (module.weight.is_meta or bool(module.weight.any())):
+            nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5))
+    return model
+
+
+def parameter_count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,66 @@
+"""Carrying out one job, in whatever process it was given to."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from femixer.optional import require
+from femixer.tasks.mad.job import Job
+from femixer.tasks.mad.store import RUNNING, Record
+from femixer.training import Interrupted, RunOptions, atomic
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A job, and where and how to do it: nothing of the latter decides its numbers, except for rounding."""
+
+    job: Job
+    store: Path
+    resumable: bool
+    device: Literal["auto", "cpu"]
+    threads: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a job: its record, or why there is none. Neither: another process is at it."""
+
+    job: Job
+    record: Record | None = None
+    error: str | None = None
+
+
+def attempt(assignment: Assignment) -> Outcome:
+    """Carry out a job in this process; a failure is an outcome too."""
+    filelock = require("filelock", "lm")
+    job, folder = assignment.job, running(assignment)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    log, lock = (folder.with_name(folder.name + ending) for ending in (".log", ".lock"))
+    keep = 1 if assignment.resumable else 0
+    options = RunOptions(folder, resume=True, threads=assignment.threads, device=assignment.device, keep=keep)
+    try:
+        with filelock.FileLock(lock, timeout=0):
+            with log.open("a", encoding="utf-8") as file, contextlib.redirect_stderr(file):
+                record = job.carry_out(options)
+            for path in (folder, log):
+                atomic.remove(path)
+        atomic.remove(lock)
+        return Outcome(job, record)
+    except filelock.Timeout:
+        return Outcome(job)
+    except Interrupted as stop:
+        return Outcome(job, error=str(stop))
+    except Exception:
+        return Outcome(job, error=traceback.format_exc())
+
+
+def running(assignment: Assignment) -> Path:
+    """The folder of the training run: in the store, or on a machine that does not see the store on its own disk."""
+    if assignment.store.is_dir():
+        return assignment.store / RUNNING / assignment.job.name
+    return Path(tempfile.gettempdir()) / "femixer-mad" / assignment.job.name
