@@ -134,7 +134,7 @@ class TestStreaming:
 class TestPadding:
     @variants()
     @pytest.mark.parametrize("causal", [True, False])
-    @pytest.mark.parametrize("offset", [-300.0, -10.0, 10.0, 300.0])
+    @pytest.mark.parametrize("offset", [-300.0, 300.0])
     def test_values_far_from_zero_give_padding_no_say_in_gradients(self, variant: Variant, causal: bool, offset: float):
         """A padding row reads 0, which then lies far above or below every value."""
         m, x = variant.build(causal=causal), tokens(batch=len(MASK))
@@ -346,7 +346,7 @@ class TestDefinition:
             return torch.func.functional_call(m, dict(zip(names, values, strict=True)), (x,), {"segments": ids})
 
         x = tokens(batch=1, length=5, dim=4).requires_grad_()
-        assert torch.autograd.gradcheck(run, (x, *parameters), fast_mode=False)
+        assert torch.autograd.gradcheck(run, (x, *parameters), fast_mode=True)
 
 
 def value_patterns(kind: str, length: int, beta: Tensor) -> dict[str, Tensor]:
@@ -486,8 +486,7 @@ class TestExactness:
             )
 
     @variants(*READS)
-    @pytest.mark.parametrize("kind", ["tame", "wild"])
-    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize(("kind", "causal"), [("tame", True), ("wild", True), ("wild", False)])
     def test_gradients_are_exact(self, variant: Variant, kind: str, causal: bool):
         """Relative to the gradient, and to the terms of order v / beta whose difference it is."""
         eps = torch.finfo(torch.float32).eps
@@ -512,8 +511,9 @@ class TestLowPrecision:
         return result
 
     @variants("CLTG", "mean", "grouped", "window", "alibi")
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize(
+        ("dtype", "causal"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)]
+    )
     def test_autocast_is_as_good_as_plain_torch_under_it(self, variant: Variant, dtype: torch.dtype, causal: bool):
         exact = variant.build(causal=causal)
         m = copy.deepcopy(exact).float()
@@ -588,9 +588,9 @@ class TestCompile:
         assert_close(outcome(m, lambda x: compiled(x, **layout), x), outcome(m, lambda x: m(x, **layout), x), tolerance)
 
     @variants("CLTG")
-    @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-    def test_one_graph_equals_eager(self, variant: Variant, layout: dict[str, Tensor]):
-        self.compare(variant.build(), "aot_eager", layout, EXACT)
+    @pytest.mark.parametrize("layout", ["plain", "segments"])
+    def test_one_graph_equals_eager(self, variant: Variant, layout: str):
+        self.compare(variant.build(), "aot_eager", LAYOUTS[layout], EXACT)
 
     @variants("mean", "alibi")
     def test_one_graph_equals_eager_in_encoder_mode(self, variant: Variant):
