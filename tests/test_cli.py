@@ -15,6 +15,7 @@ from femixer.bench.cli import BENCHES
 from femixer.cli import main
 from femixer.optional import MissingExtra, require
 from femixer.tasks.mad.cli import COMMANDS as MAD
+from femixer.tasks.series.cli import COMMANDS as FORECAST
 from femixer.tasks.text.cli import COMMANDS as LM
 
 
@@ -35,7 +36,7 @@ def test_help_lists_the_commands(capsys, args):
     assert all(f"\n  {name} " in shown for name in cli.COMMANDS)
 
 
-NESTED = {"bench": BENCHES, "lm": LM, "mad": MAD}
+NESTED = {"bench": BENCHES, "forecast": FORECAST, "lm": LM, "mad": MAD}
 EVERY = [*([name] for name in cli.COMMANDS), *([name, inner] for name, table in NESTED.items() for inner in table)]
 
 

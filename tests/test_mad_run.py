@@ -17,15 +17,16 @@ from torch import nn
 
 from femixer.cli import main
 from femixer.models.named import NAMED
-from femixer.tasks.mad import IGNORE, TASKS, engines, job, scoring, store, work
+from femixer.tasks.mad import IGNORE, TASKS, job, scoring
 from femixer.tasks.mad.job import Batches, Job
-from femixer.tasks.mad.jobs import Experiment, divided
+from femixer.tasks.mad.jobs import Experiment
 from femixer.tasks.mad.model import build, positions
 from femixer.tasks.mad.protocol import PROTOCOLS, Plan, Protocol
 from femixer.tasks.mad.scoring import Examples, macro_accuracy, score
-from femixer.tasks.mad.store import Store
-from femixer.tasks.mad.work import Assignment, attempt
+from femixer.tasks.mad.store import KIND, load
 from femixer.training import Part, RunOptions
+from femixer.training.jobs import Store, divided, engines, store, work
+from femixer.training.jobs.work import Assignment, attempt
 from femixer.training.workers import carried_out
 
 SIZES = {"width": 12, "heads": 2, "layers": 1, "inner": 11, "validation": 5, "test": 7, "resumable": False}
@@ -56,7 +57,7 @@ def run(out, *options):
 
 
 def records(out):
-    return [timeless(record) for record in store.load(out)]
+    return [timeless(record) for record in load(out)]
 
 
 def timeless(record):
@@ -247,7 +248,7 @@ def test_finished_jobs_are_not_repeated(tmp_path, monkeypatch, capsys):
     assert run(tmp_path, "--models", "SMAttn", "FEM-SM", "--seeds", 2, "--dry-run") == 0
     assert capsys.readouterr().out == "8 jobs, 2 of them finished\n"
     with monkeypatch.context() as patch:
-        patch.setattr(work.Job, "carry_out", None)
+        patch.setattr(Job, "carry_out", None)
         assert run(tmp_path, "--select", "test") == 0
     assert {path: path.read_text() for path in tmp_path.glob("jobs/*")} == first
     before = records(tmp_path)
@@ -276,11 +277,14 @@ def test_a_failing_job_stops_no_other_and_is_named(tmp_path, capsys, monkeypatch
 def test_a_job_that_another_process_is_at_is_left_to_it(tmp_path):
     from filelock import FileLock
 
-    assignment = Assignment(tiny_job(), Store(tmp_path).folder, False, "cpu", 1)
+    assignment = Assignment(tiny_job(), Store(tmp_path, KIND).folder, False, "cpu", 1)
     (tmp_path / "running").mkdir()
     with FileLock(tmp_path / "running" / f"{assignment.job.name}.lock"):
         assert attempt(assignment) == work.Outcome(assignment.job)
     assert attempt(assignment).record is not None
+    # A command that began before another one finished the job has it still on its list.
+    assert attempt(assignment) == work.Outcome(assignment.job)
+    assert len(load(tmp_path)) == 1 and not [*(tmp_path / "running").iterdir()]
 
 
 def test_a_machine_that_does_not_see_the_store_works_on_its_own_disk(tmp_path, monkeypatch):
@@ -293,10 +297,10 @@ def test_an_exported_file_reads_like_the_store(tmp_path, capsys):
     assert run(tmp_path / "a") == 0
     assert main(["mad", "export", "--results", str(tmp_path / "a"), "--out", str(tmp_path / "b/all.json")]) == 0
     assert "2 records" in capsys.readouterr().out
-    assert store.load(tmp_path / "b/all.json") == store.load(tmp_path / "a") != []
+    assert load(tmp_path / "b/all.json") == load(tmp_path / "a") != []
 
 
-@pytest.mark.parametrize("content", [json.dumps({"format": store.FORMAT + 1, "records": []}), "[]", "{", None])
+@pytest.mark.parametrize("content", [json.dumps({"format": KIND.format + 1, "records": []}), "[]", "{", None])
 def test_results_of_another_version_or_kind_are_refused(tmp_path, content, capsys):
     folder, file = tmp_path / "store", tmp_path / "all.json"
     folder.mkdir()
@@ -305,7 +309,7 @@ def test_results_of_another_version_or_kind_are_refused(tmp_path, content, capsy
     told = "was written by another version of femixer" if content and len(content) > 2 else "not "
     for path in (folder, file):
         with pytest.raises(ValueError, match=told):
-            store.load(path)
+            load(path)
     if content is not None:
         assert run(folder) == 2
         assert told in capsys.readouterr().err and not (folder / "jobs").exists()

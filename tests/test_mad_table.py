@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from femixer.cli import main
-from femixer.tasks.mad import TASKS, store
+from femixer.tasks.mad import TASKS
 from femixer.tasks.mad.paper import FIGURES, GROUPS
 from femixer.tasks.mad.selection import average, rows
+from femixer.tasks.mad.store import KIND
 from femixer.tasks.mad.table import TITLES, as_csv, latex, markdown, tabulate
+from femixer.training.jobs import export
 
 
 def evaluation(step: int, validation: tuple[float, float], test: tuple[float, float]) -> dict:
@@ -187,6 +189,7 @@ def test_the_csv_has_a_line_per_number() -> None:
         "standard_error": "0.0",
         "missing": "",
         "paper": "9.15",
+        "size": "",
     }
 
 
@@ -216,7 +219,7 @@ def test_a_job_that_is_in_two_stores_counts_once() -> None:
 
 def test_the_command_writes_tables_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for number, models in enumerate((("SMAttn", "SMAttn+L"), ("FEM-SM", "RetNet"))):
-        store.export(finished(models, seeds=2), tmp_path / f"{number}.json")
+        export(finished(models, seeds=2), tmp_path / f"{number}.json", KIND)
     out = tmp_path / "out"
     paths = [str(tmp_path / "0.json"), str(tmp_path / "1.json")]
     assert main(["mad", "table", "--results", *paths, "--out", str(out), "--select", "test"]) == 0
@@ -233,8 +236,15 @@ def test_the_command_writes_tables_and_figures(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_nothing_to_tabulate_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    store.export([], tmp_path / "none.json")
+    export([], tmp_path / "none.json", KIND)
     assert main(["mad", "table", "--results", str(tmp_path / "none.json")]) == 2
     assert "finished" in capsys.readouterr().err
     assert main(["mad", "table", "--results", str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err
+
+
+def test_sizes_are_relative_to_plain_attention_on_the_same_settings() -> None:
+    records = finished(("SMAttn", "FEM-SM"))
+    for record in records:
+        record["parameter_count"] = 1000 if record["model"] == "SMAttn" else 1250
+    assert tabulate(records, "validation").sizes == {"SMAttn": "1.00", "FEM-SM": "1.25"}

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -336,3 +338,18 @@ def test_no_field_of_the_configuration_is_one_of_generation(tmp_path):
     config = preset("tiny", prior=["gla", "softmax"])
     config.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["prior"] == ["gla", "softmax"]
+
+
+def test_a_model_tells_baselines_what_a_layer_cannot_know():
+    """Depth, lower bounds that grow with it, the length of the sequences; what mixer_options says comes first."""
+
+    def mixers(name: str, **options: object) -> list[Any]:
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 77}
+        return [layer.mixer for layer in FEMModel(FEMConfig(mixer=name, mixer_options={name: options}, **sizes)).layers]
+
+    assert [m.lambda_init for m in mixers("diff-transformer")] == pytest.approx([0.2, 0.8 - 0.6 * math.exp(-0.3)])
+    assert [m.lower_bound for m in mixers("hgrn2")] == [0.0, 0.5]
+    assert [m.filter.length for m in mixers("hyena")] == [77, 77]
+    assert [(m.heads, m.lower_bound) for m in mixers("hgrn2", heads=2, lower_bound=0.1)] == [(2, 0.1)] * 2
+    with pytest.raises(Exception, match="rope=False does not fit mixer='hgrn2'"):
+        FEMConfig(mixer="hgrn2", rope=False)

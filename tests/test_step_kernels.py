@@ -9,6 +9,7 @@ from femixer.baselines import Attention
 from femixer.gates import gated_read, outer_gate
 from femixer.kernels import backend
 from femixer.layout import Layout
+from femixer.models.norm import RMSNorm
 from femixer.rotary import rotated
 from femixer.state import Growing
 
@@ -66,7 +67,7 @@ def test_gates_and_their_gradients_are_the_definitions(width, given):
 
 def test_gates_read_views_where_they_are():
     """Not only contiguous tensors: columns of a projection, heads that were transposed, a single row."""
-    mean, free, lam, gate = gate_inputs(5)
+    mean, free, lam, gate = gate_inputs(11)
     with torch.no_grad():
         whole = gated_read(mean, free, lam, gate)
         copied = gated_read(*(x.contiguous() for x in (mean, free, lam, gate)))
@@ -74,12 +75,12 @@ def test_gates_read_views_where_they_are():
         none = gated_read(*(x[:, :0] for x in (mean, free, lam, gate)))
     assert torch.equal(whole, copied)
     assert torch.equal(some, whole[1:, 2:3])
-    assert none.shape == (2, 0, 3, 5)
+    assert none.shape == (2, 0, 3, 11)
 
 
 @pytest.mark.parametrize("which", range(4))
 def test_what_is_not_a_number_does_not_disappear_in_the_gates(which):
-    inputs = gate_inputs(5)
+    inputs = gate_inputs(11)
     inputs[which] = inputs[which].clone()
     inputs[which][1, 2, 0, 3] = torch.nan
     with torch.no_grad():
@@ -176,3 +177,10 @@ def test_angles_far_out_are_as_good_as_near():
             _, b = rotated(q, k, torch.tensor([[far]]), 8, 10000.0, torch.float32)
             scores.append((a * b).sum(-1))
     torch.testing.assert_close(scores[1], scores[0], atol=2e-6, rtol=1e-5)
+
+
+def test_the_norm_of_a_single_token_takes_only_tokens():
+    """[B, 1, heads, width] is no step of decoding."""
+    norm, x = RMSNorm(5, eps=1e-6), torch.randn(3, 1, 7, 5)
+    with torch.no_grad():
+        torch.testing.assert_close(norm(x), torch.nn.functional.rms_norm(x, (5,), norm.weight, 1e-6))

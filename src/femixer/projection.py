@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from femixer.kernels.backend import native, one_token
 from femixer.kernels.precision import without_autocast
 
-# Rows modulated at a time: their eta stays in the cache instead of going through memory.
-ROWS = 256
+# Numbers modulated at a time: their eta stays in the cache instead of going through memory.
+NUMBERS = 2**18
 
 
 class Columns(NamedTuple):
@@ -75,7 +75,7 @@ def modulate(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, out: Tens
             eta = (f @ m.mT).view_as(x)
             return torch.cat([x[..., :scaled] * (1 + eta[..., :scaled]), x[..., scaled:] + eta[..., scaled:]], -1)
         rows, y = x.flatten(0, -2), out.flatten(0, -2)
-        for at in _stretches(len(rows)):
+        for at in _stretches(rows):
             eta, here = f[at] @ m.mT, rows[at]
             if scaled == m.shape[0]:
                 torch.addcmul(here, here, eta, out=y[at])
@@ -111,7 +111,7 @@ class Modulate(torch.autograd.Function):
                 df, dm = to_eta @ m, to_eta.mT @ f
             else:
                 dx, df, dm = torch.empty_like(rows), torch.empty_like(f), torch.zeros_like(m)
-                for at in _stretches(len(rows)):
+                for at in _stretches(rows):
                     eta = f[at] @ m.mT
                     torch.addcmul(g[at, :scaled], g[at, :scaled], eta[:, :scaled], out=dx[at, :scaled])
                     dx[at, scaled:] = g[at, scaled:]
@@ -121,5 +121,7 @@ class Modulate(torch.autograd.Function):
         return dx.view_as(x), df.view_as(features).to(features.dtype), dm.to(matrix.dtype), None
 
 
-def _stretches(rows: int) -> list[slice]:
-    return [slice(start, start + ROWS) for start in range(0, rows, ROWS)]
+def _stretches(rows: Tensor) -> list[slice]:
+    """Of rows [n, width]."""
+    step = max(1, NUMBERS // max(1, rows.shape[1]))
+    return [slice(start, start + step) for start in range(0, rows.shape[0], step)]

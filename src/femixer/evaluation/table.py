@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from femixer.evaluation.cells import escaped
 from femixer.evaluation.ranking import Value, best_two, rank
 from femixer.evaluation.report import RESULTS
 from femixer.evaluation.suite import BLOCKS, COLUMNS, Column
@@ -164,9 +165,9 @@ def latex(groups: Sequence[Group]) -> str:
         f"& {' & '.join(heads)} \\\\",
     ]
     for group in groups:
-        lines += [r"\midrule", rf"\multicolumn{{{width}}}{{l}}{{\textbf{{{_escaped(group.title)}}}}} \\"]
+        lines += [r"\midrule", rf"\multicolumn{{{width}}}{{l}}{{\textbf{{{escaped(group.title)}}}}} \\"]
         for row, line in zip(group.rows, cells(group, r"\textbf{{{}}}", r"\underline{{{}}}", "--"), strict=True):
-            lines.append(f"{' & '.join([_escaped(row.name), *line])} \\\\")
+            lines.append(f"{' & '.join([escaped(row.name), *line])} \\\\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 
 
@@ -198,12 +199,6 @@ def legend(groups: Sequence[Group]) -> list[str]:
 
 def _plain(text: str) -> str:
     return text.replace("|", "\\|")
-
-
-def _escaped(text: str) -> str:
-    special = {character: f"\\{character}" for character in "&%$#_{}"}
-    special |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    return "".join(special.get(character, character) for character in text)
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ def compiled(like: Tensor) -> bool:
 
 
 def one_token(x: Tensor) -> bool:
-    """Whether x [B, T, ...] is a step of decoding that the kernels for single tokens serve."""
-    if x.shape[0] == 0 or x.shape[1] != 1 or x.dtype != torch.float32:
+    """Whether x [B, T, width] is a step of decoding that the kernels for single tokens serve."""
+    if x.dim() != 3 or x.shape[0] == 0 or x.shape[1] != 1 or x.dtype != torch.float32:
         return False
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False

@@ -25,6 +25,9 @@ from femixer.kernels.attend import Geometry, Piece, attend, attend_backward, pie
 from femixer.kernels.precision import without_autocast
 from femixer.kernels.streams import Shift, exp_minus, logarithm, shift_of, value_range, value_streams
 
+# Sequences up to this length are read backwards in one call for all heads.
+SHORT = 256
+
 
 def softmax_read(
     q: Tensor,
@@ -151,10 +154,11 @@ class Part(NamedTuple):
 
 def _head_slices(q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
     """Heads of queries and of keys whose backward is done together: on a CPU as few as load its threads evenly, because
-    what the backward holds besides its results grows with them."""
+    what the backward holds besides its results grows with them. Short sequences have little to hold, and calls cost
+    more."""
     groups, repeats = k.shape[2], q.shape[2] // k.shape[2]
     together = groups
-    if q.device.type == "cpu":
+    if q.device.type == "cpu" and k.shape[1] > SHORT:
         threads = torch.get_num_threads()
         together = min(groups, threads // math.gcd(threads, q.shape[0] * repeats))
     starts = range(0, groups, together)

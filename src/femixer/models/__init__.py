@@ -9,10 +9,11 @@ require("transformers", "lm")
 
 from femixer.models.cache import FEMCache  # noqa: E402
 from femixer.models.config import FEMConfig  # noqa: E402
+from femixer.models.forecast import FEMForecaster  # noqa: E402
 from femixer.models.language import FEMForCausalLM, FEMModel  # noqa: E402
 from femixer.models.presets import PRESETS, preset  # noqa: E402
 from femixer.models.registration import register  # noqa: E402
 
 register()
 
-__all__ = ["PRESETS", "FEMCache", "FEMConfig", "FEMForCausalLM", "FEMModel", "preset"]
+__all__ = ["PRESETS", "FEMCache", "FEMConfig", "FEMForCausalLM", "FEMForecaster", "FEMModel", "preset"]

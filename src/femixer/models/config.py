@@ -17,7 +17,7 @@ class FEMConfig(PreTrainedConfig):
     mixer, prior: one name for all layers, or a list of names that is repeated over the layers, so that
     prior=["gla", "gla", "gla", "softmax"] makes every fourth layer softmax. prior_options, mixer_options: per name of a
     prior or of a baseline its options, as {"gla": {"decay": "channel"}}. max_position_embeddings is the length of the
-    training sequences; nothing in the model depends on it, and longer ones may be read.
+    training sequences; longer ones may be read, and nothing depends on it but the filters of mixer="hyena".
     """
 
     model_type = "fem"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MIXERS = ("fem", *BASELINES)
 # What a baseline's constructor takes from other fields of the configuration than mixer_options.
-OF_CONFIG = ("dim", "heads", "causal", "bias", "dropout", "kv_heads", "rope", "rope_base", "device", "dtype")
+OF_CONFIG = ("dim", "causal", "bias", "dropout", "kv_heads", "rope", "rope_base", "device", "dtype")
 
 
 def options_of(mixer: str) -> tuple[str, ...]:
@@ -34,17 +34,20 @@ def check_mixer(config: FEMConfig, layer: int) -> None:
     prior_class(config.at("prior", layer))
     if config.window is not None and config.at("prior", layer) == "softmax" and name != "fem":
         raise ValueError(f"window={config.window!r} does not fit mixer={name!r}; only mixer='fem' has windows")
-    if name in BASELINES and "kv_heads" not in inspect.signature(BASELINES[name]).parameters:
+    if name in BASELINES:
+        known = inspect.signature(BASELINES[name]).parameters
         kv_heads, heads = config.num_key_value_heads, config.num_attention_heads
-        if kv_heads != heads:
+        if "kv_heads" not in known and kv_heads != heads:
             raise ValueError(f"num_key_value_heads={kv_heads} does not fit mixer={name!r}; choose {heads} or None")
+        if "rope" not in known and config.rope is not None:
+            raise ValueError(f"rope={config.rope!r} does not fit mixer={name!r}; choose None")
     for field in ("mixer", "prior"):
         _check_options(config, field)
     for mixer, options in (config.mixer_options or {}).items():
         for option in options:
             if option not in options_of(mixer):
-                known = ", ".join(options_of(mixer)) or "none; priors have prior_options"
-                raise ValueError(f"mixer_options has {option!r} for mixer={mixer!r}; its options are {known}")
+                allowed = ", ".join(options_of(mixer)) or "none; priors have prior_options"
+                raise ValueError(f"mixer_options has {option!r} for mixer={mixer!r}; its options are {allowed}")
 
 
 def _check_options(config: FEMConfig, field: str) -> None:
@@ -68,15 +71,19 @@ def build_mixer(config: FEMConfig, layer: int, causal: bool = True) -> nn.Module
         "bias": config.mixer_bias,
         "dropout": config.mixer_dropout,
     }
-    positions = {
-        "kv_heads": config.num_key_value_heads,
-        "rope": config.rope is not False,
-        "rope_base": config.rope_base,
-    }
     if name in BASELINES:
+        place = {
+            "kv_heads": config.num_key_value_heads,
+            "rope": config.rope is not False,
+            "rope_base": config.rope_base,
+            # Published layers that start differently at each depth of a model, or by the length of its sequences.
+            "depth": layer + 1,
+            "lower_bound": layer / config.num_hidden_layers,
+            "length": max(2, config.max_position_embeddings),
+        }
         known = inspect.signature(BASELINES[name]).parameters
-        shared.update({key: value for key, value in positions.items() if key in known})
-        return BASELINES[name](**shared, **(config.mixer_options or {}).get(name, {}))
+        shared.update({key: value for key, value in place.items() if key in known})
+        return BASELINES[name](**{**shared, **(config.mixer_options or {}).get(name, {})})
     options = dict((config.prior_options or {}).get(prior, {}))
     if prior_class(prior).queries_and_keys:
         options.setdefault("rope_base", config.rope_base)

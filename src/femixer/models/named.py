@@ -16,6 +16,10 @@ def baseline(mixer: str, **options: Any) -> Fields:
     return {"mixer": mixer} | ({"mixer_options": {mixer: options}} if options else {})
 
 
+FEW = 4
+"""Heads of rivals whose memory is one matrix per head. They are published with few wide ones; with attention's many
+narrow heads they could tell only as many keys apart as a head has channels."""
+
 NAMED: dict[str, Fields] = {
     "SMAttn": baseline("attention"),
     "SMAttn+C": fem("softmax", "C"),
@@ -36,20 +40,20 @@ NAMED: dict[str, Fields] = {
     "AFT": fem("aft", ""),
     "FEM-AFT": fem("aft"),
     "Hyena": baseline("hyena"),
-    "DeltaNet": baseline("deltanet"),
+    "DeltaNet": baseline("deltanet", heads=FEW),
     "LinAttn": baseline("linear-attention"),
     "LinAttn-learned": baseline("linear-attention", feature_map="learned"),
     "Mamba2": baseline("mamba2"),
-    "GatedDeltaNet": baseline("gated-deltanet"),
+    "GatedDeltaNet": baseline("gated-deltanet", heads=FEW),
     "DiffTrans": baseline("diff-transformer"),
-    "RetNet": baseline("retnet"),
+    "RetNet": baseline("retnet", heads=FEW),
     "HGRN": baseline("hgrn"),
-    "HGRN2": baseline("hgrn2"),
+    "HGRN2": baseline("hgrn2", heads=FEW),
     "GSA": baseline("gsa"),
-    "RWKV6": baseline("rwkv6"),
-    "RWKV7": baseline("rwkv7"),
+    "RWKV6": baseline("rwkv6", heads=FEW),
+    "RWKV7": baseline("rwkv7", heads=FEW),
     "LASER": baseline("laser"),
-    "GLA-published": baseline("gla"),
+    "GLA-published": baseline("gla", heads=FEW),
     "AFT-published": baseline("aft"),
     "Mamba-published": baseline("mamba"),
 }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 
 from femixer.options import check
 from femixer.tasks.mad.protocol import PROTOCOLS
-from femixer.tasks.mad.store import Record
+from femixer.training.jobs.comparable import described, same
+from femixer.training.results import Record
 
 
 def comparable(records: Sequence[Record]) -> list[Record]:
@@ -23,23 +24,6 @@ def comparable(records: Sequence[Record]) -> list[Record]:
     whole = ("model", "task", "parameters", "lr", "weight_decay", "seed")
     same(records, "results of one job", lambda record: json.dumps(record["evaluations"]), *whole)
     return [*{described(record, whole): record for record in records}.values()]
-
-
-def same(records: Sequence[Record], what: str, value: Callable[[Record], Hashable], *within: str) -> None:
-    """An error unless records that agree in the fields `within` have the same value."""
-    held: dict[str, Record] = {}
-    for record in records:
-        first = held.setdefault(described(record, within), record)
-        if value(first) != value(record):
-            where = f" ({described(record, within)})" if within else ""
-            raise ValueError(
-                f"results mix different {what}{where}: {value(first)} and {value(record)}; "
-                "choose --results that can be compared"
-            )
-
-
-def described(record: Record, names: Sequence[str]) -> str:
-    return ", ".join(f"{name} {json.dumps(record[name], sort_keys=True)}" for name in names)
 
 
 def setting(record: Record) -> str:

@@ -3,26 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
-from femixer.options import parse
-from femixer.tasks.mad import store
-
-
-@dataclass(frozen=True)
-class Command:
-    """Write all records of one or more stores into one JSON file, which `femixer mad table` reads like a store."""
-
-    results: tuple[Path, ...]
-    """Stores, or files that this command wrote."""
-    out: Path
-    """The file."""
+from femixer.tasks.mad.store import KIND
+from femixer.training.jobs.exporting import run
 
 
 def main(args: Sequence[str]) -> int:
-    command = parse(Command, args, "mad export")
-    records = [record for path in command.results for record in store.load(path)]
-    store.export(records, command.out)
-    print(f"{len(records)} records are in {command.out}")
-    return 0
+    return run(args, KIND)

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from femixer.evaluation.cells import Cell
 from femixer.optional import require
 from femixer.tasks.mad.paper import FIGURES, GROUPS, WITHOUT_C
-from femixer.tasks.mad.selection import Cell, Row, average
+from femixer.tasks.mad.selection import Row, average
 from femixer.tasks.mad.task import TASKS
 
 LADDERS = {

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -17,6 +15,7 @@ from femixer.tasks.mad import sample
 from femixer.tasks.mad.model import build, parameter_count
 from femixer.tasks.mad.scoring import Examples, score, scored, summed_loss
 from femixer.training import EngineOptions, Part, Results, RunOptions, adamw, distributed, generator, train
+from femixer.training.jobs.job import digest_of
 from femixer.training.results import Record, environment
 
 SPLITS = ("validation", "test")
@@ -46,12 +45,19 @@ class Job:
 
     @functools.cached_property
     def digest(self) -> str:
-        """A hash of all of it."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        return digest_of(self)
+
+    @property
+    def title(self) -> str:
+        return f"{self.model} {self.task} lr {self.lr:g} wd {self.weight_decay:g} seed {self.seed}"
 
     @property
     def name(self) -> str:
-        return f"{self.model} {self.task} lr {self.lr:g} wd {self.weight_decay:g} seed {self.seed} {self.digest}"
+        return f"{self.title} {self.digest}"
+
+    def summary(self, record: Record) -> str:
+        last = record["evaluations"][-1]
+        return f"test accuracy {last['test']['accuracy']:.3f} at step {last['step']}"
 
     def data(self, split: str, device: torch.device) -> Examples:
         sequences = {"train": self.parameters["train"], "validation": self.validation, "test": self.test}[split]

@@ -132,14 +132,3 @@ def job(
         test=protocol.test,
         precision=protocol.precision,
     )
-
-
-def divided(jobs: list[Job], part: str | None) -> list[Job]:
-    """The share `i/n` of the jobs: the shares of 1/n, 2/n, ... n/n are all of them, and cheap and costly ones mixed."""
-    if part is None:
-        return jobs
-    number, _, count = part.partition("/")
-    allowed = "i/n with i from 1 to n, as 3/16"
-    check(number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count), "part", part, allowed)
-    mine = {job.digest for job in sorted(jobs, key=lambda job: job.digest)[int(number) - 1 :: int(count)]}
-    return [job for job in jobs if job.digest in mine]

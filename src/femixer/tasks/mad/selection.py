@@ -12,48 +12,20 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
 
+from femixer.evaluation.cells import Cell
 from femixer.options import check
 from femixer.tasks.mad.comparable import comparable, setting
 from femixer.tasks.mad.protocol import PROTOCOLS
-from femixer.tasks.mad.store import Record
 from femixer.tasks.mad.task import TASKS
+from femixer.training.results import Record
 
 SELECT = ("validation", "test")
 
 
-@dataclass(frozen=True)
-class Cell:
-    """Of one model and task, or of one model over all tasks."""
-
-    scores: Mapping[int, float] = field(default_factory=dict)
-    """seed -> score, 0 to 1: only of seeds whose jobs are all finished."""
-    seeds: int = 0
-    """In all results, whatever the model."""
-    jobs: int = 0
-    """Finished, of all seeds."""
-    expected: int = 0
-    """Jobs, of all seeds."""
-
-    @property
-    def mean(self) -> float | None:
-        return statistics.mean(self.scores.values()) if self.scores else None
-
-    @property
-    def error(self) -> float | None:
-        """Standard error of the mean over seeds."""
-        count = len(self.scores)
-        return statistics.stdev(self.scores.values()) / math.sqrt(count) if count > 1 else None
-
-    @property
-    def complete(self) -> bool:
-        return len(self.scores) == self.seeds
-
-
 Row = dict[str, Cell]
-"""Task -> cell, all six of them."""
+"""Task -> cell of one model, all six of them; scores are accuracies from 0 to 1."""
 
 
 def rows(records: Sequence[Record], select: str = "validation") -> dict[str, Row]:

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import csv
 import io
+import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from femixer.evaluation.cells import Cell, Entry, latex_cell, markdown_cell, stacked
 from femixer.options import parse
-from femixer.tasks.mad import store
+from femixer.tasks.mad.comparable import setting
 from femixer.tasks.mad.figures import ablation, heat_map
 from femixer.tasks.mad.paper import FIGURES, GROUPS, MISPRINTS, WITHOUT_C
-from femixer.tasks.mad.selection import Cell, Row, average, pair, rows
-from femixer.tasks.mad.store import Record
+from femixer.tasks.mad.selection import Row, average, pair, rows
+from femixer.tasks.mad.store import load
 from femixer.tasks.mad.task import TASKS
 from femixer.training import atomic
+from femixer.training.results import Record
 
 TITLES = (*(task.title for task in TASKS.values()), "Avg")
 OTHERS = "Not in the paper's table"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A number of the table as text, in percent; empty where there is none."""
-
-    value: str
-    error: str
-    missing: str
-    paper: str
-    best: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,6 +31,8 @@ class Table:
     groups: Mapping[str, Mapping[str, Sequence[Entry]]]
     """title -> model -> the entries of TITLES."""
     legend: Sequence[str]
+    sizes: Mapping[str, str]
+    """Parameters of the models, as multiples of the plain transformer's."""
 
 
 def tabulate(records: Sequence[Record], select: str, all_rows: bool = False) -> Table:
@@ -49,7 +44,18 @@ def tabulate(records: Sequence[Record], select: str, all_rows: bool = False) -> 
     groups = {title: {name: lines[name] for name in names if name in lines} for title, names in members.items()}
     if [*groups[WITHOUT_C]] == ["FEM-SM"]:
         del groups[WITHOUT_C]  # it repeats a row for comparison, and here is nothing to compare
-    return Table({title: group for title, group in groups.items() if group}, legend(records, select, lines))
+    shown_groups = {title: group for title, group in groups.items() if group}
+    return Table(shown_groups, legend(records, select, lines), sizes(records))
+
+
+def sizes(records: Sequence[Record]) -> dict[str, str]:
+    """Of each model, on average over the settings that it shares with plain attention, if that is there."""
+    counts: dict[str, dict[str, int]] = defaultdict(dict)
+    for record in records:
+        counts[record["model"]][record["task"] + setting(record)] = record["parameter_count"]
+    plain = counts.get("SMAttn", {})
+    shared = {name: [own[key] / plain[key] for key in own if key in plain] for name, own in counts.items()}
+    return {name: f"{statistics.mean(ratios):.2f}" for name, ratios in shared.items() if ratios}
 
 
 def others(table: Mapping[str, Row], all_rows: bool) -> list[str]:
@@ -91,9 +97,11 @@ def legend(records: Sequence[Record], select: str, models: Mapping[str, Sequence
     most = max(sum(task == name for task, _ in pairs) for name in TASKS)
     over = f"mean ± standard error over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
     best = f", and of each setting the best of {most} learning rates and weight decays" if most > 1 else ""
+    other = "" if records[0]["protocol"] == "full" else ", of the full protocol: only orderings can be compared"
     text = [
         f"Test accuracy in percent, macro-averaged over tokens; protocol {records[0]['protocol']}; {over}. The best of "
-        "a column is bold. In parentheses: the paper's figures.",
+        "a column is bold. Size: parameters of the whole model relative to SMAttn.",
+        f"In parentheses: the paper's figures{other}.",
         f"Selected on the {select} split: of each job the evaluation of lowest loss{best}.",
     ]
     if any(each.missing for line in models.values() for each in line):
@@ -105,17 +113,12 @@ def legend(records: Sequence[Record], select: str, models: Mapping[str, Sequence
 
 
 def markdown(table: Table) -> str:
-    lines = [f"| Model | {' | '.join(TITLES)} |", "|---|" + "---:|" * len(TITLES)]
+    lines = [f"| Model | {' | '.join(TITLES)} | Size |", "|---|" + "---:|" * (len(TITLES) + 1)]
     for title, group in table.groups.items():
-        lines.append(f"| **{title}** |" + " |" * len(TITLES))
-        lines += [f"| {' | '.join([name, *map(markdown_cell, line)])} |" for name, line in group.items()]
+        lines.append(f"| **{title}** |" + " |" * (len(TITLES) + 1))
+        for name, line in group.items():
+            lines.append(f"| {' | '.join([name, *map(markdown_cell, line), table.sizes.get(name, '')])} |")
     return "\n".join(lines) + "\n\n" + "\n\n".join(table.legend) + "\n"
-
-
-def markdown_cell(entry: Entry) -> str:
-    value = f"**{entry.value}**" if entry.best else entry.value
-    ours = [value, entry.error and f"± {entry.error}", entry.missing and f"[{entry.missing}]"]
-    return " ".join(filter(None, [" ".join(filter(None, ours)) or "–", entry.paper and f"({entry.paper})"]))
 
 
 def latex(table: Table) -> str:
@@ -123,36 +126,27 @@ def latex(table: Table) -> str:
     heads = [stacked(title.split(" ", 1)) for title in TITLES]
     lines = [
         *(f"% {sentence}" for sentence in table.legend),
-        rf"\begin{{tabular}}{{l *{{{len(TITLES)}}}{{c}}}}",
+        rf"\begin{{tabular}}{{l *{{{len(TITLES) + 1}}}{{c}}}}",
         r"\toprule",
-        rf"\textbf{{Model}} & {' & '.join(heads)} \\",
+        rf"\textbf{{Model}} & {' & '.join(heads)} & \textbf{{Size}} \\",
     ]
     for group in table.groups.values():
         lines.append(r"\midrule")
-        lines += [rf"{' & '.join([name, *map(latex_cell, line)])} \\" for name, line in group.items()]
+        for name, line in group.items():
+            lines.append(rf"{' & '.join([name, *map(latex_cell, line), table.sizes.get(name, '')])} \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
-
-
-def latex_cell(entry: Entry) -> str:
-    value = rf"\textbf{{{entry.value}}}" if entry.best else entry.value
-    first = value + (rf"{{\scriptsize$\pm${entry.error}}}" if entry.error else "")
-    small = [entry.missing and f"[{entry.missing}]", entry.paper and f"({entry.paper})"]
-    return stacked([first or ("" if entry.missing else "--"), *(text and rf"\scriptsize {text}" for text in small)])
-
-
-def stacked(lines: Sequence[str]) -> str:
-    return r"\makecell{" + r"\\".join(filter(None, lines)) + "}"
 
 
 def as_csv(table: Table) -> str:
     """One line per number."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["group", "model", "task", "accuracy", "standard_error", "missing", "paper"])
+    writer.writerow(["group", "model", "task", "accuracy", "standard_error", "missing", "paper", "size"])
     for title, group in table.groups.items():
         for name, line in group.items():
             for task, each in zip((*TASKS, "average"), line, strict=True):
-                writer.writerow([title, name, task, each.value, each.error, each.missing, each.paper])
+                numbers = (each.value, each.error, each.missing, each.paper, table.sizes.get(name, ""))
+                writer.writerow([title, name, task, *numbers])
     return file.getvalue()
 
 
@@ -176,7 +170,7 @@ class Command:
 
 def main(args: Sequence[str]) -> int:
     command = parse(Command, args, "mad table")
-    records = [record for path in command.results for record in store.load(path)]
+    records = [record for path in command.results for record in load(path)]
     table = tabulate(records, command.select, command.all_rows)
     scores = rows(records, command.select)
     command.out.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.utils import logging
 
 from femixer.models import FEMForCausalLM, preset
 from femixer.models.parameters import parameter_count
+from femixer.models.quiet import without_bars
 from femixer.options import check, parse
 from femixer.tasks.text.batches import Batches, Validation
 from femixer.tasks.text.curves import draw
@@ -259,18 +258,6 @@ def last(metrics: Sequence[Record]) -> Record:
 def rate(metrics: Sequence[Record]) -> float:
     """Training tokens per second."""
     return statistics.median(record["tokens_per_second"] for record in metrics if record["split"] == "train")
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """transformers draws a bar for every file it writes, which would break up ours."""
-    was = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was:
-            logging.enable_progress_bar()
 
 
 def main(args: Sequence[str]) -> int:

@@ -6,13 +6,56 @@ import contextlib
 import os
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from femixer.optional import require
 from femixer.options import check
-from femixer.tasks.mad.work import Assignment, Outcome, attempt
+from femixer.training.jobs.work import Assignment, Outcome, attempt
 from femixer.training.workers import carried_out, cores
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Who carries out the jobs."""
+
+    engine: Literal["local", "ray"] = "local"
+    """local: processes of this machine; ray: a Ray cluster, or a Ray of this machine's own."""
+    jobs: int | None = None
+    """Jobs at a time. By default one per CPU core, or one if there is a GPU; under Ray what its resources allow."""
+    threads: int = 1
+    """CPU threads of a job."""
+    device: Literal["auto", "cpu"] = "auto"
+    """Where to train: auto takes a GPU that torch can use, if there is one."""
+    address: str | None = None
+    """Ray cluster: host:port, ray://host:port or auto, by default RAY_ADDRESS; without either one is started here."""
+    gpus: float = 0.0
+    """GPUs of a job under Ray; 0.25 puts four jobs on each."""
+
+    def validate(self) -> None:
+        check(self.engine in ("local", "ray"), "engine", self.engine, "local or ray")
+        check(self.jobs is None or self.jobs > 0, "jobs", self.jobs, "a whole number above 0")
+        check(self.threads > 0, "threads", self.threads, "a whole number above 0")
+        check(self.device in ("auto", "cpu"), "device", self.device, "auto or cpu")
+        check(self.address is None or self.engine == "ray", "address", self.address, "--engine ray too")
+        check(self.gpus >= 0, "gpus", self.gpus, "a number of at least 0")
+        check(self.gpus == 0 or self.engine == "ray", "gpus", self.gpus, "--engine ray too")
+
+    @contextlib.contextmanager
+    def ready(self, assignments: Sequence[Assignment]) -> Iterator[Iterator[Outcome]]:
+        """The outcomes of the jobs as they come. Leaving this stops those that are not done."""
+        if self.engine == "ray":
+            with connected(self.address, self.jobs):
+                yield on_ray(assignments, self.jobs, self.threads, self.gpus)
+        else:
+            gpu = self.device == "auto" and torch.cuda.is_available()
+            jobs = self.jobs or (1 if gpu else max(1, cores() // self.threads))
+            with contextlib.closing(local(assignments, jobs)) as outcomes:
+                yield outcomes
+
 
 DIED = "the process of this job died: out of memory, or killed"
 

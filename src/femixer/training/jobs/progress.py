@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from femixer.optional import MissingExtra, require
-from femixer.tasks.mad.work import Outcome
+from femixer.training.jobs.work import Outcome
 
 
 @contextmanager
@@ -50,14 +50,11 @@ class Lines:
 def line(outcome: Outcome) -> str:
     """What became of a job."""
     job = outcome.job
-    name = f"{job.model} {job.task} lr {job.lr:g} wd {job.weight_decay:g} seed {job.seed}"
     if outcome.error is not None:
-        return f"{name} FAILED: {outcome.error.strip().splitlines()[-1]}"
+        return f"{job.title} FAILED: {outcome.error.strip().splitlines()[-1]}"
     if outcome.record is None:
-        return f"{name} is left to another process, which is at it"
-    last = outcome.record["evaluations"][-1]
-    seconds = duration(outcome.record["seconds"])
-    return f"{name}: test accuracy {last['test']['accuracy']:.3f} at step {last['step']}, {seconds}"
+        return f"{job.title} is left to another process, which is at it"
+    return f"{job.title}: {job.summary(outcome.record)}, {duration(outcome.record['seconds'])}"
 
 
 def duration(seconds: float) -> str:

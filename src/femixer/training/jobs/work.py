@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import tempfile
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from femixer.optional import require
-from femixer.tasks.mad.job import Job
-from femixer.tasks.mad.store import RUNNING, Record
-from femixer.training import Interrupted, RunOptions, atomic
+from femixer.training import atomic
+from femixer.training.interrupt import Interrupted
+from femixer.training.jobs.job import Job
+from femixer.training.jobs.store import RUNNING, put, record_path
+from femixer.training.results import Record, RunOptions
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a job: its record, or why there is none. Neither: another process is at it."""
+    """Of a job: its record, or why there is none. Neither: another process is at it, or has done it meanwhile."""
 
     job: Job
     record: Record | None = None
@@ -44,12 +48,16 @@ def attempt(assignment: Assignment) -> Outcome:
     keep = 1 if assignment.resumable else 0
     options = RunOptions(folder, resume=True, threads=assignment.threads, device=assignment.device, keep=keep)
     try:
-        with filelock.FileLock(lock, timeout=0):
+        with filelock.FileLock(lock, timeout=0), removed(lock):
+            finished = record_path(assignment.store, job.name)
+            if finished.exists():
+                return Outcome(job)
             with log.open("a", encoding="utf-8") as file, contextlib.redirect_stderr(file):
                 record = job.carry_out(options)
+            if assignment.store.is_dir():  # before another process can get the lock
+                put(finished, json.dumps(record) + "\n")
             for path in (folder, log):
                 atomic.remove(path)
-        atomic.remove(lock)
         return Outcome(job, record)
     except filelock.Timeout:
         return Outcome(job)
@@ -59,8 +67,18 @@ def attempt(assignment: Assignment) -> Outcome:
         return Outcome(job, error=traceback.format_exc())
 
 
+@contextlib.contextmanager
+def removed(lock: Path) -> Iterator[None]:
+    """Remove the file of a lock while it is held: afterwards it may be another's."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(PermissionError):  # Windows removes no file that is open
+            lock.unlink(missing_ok=True)
+
+
 def running(assignment: Assignment) -> Path:
     """The folder of the training run: in the store, or on a machine that does not see the store on its own disk."""
     if assignment.store.is_dir():
         return assignment.store / RUNNING / assignment.job.name
-    return Path(tempfile.gettempdir()) / "femixer-mad" / assignment.job.name
+    return Path(tempfile.gettempdir()) / "femixer-jobs" / assignment.job.name

@@ -1,0 +1,37 @@
+"""Forecasters: a window of several series in, the next points of all of them out.
+
+FEMForecaster with any mixer, and the rivals that every table of forecasts should have, behind one interface.
+"""
+
+from femixer.models.forecast.config import KINDS, ForecastConfig
+from femixer.models.forecast.dlinear import DLinear
+from femixer.models.forecast.fem import FEMForecaster
+from femixer.models.forecast.forecaster import Forecaster
+from femixer.models.forecast.itransformer import ITransformer
+from femixer.models.forecast.naive import LastValue, SeasonalNaive
+from femixer.models.forecast.patchtst import PatchTST
+
+FORECASTERS: dict[str, type[Forecaster]] = {
+    made.kind: made for made in (FEMForecaster, DLinear, PatchTST, ITransformer, LastValue, SeasonalNaive)
+}
+"""By the names of `ForecastConfig.kind`."""
+
+
+def build(config: ForecastConfig) -> Forecaster:
+    """The forecaster that config.kind names, with new weights."""
+    return FORECASTERS[config.kind](config)
+
+
+__all__ = [
+    "FORECASTERS",
+    "KINDS",
+    "DLinear",
+    "FEMForecaster",
+    "ForecastConfig",
+    "Forecaster",
+    "ITransformer",
+    "LastValue",
+    "PatchTST",
+    "SeasonalNaive",
+    "build",
+]

@@ -1,0 +1,155 @@
+"""FEMForecaster: patches of every channel as tokens, each after a token of all channels, read by any mixer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from femixer.models.forecast.config import ForecastConfig
+from femixer.models.forecast.dropout import Dropout
+from femixer.models.forecast.forecaster import Forecaster, squared_error
+from femixer.models.forecast.window import Normalised, normalised_to_recent
+from femixer.models.mixers import build_mixer
+from femixer.models.norm import RMSNorm
+
+EPS = 1e-5
+
+
+class Patches(NamedTuple):
+    """Normalised patches [B, C, N, horizon], zeros before the first point and where nothing was observed; which of
+    their points were observed (None: all); how to undo the normalisation."""
+
+    values: Tensor
+    observed: Tensor | None
+    norm: Normalised
+
+
+class FEMForecaster(Forecaster):
+    """Autoregressive in patches of `horizon` points: the output at the last patch is the forecast.
+
+        z = (window - mean of its last `horizon` points) / std of the window, per window and channel
+        patches of `horizon` points without overlap, the first one filled with zeros on the left
+        context_n = norm(W_p (W_c z_n)), over channels and then patch -> width;   own_n = norm(W_o z_n)
+        tokens of a channel: context_1, own_1, context_2, own_2, ... + position + (channel x position) embeddings
+        forecast = W norm(layers(norm(tokens)))[own_N], the normalisation undone
+
+    Every channel is a sequence of its own with shared weights. The protocol is that of the SAMoVAR code
+    (LJC-FVNR/Structural-Aligned-Mixture-of-VAR, models/Autoregressive.py), which the paper follows; with it the
+    loss is the squared error of the forecast plus, in the normalised space, that of every own token's output and the
+    patch after it. What the paper leaves open is chosen here as: no autoregressive (SAMoVAR) base besides the mixer;
+    width 32 int(sqrt(channels)), 64 for ETT; rotary positions as the mixer has them by default, besides the learned
+    ones (rope=False turns them off); the conditioner as in every FreeEnergyMixer; biases in all projections; all
+    weights N(0, 0.02).
+
+    Missing values: mean and std are of the observed points; a patch with some observed points has zeros (its window's
+    recent mean) at the others; a token without any observed point is padding to the mixer, except the last own one,
+    at which the forecast is read.
+    """
+
+    kind = "fem"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["ForecastBlock"]  # noqa: RUF012
+
+    def __init__(self, config: ForecastConfig) -> None:
+        super().__init__(config)
+        sizes, patch = config.sizes(), config.horizon
+        dim, dropout = sizes.width, sizes.dropout
+        self.patches = -(-config.lookback // patch)
+        self.across = nn.Linear(config.channels, config.channels)
+        self.context_embedding, self.own_embedding = nn.Linear(patch, dim), nn.Linear(patch, dim)
+        self.context_norm, self.own_norm = RMSNorm(dim, eps=EPS), RMSNorm(dim, eps=EPS)
+        self.positions = nn.Embedding(2 * self.patches, dim)
+        self.channel_positions = nn.Embedding(config.channels * 2 * self.patches, dim)
+        self.dropout = Dropout(dropout)
+        self.input_norm = RMSNorm(dim, eps=EPS)
+        self.layers = nn.ModuleList(
+            ForecastBlock(dim, build_mixer(config.stack(), layer), sizes.intermediate, dropout)
+            for layer in range(sizes.layers)
+        )
+        self.output_norm = RMSNorm(dim, eps=EPS)
+        self.head = nn.Linear(dim, patch)
+        self.post_init()
+
+    def forecast(self, window: Tensor, observed: Tensor | None) -> Tensor:
+        patches = self.patched(window, observed)
+        return patches.norm.undone(self.outputs(patches, last_only=True).squeeze(2))
+
+    def score(
+        self, window: Tensor, observed: Tensor | None, future: Tensor, future_observed: Tensor | None
+    ) -> dict[str, Tensor]:
+        patches = self.patched(window, observed)
+        outputs = self.outputs(patches)
+        forecast = patches.norm.undone(outputs[:, :, -1])
+        losses = {"loss": squared_error(forecast, future, future_observed)}
+        if self.patches > 1:
+            scored = None
+            if patches.observed is not None:
+                # A patch without observed points says nothing about the next one.
+                scored = patches.observed[:, :, 1:] & patches.observed[:, :, :-1].any(-1, keepdim=True)
+            losses["next_patch"] = squared_error(outputs[:, :, :-1], patches.values[:, :, 1:], scored)
+        return losses
+
+    def patched(self, window: Tensor, observed: Tensor | None) -> Patches:
+        """window and observed [B, lookback, C] as patches."""
+        patch = self.config.horizon
+        before = (self.patches * patch - window.shape[1], 0)
+        norm = normalised_to_recent(window, observed, patch)
+        values = F.pad(norm.values, before).unflatten(-1, (-1, patch))
+        if observed is not None:
+            observed = F.pad(observed.transpose(1, 2), before).unflatten(-1, (-1, patch))
+        return Patches(values, observed, norm)
+
+    def tokens(self, patches: Tensor) -> Tensor:
+        """[B, C, N, horizon] -> [B, C, 2 N, width]: of each patch the context token and then its own."""
+        mixed = torch.matmul(self.across.weight, patches.flatten(2)) + self.across.bias[:, None]
+        # Sequences [B C, N, .] as in the layers: our norm takes whatever has 1 in its second place for a single token.
+        context = self.context_norm(self.context_embedding(mixed.view_as(patches).flatten(0, 1)))
+        own = self.own_norm(self.own_embedding(patches.flatten(0, 1)))
+        return torch.stack([context, own], 2).flatten(1, 2).unflatten(0, patches.shape[:2])
+
+    def outputs(self, patches: Patches, last_only: bool = False) -> Tensor:
+        """[B, C, N, horizon]: at each own token the normalised patch that follows; or [B, C, 1, horizon], the last."""
+        batch, channels = patches.values.shape[:2]
+        place = self.positions.weight + self.channel_positions.weight.view(channels, 2 * self.patches, -1)
+        x = self.input_norm((self.dropout(self.tokens(patches.values)) + place).flatten(0, 1))
+        mask = real_tokens(patches.observed)
+        for layer in self.layers[:-1]:
+            x = layer(x, mask)
+        # What is not read needs no MLP after the last mixer.
+        read = slice(-1, None) if last_only else slice(1, None, 2)
+        x = self.layers[-1](x, mask, read)
+        return self.head(self.output_norm(x)).unflatten(0, (batch, channels))
+
+
+def real_tokens(observed: Tensor | None) -> Tensor | None:
+    """bool [B C, 2 N] of patches observed [B, C, N, horizon]: not padding; None where no token is."""
+    if observed is None:
+        return None
+    own = observed.any(-1)
+    context = own.any(1, keepdim=True).expand_as(own)
+    own = torch.cat([own[..., :-1], torch.ones_like(own[..., -1:])], -1)
+    real = torch.stack([context, own], -1).flatten(2).flatten(0, 1)
+    return None if not torch.compiler.is_compiling() and bool(real.all()) else real
+
+
+class ForecastBlock(GradientCheckpointingLayer):
+    """x + dropout(mixer(norm(x))), then x + dropout(W_2 gelu(W_1 norm(x)))."""
+
+    def __init__(self, dim: int, mixer: nn.Module, width: int, dropout: float) -> None:
+        super().__init__()
+        self.mixer_norm, self.mlp_norm = RMSNorm(dim, eps=EPS), RMSNorm(dim, eps=EPS)
+        self.mixer = mixer
+        self.up, self.down = nn.Linear(dim, width), nn.Linear(width, dim)
+        self.dropout = Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, read: slice | None = None) -> Tensor:
+        """x [B, T, dim]; read: which positions to return, all by default."""
+        mixed = self.mixer(self.mixer_norm(x), mask=mask)
+        if read is not None:
+            x, mixed = x[:, read], mixed[:, read]
+        x = x + self.dropout(mixed)
+        return x + self.dropout(self.down(F.gelu(self.up(self.mlp_norm(x)))))

@@ -1,0 +1,64 @@
+"""Early stopping, and the weights of the best evaluation, also across a crash."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from femixer.optional import require
+from femixer.training import Results, atomic, distributed, full_weights
+from femixer.training.results import CHECKPOINTS, Record
+
+
+class Best:
+    """Keeps the weights of the evaluation with the lowest validation MSE, the first of equals.
+
+    Which that is, only metrics.jsonl says, whatever was interrupted in between. The weights are in
+    checkpoints/best-STEP.safetensors before the checkpoint of their step is, and those of the best before stay as long
+    as a resumed run may go back to them.
+    """
+
+    def __init__(self, model: nn.Module, results: Results, patience: int) -> None:
+        self.model, self.results, self.patience = model, results, patience
+
+    def enough(self, records: Sequence[Record]) -> bool:
+        """Told after each evaluation: save the weights if it is the best, and say if it is time to stop."""
+        scores = distributed.on_main(self.scores)
+        best, last = lowest(scores), max(scores)
+        if best == last:
+            weights = full_weights(self.model)
+            earlier = {step: value for step, value in scores.items() if step < last}
+            keep = {best, lowest(earlier)} if earlier else {best}
+            distributed.on_main(lambda: self._save(weights, best, keep))
+        return sum(step > best for step in scores) >= self.patience
+
+    def scores(self) -> dict[int, float]:
+        """step -> validation MSE."""
+        return {r["step"]: r["mse"] for r in self.results.metrics() if r.get("split") == "validation"}
+
+    def load(self) -> int:
+        """Put the best weights into the model; the step they are from."""
+        step = lowest(distributed.on_main(self.scores))
+        self.model.load_state_dict(require("safetensors.torch", "cli").load_file(self._path(step)))
+        return step
+
+    def _save(self, weights: Mapping[str, Tensor], step: int, keep: set[int]) -> None:
+        path = self._path(step)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic.replacing(path) as partial:
+            require("safetensors.torch", "cli").save_file({k: v.contiguous() for k, v in weights.items()}, partial)
+        kept = {self._path(each) for each in keep}
+        for other in path.parent.glob("best-*.safetensors"):
+            if other not in kept:
+                atomic.remove(other)
+
+    def _path(self, step: int) -> Path:
+        return self.results.folder / CHECKPOINTS / f"best-{step:08d}.safetensors"
+
+
+def lowest(scores: Mapping[int, float]) -> int:
+    """The first step of the lowest value; NaN is above all numbers."""
+    return min(scores, key=lambda step: (math.isnan(scores[step]), scores[step], step))

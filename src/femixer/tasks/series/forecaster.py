@@ -1,0 +1,48 @@
+"""The model of a training, built from its specification."""
+
+from __future__ import annotations
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+
+from femixer.models.forecast import ForecastConfig, Forecaster, build
+from femixer.tasks.series.dates import frequency_of
+from femixer.tasks.series.experiment import Spec
+from femixer.tasks.series.source import Series
+from femixer.tasks.series.windows import Scaling, counted, scaling_of
+from femixer.training import derive
+
+
+def build_model(spec: Spec, series: Series, scaling: Scaling) -> Forecaster:
+    """Starting weights depend on the seed alone."""
+    with torch.random.fork_rng():
+        torch.manual_seed(derive(spec.seed, "weights"))
+        try:
+            return build(
+                ForecastConfig(
+                    **spec.fields,
+                    channels=len(series.columns),
+                    lookback=spec.lookback,
+                    horizon=spec.horizon,
+                    season=spec.season,
+                    scaler_mean=scaling.mean.tolist(),
+                    scaler_std=scaling.std.tolist(),
+                    columns=[*series.columns],
+                    date_column=series.date_column,
+                    frequency=frequency_of(series.dates),
+                )
+            )
+        except StrictDataclassError as error:  # how transformers wraps what the configuration says
+            raise ValueError(str(error.__cause__ or error)) from error
+
+
+def check_possible(spec: Spec, series: Series) -> None:
+    """A ValueError unless there are windows and the model can be built: before anything is written."""
+    counted(series, spec.lookback, spec.horizon)
+    with torch.device("meta"):
+        build_model(spec, series, scaling_of(series))
+
+
+def parameter_count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

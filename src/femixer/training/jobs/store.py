@@ -1,0 +1,119 @@
+"""The results store: one JSON file per finished job.
+
+store.json            the format of the store
+jobs/NAME.json        the record of a finished job; NAME ends in a hash of everything that defines the job
+errors/NAME.txt       why a job failed, until it succeeds
+running/NAME/         the training run of a job that is not finished, NAME.log what it printed, NAME.lock who has it
+
+Any number of processes may write to one store: a record appears at once and completely under its own name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from femixer.options import check
+from femixer.training import atomic
+from femixer.training.results import Record
+
+INDEX, JOBS, ERRORS, RUNNING = "store.json", "jobs", "errors", "running"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Of results: which command writes and reads them, and the version of what it writes."""
+
+    command: str
+    format: int | str
+    """In stores and exported files. A change of the data, the models or the record makes it another."""
+
+
+class Store:
+    """A store that jobs are added to; a new folder becomes one."""
+
+    def __init__(self, folder: Path, kind: Kind) -> None:
+        self.folder = folder
+        check(not folder.exists() or folder.is_dir(), "out", str(folder), "a folder")
+        if not (folder / INDEX).exists():
+            strangers = sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
+            # Another process may have made it a store just now.
+            ours = INDEX in strangers or all(name.endswith(atomic.PARTIAL) for name in strangers)
+            holds = ", ".join(strangers[:3])
+            check(ours, "out", str(folder), f"a store of results, or a new or empty folder (this one holds {holds})")
+            folder.mkdir(parents=True, exist_ok=True)
+            put(folder / INDEX, json.dumps({"format": kind.format}) + "\n")
+        check_format(folder / INDEX, kind)
+
+    def finished(self, name: str) -> bool:
+        return self.path(name).exists()
+
+    def add(self, name: str, record: Record) -> None:
+        put(self.path(name), json.dumps(record) + "\n")
+        (self.folder / ERRORS / f"{name}.txt").unlink(missing_ok=True)
+
+    def record(self, name: str) -> Record:
+        return json.loads(self.path(name).read_text(encoding="utf-8"))
+
+    def failed(self, name: str, error: str) -> None:
+        put(self.folder / ERRORS / f"{name}.txt", error)
+
+    def forget(self, name: str) -> None:
+        for path in (self.path(name), self.folder / RUNNING / name):
+            atomic.remove(path)
+
+    def path(self, name: str) -> Path:
+        return record_path(self.folder, name)
+
+
+def record_path(folder: Path, name: str) -> Path:
+    return folder / JOBS / f"{name}.json"
+
+
+def put(path: Path, text: str) -> None:
+    """Write a file at once, whoever else writes it at the same time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{atomic.PARTIAL}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        atomic.commit(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load(path: str | os.PathLike[str], kind: Kind) -> list[Record]:
+    """The records of a store (a folder), or of an exported file."""
+    path = Path(path)
+    if path.is_dir():
+        check_format(path / INDEX, kind)
+        return [json.loads(file.read_text(encoding="utf-8")) for file in sorted((path / JOBS).glob("*.json"))]
+    check(path.is_file(), "results", str(path), f"a store of results, or a file of `femixer {kind.command} export`")
+    return check_format(path, kind)["records"]
+
+
+def export(records: Iterable[Record], path: Path, kind: Kind) -> None:
+    """One file, a record per line."""
+    lines = ",\n".join(json.dumps(record) for record in records)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic.write(path, f'{{"format": {json.dumps(kind.format)}, "records": [\n{lines}\n]}}\n')
+
+
+def check_format(path: Path, kind: Kind) -> dict[str, Any]:
+    """The content of store.json or of an exported file, which must be of this kind and version."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        version = content["format"]
+    except (OSError, ValueError, KeyError, TypeError):
+        command = f"femixer {kind.command}"
+        raise ValueError(f"{path} is not one of the results that `{command} run` and `export` write") from None
+    if version != kind.format:
+        raise ValueError(
+            f"{path} was written by another version of femixer, or by another command: its format is {version!r} and "
+            f"here it is {kind.format!r}; use that one, or run the jobs anew with another --out"
+        )
+    return content
