@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,9 +73,9 @@ def _variants(prior: str) -> Iterator[Variant]:
         yield Variant(prior, name, options)
 
 
-def variants(*names: str) -> pytest.MarkDecorator:
+def variants(*names: str, priors: Sequence[str] = tuple(PRIORS)) -> pytest.MarkDecorator:
     """Parametrize a test over all variants of all registered priors, or over those of these names."""
-    chosen = [v for prior in PRIORS for v in _variants(prior) if not names or v.name in names]
+    chosen = [v for prior in priors for v in _variants(prior) if not names or v.name in names]
     return pytest.mark.parametrize("variant", [pytest.param(v, id=f"{v.prior}-{v.name}") for v in chosen])
 
 
