@@ -32,6 +32,9 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     try:
         return dispatch("femixer", COMMANDS, args) or 0
+    except BrokenPipeError:  # `femixer ... | head`: nobody reads any more, and Python would complain again when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (ValueError, FloatingPointError, MissingExtra, OSError) as error:
         if sys.flags.dev_mode:  # python -X dev -m femixer ...: show where it comes from
             raise

@@ -57,7 +57,10 @@ class Engine:
                 yield outcomes
 
 
-DIED = "the process of this job died: out of memory, or killed"
+DIED = (
+    "the process of this job died: out of memory, or killed, or it could not start (a script that runs jobs needs "
+    'the line `if __name__ == "__main__":`)'
+)
 
 
 def local(assignments: Sequence[Assignment], jobs: int) -> Generator[Outcome, None, None]:
