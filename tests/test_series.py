@@ -20,7 +20,6 @@ from femixer.tasks.series.experiment import Sizes, Training, specified
 from femixer.tasks.series.fitting import fitted
 from femixer.tasks.series.known import LOOKBACKS, default_lookback
 from femixer.tasks.series.paper import COLUMNS, MEANS, PER_HORIZON
-from femixer.tasks.series.schedule import one_cycle
 from femixer.tasks.series.scoring import score
 from femixer.tasks.series.source import Reading, Series, read
 from femixer.tasks.series.store import KIND, load
@@ -29,6 +28,7 @@ from femixer.tasks.series.windows import borders, counted, scaling_of, windows
 from femixer.training import Part, Results, RunOptions
 from femixer.training.jobs import engines, export
 from femixer.training.jobs.work import attempt
+from femixer.training.schedule import one_cycle
 
 
 def hourly(rows, start="2016-07-01"):

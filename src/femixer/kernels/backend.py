@@ -65,6 +65,11 @@ def native(name: str) -> ModuleType:
     return module
 
 
+def or_empty(marks: Tensor | None) -> Tensor:
+    """Marks [B, T] of tokens as a compiled kernel wants them: empty where there are none."""
+    return torch.empty(0, 0, dtype=torch.int8) if marks is None else marks.contiguous()
+
+
 def array(x: Tensor) -> Any:
     """The numpy view of a tensor's memory that a compiled kernel reads or writes."""
     return x.detach().numpy()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from femixer.kernels.backend import array, compiled, native
+from femixer.kernels.backend import array, compiled, native, or_empty
 from femixer.kernels.reading import TINY, Reading
 from femixer.layout import PADDING, START
 
@@ -183,7 +183,7 @@ def _complete(
     """Empty tensors for what is not there."""
     gate = v.new_empty(0, 0, 0, 0) if gate is None else gate
     beta = v.new_empty(0, 0) if beta is None else beta
-    marks = v.new_empty(0, 0, dtype=torch.int8) if marks is None else marks
+    marks = or_empty(marks)
     return q, k, gate, v, beta, marks, sums, top
 
 

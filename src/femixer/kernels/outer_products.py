@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from femixer.kernels.backend import array, native
+from femixer.kernels.backend import array, native, or_empty
 
 
 @torch.library.custom_op("femixer::outer_products", mutates_args=())
@@ -29,7 +29,7 @@ def outer_products(
     state [B, H, E, D]. One dtype, contiguous. exclusive: y_t = S_{t-1}ᵀ q_t.
     """
     y, last = torch.empty_like(v), torch.empty_like(state)
-    tensors = map(array, (q, k, v, gate, _or_empty(marks), state))
+    tensors = map(array, (q, k, v, gate, or_empty(marks), state))
     native("outer_products").forward(*tensors, exclusive, of_values, array(y), array(last))
     return y, last
 
@@ -63,7 +63,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, gate and state; zero at padding."""
     results = tuple(torch.zeros_like(x) for x in (q, k, v, gate, state))
-    tensors = map(array, (to_y, to_last, q, k, v, gate, _or_empty(marks), state))
+    tensors = map(array, (to_y, to_last, q, k, v, gate, or_empty(marks), state))
     native("outer_products").backward(*tensors, exclusive, of_values, *map(array, results))
     return results  # type: ignore[return-value]
 
@@ -82,10 +82,6 @@ def _(
     of_values: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return tuple(torch.empty_like(x) for x in (q, k, v, gate, state))  # type: ignore[return-value]
-
-
-def _or_empty(marks: Tensor | None) -> Tensor:
-    return torch.empty(0, 0, dtype=torch.int8) if marks is None else marks.contiguous()
 
 
 def _setup(ctx, inputs, output):  # type: ignore[no-untyped-def]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from femixer.kernels.backend import array, compiled, native
+from femixer.kernels.backend import array, compiled, native, or_empty
 from femixer.kernels.precision import without_autocast
 from femixer.kernels.reading import NOTHING, Reading
 from femixer.kernels.recurrence import linear_recurrence
@@ -120,7 +120,7 @@ def _complete(
     """Empty tensors for what is not there."""
     key, gate = (v.new_empty(0, 0, 0) if x is None else x for x in (key, gate))
     beta = v.new_empty(0) if beta is None else beta
-    marks = v.new_empty(0, 0, dtype=torch.int8) if marks is None else marks.contiguous()
+    marks = or_empty(marks)
     return key, gate, v, beta.contiguous(), marks, state
 
 

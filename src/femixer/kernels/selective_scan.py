@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from femixer.kernels.backend import array, compiled, native
+from femixer.kernels.backend import array, compiled, native, or_empty
 from femixer.kernels.precision import without_autocast
 from femixer.kernels.recurrence import linear_recurrence
 from femixer.layout import PADDING, START
@@ -55,10 +55,6 @@ def _plain(
     return torch.cat(results, 1), state.clone()
 
 
-def _marks(marks: Tensor | None, x: Tensor) -> Tensor:
-    return x.new_empty(0, 0, dtype=torch.int8) if marks is None else marks
-
-
 @torch.library.custom_op("femixer::selective_scan", mutates_args=())
 def _scan(
     rate: Tensor, step: Tensor, write: Tensor, read: Tensor, x: Tensor, marks: Tensor | None, state: Tensor
@@ -67,7 +63,7 @@ def _scan(
     kernels = native("selective_scan")
     y, last = torch.empty_like(x), torch.empty_like(state)
     kept = x.new_empty(x.shape[0], -(-x.shape[1] // kernels.ROWS), *rate.shape)
-    kernels.forward(*map(array, (rate, step, write, read, x, _marks(marks, x), state, y, last, kept)))
+    kernels.forward(*map(array, (rate, step, write, read, x, or_empty(marks), state, y, last, kept)))
     return y, last, kept
 
 
@@ -95,7 +91,7 @@ def _scan_backward(
     d_step, d_x, d_state = torch.empty_like(x), torch.empty_like(x), torch.empty_like(to_last)
     d_rate = x.new_empty(x.shape[0], *rate.shape, dtype=torch.float64)
     shares = [x.new_empty(x.shape[0], -(-x.shape[2] // kernels.LANES), *write.shape[1:]) for _ in range(2)]
-    arguments = (rate, step, write, read, x, _marks(marks, x), kept, to_y, to_last)
+    arguments = (rate, step, write, read, x, or_empty(marks), kept, to_y, to_last)
     kernels.backward(*map(array, (*arguments, d_rate, d_step, *shares, d_x, d_state)))
     d_write, d_read = (share.sum(1) for share in shares)
     return d_rate.sum(0).to(rate.dtype), d_step, d_write, d_read, d_x, d_state

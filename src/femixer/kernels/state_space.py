@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from femixer.kernels.backend import array, compiled, native
+from femixer.kernels.backend import array, compiled, native, or_empty
 from femixer.kernels.reading import NOTHING, TINY, Reading
 from femixer.kernels.recurrence import linear_recurrence
 from femixer.layout import PADDING, START
@@ -170,7 +170,7 @@ def _arguments(
     top: Tensor,
 ) -> list[Tensor]:
     system = _complete(v, step, write, read, weight, skip, dims=(3, 3, 3, 2, 1))
-    marks = v.new_empty(0, 0, dtype=torch.int8) if marks is None else marks
+    marks = or_empty(marks)
     return [rate, *system, v, *_complete(v, beta, dims=(1,)), marks, sums, top]
 
 

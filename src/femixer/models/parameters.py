@@ -1,13 +1,19 @@
-"""How many parameters a model has, without making it."""
+"""How many parameters a model has."""
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from femixer.models.config import FEMConfig
 from femixer.models.language import FEMForCausalLM
 
 
 def parameter_count(config: FEMConfig) -> int:
+    """Of the language model, without making it."""
     with torch.device("meta"):  # nothing is stored, so the large ones are counted as quickly as the small ones
         return FEMForCausalLM(config).num_parameters()
+
+
+def parameters_of(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -11,8 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from femixer.models.parameters import parameters_of
 from femixer.tasks.mad import sample
-from femixer.tasks.mad.model import build, parameter_count
+from femixer.tasks.mad.model import build
 from femixer.tasks.mad.scoring import Examples, score, scored, summed_loss
 from femixer.training import EngineOptions, Part, Results, RunOptions, adamw, distributed, generator, train
 from femixer.training.jobs.job import digest_of
@@ -89,7 +90,7 @@ class Job:
             )
         except FloatingPointError as error:  # a learning rate that is too high for this model: a result like others
             diverged = str(error)
-        return self.record(results.metrics(), diverged, parameter_count(model), device)
+        return self.record(results.metrics(), diverged, parameters_of(model), device)
 
     def record(self, metrics: Sequence[Record], diverged: str | None, parameters: int, device: torch.device) -> Record:
         return {

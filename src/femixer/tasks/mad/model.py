@@ -78,7 +78,3 @@ def start_as_torch(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.Linear) and (module.weight.is_meta or bool(module.weight.any())):
             nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5))
     return model
-
-
-def parameter_count(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())

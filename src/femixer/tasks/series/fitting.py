@@ -8,16 +8,17 @@ from dataclasses import asdict, dataclass
 import torch
 
 from femixer.models.forecast import Forecaster
+from femixer.models.parameters import parameters_of
 from femixer.tasks.series.batches import Batches
 from femixer.tasks.series.best import Best
 from femixer.tasks.series.experiment import Spec
-from femixer.tasks.series.forecaster import build_model, parameter_count
-from femixer.tasks.series.schedule import one_cycle
+from femixer.tasks.series.forecaster import build_model
 from femixer.tasks.series.scoring import score
 from femixer.tasks.series.source import Series
 from femixer.tasks.series.windows import Windows, windows
 from femixer.training import EngineOptions, Results, adamw, distributed, train
 from femixer.training.results import Record, environment
+from femixer.training.schedule import one_cycle
 
 BETAS, CLIP = (0.9, 0.95), 1.0
 WIDER = 4
@@ -47,7 +48,7 @@ def fitted(spec: Spec, series: Series, results: Results) -> Fitted:
     if model.trainable:
         best.load()
     metrics = with_test(spec, model, split["test"], results)
-    return Fitted(model, split, record(spec, metrics, diverged, parameter_count(model), device))
+    return Fitted(model, split, record(spec, metrics, diverged, parameters_of(model), device))
 
 
 def fit(spec: Spec, model: Forecaster, split: Mapping[str, Windows], results: Results, best: Best) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
 
 from femixer.models.forecast import ForecastConfig, Forecaster, build
 from femixer.tasks.series.dates import frequency_of
@@ -42,7 +41,3 @@ def check_possible(spec: Spec, series: Series) -> None:
     counted(series, spec.lookback, spec.horizon)
     with torch.device("meta"):
         build_model(spec, series, scaling_of(series))
-
-
-def parameter_count(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
