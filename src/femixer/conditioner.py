@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from femixer.kernels.backend import native, one_token
+from femixer.kernels.backend import array, compiled, native, one_token
 from femixer.kernels.precision import without_autocast
 from femixer.kernels.recurrence import linear_recurrence
 from femixer.layout import Layout
@@ -75,7 +76,7 @@ class TimeDecayConditioner(nn.Module):
             h = context(decay, u, layout, state, self.causal)
             # Not a view, which would keep the whole sequence in memory.
             new_state = h[:, -1].clone() if h.shape[1] else state
-            features = F.silu(F.normalize(F.softplus(a), dim=-1)) * F.layer_norm(h, (self.channels,))
+            features = modulating_features(a, h)
         return features, new_state
 
     def _token(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,6 +86,39 @@ class TimeDecayConditioner(nn.Module):
         rows = (x.contiguous().view(x.shape[0], -1), weight, bias, state.contiguous())
         native("token").condition(*(r.numpy() for r in rows), EPS, features[:, 0].numpy(), new_state.numpy())
         return features, new_state
+
+
+def modulating_features(a: Tensor, h: Tensor) -> Tensor:
+    """SiLU(softplus(a) / |softplus(a)|) * LN(h), all [B, T, C]."""
+    if h.dtype != torch.float32 or not h.numel() or torch.compiler.is_compiling() or not compiled(h):
+        return F.silu(F.normalize(F.softplus(a), dim=-1)) * F.layer_norm(h, h.shape[-1:], eps=EPS)
+    return (Features.apply if torch.is_grad_enabled() else Features.forward)(a, h)
+
+
+class Features(torch.autograd.Function):
+    """`modulating_features` as one compiled kernel: a dozen operations on so few channels are mostly calls."""
+
+    @staticmethod
+    def forward(a: Tensor, h: Tensor) -> Tensor:
+        out = torch.empty_like(h, memory_format=torch.contiguous_format)
+        native("features").forward(*map(_rows, (a, h)), EPS, _rows(out))
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, h = ctx.saved_tensors
+        to_a, to_h = torch.empty(a.shape), torch.empty(h.shape)
+        native("features").backward(*map(_rows, (grad, a, h)), EPS, *map(_rows, (to_a, to_h)))
+        return to_a, to_h
+
+
+def _rows(x: Tensor) -> Any:
+    return array(x.contiguous().view(-1, x.shape[-1]))
 
 
 class NormalizedLinear(torch.autograd.Function):

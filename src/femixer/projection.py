@@ -7,11 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from femixer.kernels.backend import native, one_token
+from femixer.kernels.backend import array, compiled, native, one_token
 from femixer.kernels.precision import without_autocast
 
 # Numbers modulated at a time: their eta stays in the cache instead of going through memory.
 NUMBERS = 2**18
+# Up to this many features the backward is a compiled kernel: products with so narrow a matrix cost more.
+FEW = 8
+# Rows that this kernel sums up before their sums are.
+ROWS = 512
 
 
 class Columns(NamedTuple):
@@ -104,7 +108,9 @@ class Modulate(torch.autograd.Function):
         rows, f, m = x.flatten(0, -2), features.flatten(0, -2).to(x.dtype), matrix.to(x.dtype)
         g = grad.flatten(0, -2)
         with without_autocast(x.device):
-            if torch.compiler.is_compiling():
+            if few(x, f):
+                dx, df, dm = _few_backward(g, rows, f, m, scaled)
+            elif torch.compiler.is_compiling():
                 eta = f @ m.mT
                 dx = torch.cat([g[:, :scaled] * (1 + eta[:, :scaled]), g[:, scaled:]], -1)
                 to_eta = torch.cat([g[:, :scaled] * rows[:, :scaled], g[:, scaled:]], -1)
@@ -119,6 +125,24 @@ class Modulate(torch.autograd.Function):
                     torch.mm(eta, m, out=df[at])
                     dm.addmm_(eta.mT, f[at])
         return dx.view_as(x), df.view_as(features).to(features.dtype), dm.to(matrix.dtype), None
+
+
+def few(x: Tensor, features: Tensor) -> bool:
+    if not 0 < features.shape[-1] <= FEW or x.dtype != torch.float32 or torch.compiler.is_compiling():
+        return False
+    return compiled(x)
+
+
+def _few_backward(
+    grad: Tensor, rows: Tensor, features: Tensor, matrix: Tensor, scaled: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of rows [n, width], features [n, C] and matrix [width, C]."""
+    tasks = -(-rows.shape[0] // ROWS)
+    dx, df = torch.empty_like(rows), torch.empty_like(features)
+    dm = rows.new_empty(tasks, features.shape[1], rows.shape[1])
+    inputs = (x.contiguous() for x in (grad, rows, features, matrix.mT))
+    native("modulation").backward(*map(array, inputs), scaled, *map(array, (dx, df, dm)))
+    return dx, df, dm.sum(0).mT
 
 
 def _stretches(rows: Tensor) -> list[slice]:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from femixer.kernels import blocked
+from femixer.kernels import blocked, short
 from femixer.kernels.attend import Geometry, Piece, attend, attend_backward, pieces
 from femixer.kernels.precision import without_autocast
 from femixer.kernels.streams import Shift, exp_minus, logarithm, shift_of, value_range, value_streams
@@ -94,6 +94,9 @@ def _read(
     """-> (mean, free energy [B, T, H, D], log-normalizers [B, H, T], heads read by `blocked` [B, H])."""
     (b, _, h, e), groups, d = q.shape, k.shape[2], v.shape[-1]
     geometry = Geometry(bias, run_q, run_k, causal, window)
+    exact = torch.zeros(b, h, dtype=torch.bool, device=q.device)
+    if short.is_short(q, k, v, geometry):
+        return *short.read(q, k, v, beta, geometry, scale), exact
     span = shift = None
     if beta is not None:
         span = value_range(v, run_k)
@@ -111,7 +114,6 @@ def _read(
     log_z = logs[0] if len(logs) == 1 else torch.cat(logs, 2)
     # Always a copy: results of an operator may not share memory.
     mean, free = out[..., :d].clone(memory_format=torch.contiguous_format), q.new_empty(0)
-    exact = torch.zeros(b, h, dtype=torch.bool, device=q.device)
     padding = None if run_q is None else (run_q < 0)[..., None, None]
     if beta is not None and shift is not None and span is not None:
         total = out[..., d:used].contiguous()
@@ -253,6 +255,9 @@ def _read_backward(
     bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     geometry = Geometry(bias, run_q, run_k, causal, window)
+    if short.is_short(q, k, v, geometry):
+        grads = short.gradients(grad_mean, grad_free, q, k, v, beta, geometry, scale, mean, log_z)
+        return *grads, q.new_empty(0)
     if bias_grad:
         # The attention kernel has no gradient for its mask; the blocked read has.
         exact = torch.ones_like(exact)

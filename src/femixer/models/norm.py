@@ -2,20 +2,57 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from femixer.kernels.backend import native, one_token
+from femixer.kernels.backend import array, compiled, native
+
+# Rows whose gradients of the weight are summed by one task.
+ROWS = 512
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, with a compiled kernel for a decoded token, where five small calls cost more than what they compute."""
+    """torch's; on a CPU one compiled kernel each way, where torch makes a dozen passes over the memory."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.weight.dtype != x.dtype or self.eps is None or not one_token(x):
+        if self.eps is None or self.weight.dtype != x.dtype or not _served(x):
             return super().forward(x)
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        rows = (x.view(x.shape[0], -1), self.weight.detach())
-        native("token").rms_norm(*(r.numpy() for r in rows), self.eps, out.view(x.shape[0], -1).numpy())
+        return (Norm.apply if torch.is_grad_enabled() else Norm.forward)(x, self.weight, self.eps)
+
+
+def _served(x: Tensor) -> bool:
+    if x.dtype != torch.float32 or not x.numel() or torch.compiler.is_compiling():
+        return False
+    return compiled(x)
+
+
+class Norm(torch.autograd.Function):
+    """x [..., width] / sqrt(mean(x^2) + eps) * weight, keeping nothing but its arguments."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        native("norm").forward(_rows(x), array(weight), eps, _rows(out))
         return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, ctx.eps = inputs
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        rows = _rows(x)
+        to_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        to_weight = x.new_empty(-(-rows.shape[0] // ROWS), x.shape[-1])
+        native("norm").backward(_rows(grad), rows, array(weight), ctx.eps, _rows(to_x), array(to_weight))
+        return to_x, to_weight.sum(0), None
+
+
+def _rows(x: Tensor) -> Any:
+    return array(x.contiguous().view(-1, x.shape[-1]))

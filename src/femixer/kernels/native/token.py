@@ -96,15 +96,3 @@ def rotate(x, heads, position, base, out):  # type: ignore[no-untyped-def]
                 real, imaginary = x[b, h * width + 2 * i], x[b, h * width + 2 * i + 1]
                 out[b, h, 2 * i] = real * cos[i] - imaginary * sin[i]
                 out[b, h, 2 * i + 1] = real * sin[i] + imaginary * cos[i]
-
-
-@token
-def rms_norm(x, weight, eps, out):  # type: ignore[no-untyped-def]
-    """out = x / sqrt(mean of x² + eps) * weight, [B, dim]."""
-    for b in range(x.shape[0]):
-        squares = 0.0
-        for i in range(x.shape[1]):
-            squares += np.float64(x[b, i]) * x[b, i]
-        scale = f32(1.0 / math.sqrt(squares / x.shape[1] + eps))
-        for i in range(x.shape[1]):
-            out[b, i] = x[b, i] * scale * weight[i]

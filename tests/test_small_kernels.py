@@ -1,0 +1,141 @@
+"""Compiled kernels for small models: the softmax read of short sequences, few features, norms; against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from matrix import assert_close, noise
+from torch import Tensor
+
+from femixer.conditioner import modulating_features
+from femixer.kernels import backend, short
+from femixer.kernels.softmax import softmax_read
+from femixer.models.norm import RMSNorm
+from femixer.projection import Modulate
+
+GRADIENTS = ("q", "k", "v", "beta")
+
+
+@pytest.fixture(autouse=True)
+def _compiled():
+    assert backend.compiled(torch.empty(1)), "these tests are about the compiled kernels: is numba installed?"
+
+
+def read_by_definition(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, causal: bool, runs: tuple[Tensor, Tensor] | None):
+    """mu and F in float64 from all weights; zero where a row sees nothing."""
+    repeats, (t, s) = q.shape[2] // k.shape[2], (q.shape[1], k.shape[1])
+    k, v, beta = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2), beta.repeat_interleave(repeats, 0)
+    seen = torch.ones(q.shape[0], 1, t, s, dtype=torch.bool)
+    if causal:
+        seen = seen & (torch.arange(s) <= torch.arange(s - t, s)[:, None])
+    if runs is not None:
+        seen = seen & (runs[0][:, None, :, None] == runs[1][:, None, None, :]) & (runs[0] >= 0)[:, None, :, None]
+    scores = torch.einsum("bthe,bshe->bhts", q, k) * q.shape[-1] ** -0.5
+    log_p = scores.masked_fill(~seen, -torch.inf).log_softmax(-1).nan_to_num(0.0, neginf=-1e30)
+    empty = ~seen.any(-1).transpose(1, 2)[..., None]
+    p = log_p.exp().masked_fill(~seen, 0)
+    exponents = log_p.permute(0, 2, 3, 1)[..., None] + (beta * v)[:, None]
+    free = exponents.masked_fill(~seen.permute(0, 2, 3, 1)[..., None], -1e30).logsumexp(2) / beta
+    return torch.einsum("bhts,bshd->bthd", p, v), free.masked_fill(empty, 0)
+
+
+# T, S, H, G, E, D, size of the values, causal: prime lengths, grouped heads, a chunk of a longer sequence, one token,
+# more pairs of sequence and head than lanes, values whose exponentials underflow.
+READS = [
+    (23, 23, 4, 2, 6, 5, 1.0, True),
+    (7, 13, 3, 3, 8, 4, 30.0, True),
+    (11, 11, 2, 1, 8, 4, 0.1, False),
+    (1, 1, 1, 1, 2, 1, 1.0, True),
+    (3, 3, 13, 13, 2, 3, 1.0, False),
+    (23, 23, 2, 2, 8, 4, 5000.0, True),
+]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("case", READS, ids=str)
+def test_short_read_and_its_gradients_are_the_definitions(case, padded):
+    t, s, heads, groups, e, d, size, causal = case
+    inputs = [noise(3, t, heads, e), noise(3, s, groups, e, seed=1), size * noise(3, s, groups, d, seed=2)]
+    inputs.append(0.05 + 2 * torch.rand(groups, d, generator=torch.Generator().manual_seed(3), dtype=torch.float64))
+    inputs = [x.float() for x in inputs]
+    runs = None
+    if padded:
+        run = torch.randint(-1, 2, (3, s), generator=torch.Generator().manual_seed(4)).sort(1).values
+        run[2] = -1
+        runs = (run[:, s - t :], run)
+    weights = noise(2, 3, t, heads, d, seed=5)
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        q, k, v, beta = (x.to(dtype).requires_grad_() for x in inputs)
+        if dtype == torch.float64:
+            reads = read_by_definition(q, k, v, beta, causal, runs)
+        else:
+            reads = softmax_read(q, k, v, beta, causal=causal, runs=runs)
+        loss = sum((w.to(dtype) * x).sum() for w, x in zip(weights, reads, strict=True))
+        grads = torch.autograd.grad(loss, (q, k, v, beta))
+        results.append((dict(zip(("mean", "free"), reads, strict=True)), dict(zip(GRADIENTS, grads, strict=True))))
+    assert_close(results[1][0], results[0][0], 2e-6)
+    for name, exact in results[0][1].items():
+        scale = max(float(exact.abs().max()), 1e-30)
+        assert_close({name: results[1][1][name] / scale}, {name: exact / scale}, 5e-5)
+
+
+def test_short_reads_are_the_long_ones(monkeypatch):
+    """Either kernel may serve a sequence; which one does must not show."""
+    q, k, v = (noise(2, 29, 4, w, seed=w, dtype=torch.float32) for w in (8, 9, 5))
+    k, beta = k[..., :8].contiguous(), torch.rand(4, 5) + 0.5
+    served = []
+    monkeypatch.setattr(short, "read", lambda *a, read=short.read: served.append(1) or read(*a))
+    quick = softmax_read(q, k, v, beta)
+    monkeypatch.setattr(short, "LENGTH", 28)
+    slow = softmax_read(q, k, v, beta)
+    assert served == [1]
+    assert_close(dict(zip("mf", quick, strict=True)), dict(zip("mf", slow, strict=True)), 1e-6)
+
+
+def test_what_is_not_finite_shows():
+    q, k, v = (noise(1, 5, 2, 4, seed=seed, dtype=torch.float32) for seed in range(3))
+    k[0, 2, 0, 1] = torch.nan
+    mean, free = softmax_read(q, k, v, torch.ones(2, 4))
+    assert mean[0, 2:, 0].isnan().all() and mean[0, :2, 0].isfinite().all() and mean[0, :, 1].isfinite().all()
+    assert free is not None and free[0, 2:, 0].isnan().all() and free[0, :, 1].isfinite().all()
+
+
+@pytest.mark.parametrize(("tokens", "channels", "size"), [(7, 4, 1.0), (33, 5, 30.0), (64, 16, 1e-3), (1, 1, 1.0)])
+def test_features_and_their_gradients_are_the_definitions(tokens, channels, size):
+    a, h, weights = (size * noise(tokens, 1, channels, seed=seed) for seed in range(3))
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        leaves = [x.to(dtype).requires_grad_() for x in (a, h)]
+        y = modulating_features(*leaves)
+        results.append([y.detach(), *torch.autograd.grad((y * weights.to(dtype)).sum(), leaves)])
+    for exact, fast in zip(*results, strict=True):
+        scale = max(float(exact.abs().max()), 1e-30)
+        assert_close({"x": fast / scale}, {"x": exact / scale}, 5e-6)
+
+
+@pytest.mark.parametrize(("rows", "width", "channels", "scaled"), [(7, 5, 1, 5), (1031, 13, 4, 9), (3, 6, 8, 0)])
+def test_modulation_by_few_features_has_the_gradients_of_plain_torch(rows, width, channels, scaled):
+    x, f, m = noise(1, rows, width), noise(1, rows, channels, seed=1), noise(width, channels, seed=2)
+    weights = noise(1, rows, width, seed=3)
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        leaves = [t.to(dtype).requires_grad_() for t in (x, f, m)]
+        results.append(torch.autograd.grad((Modulate.apply(*leaves, scaled) * weights.to(dtype)).sum(), leaves))
+    for exact, fast in zip(*results, strict=True):
+        assert_close({"x": fast}, {"x": exact}, 3e-6)
+
+
+@pytest.mark.parametrize("shape", [(7, 5, 13), (2, 1, 64), (1031, 3), (8,)])
+def test_norm_and_its_gradients_are_the_definitions(shape):
+    norm = RMSNorm(shape[-1], eps=1e-5)
+    x, weight, weights = noise(*shape), noise(shape[-1], seed=1), noise(*shape, seed=2)
+    norm.weight.data = weight.float()
+    exact, fast = x.clone().requires_grad_(), x.float().requires_grad_()
+    weight = weight.float().double().requires_grad_()
+    y = F.rms_norm(exact, shape[-1:], weight, 1e-5)
+    expected = (y, *torch.autograd.grad((y * weights).sum(), (exact, weight)))
+    y = norm(fast)
+    actual = (y, *torch.autograd.grad((y * weights.float()).sum(), (fast, norm.weight)))
+    assert_close(dict(zip("ywx", actual, strict=True)), dict(zip("ywx", expected, strict=True)), 3e-6)
