@@ -180,9 +180,9 @@ def test_parameters_are_those_worked_out_by_hand() -> None:
 
 
 def test_flops_are_those_worked_out_by_hand() -> None:
-    tokens, pairs = 2 * 13, 2 * 13 * 13
+    tokens, pairs = 2 * 67, 2 * 67 * 67
     projections, attention = 2 * tokens * 4 * 24**2, 2 * 2 * pairs * 24
-    found = contestants(replace(TINY, parts=("", "LTG", "CLTG")), 13)
+    found = contestants(replace(TINY, parts=("", "LTG", "CLTG")), 67)
     forward = {entry.mixer.parts: measure.flops(call.forward) for entry, call in found.items()}
     assert forward[None] == forward[""] == projections + attention
     # [v, exp(beta v)] is as wide as attention's values, inside femixer's own operator.

@@ -104,7 +104,7 @@ def test_the_stack_reads_own_tokens_of_every_channel_alone_and_the_last_is_the_f
         x = model.input_norm(tokens[:, c] + place[c])
         for layer in model.layers:
             x = x + layer.mixer(layer.mixer_norm(x))
-            x = x + layer.down(nn.functional.gelu(layer.up(layer.mlp_norm(x))))
+            x = x + layer.mlp.down(nn.functional.gelu(layer.mlp.up(layer.mlp_norm(x))))
         outputs = model.head(model.output_norm(x))[:, 1::2]
         torch.testing.assert_close(model.outputs(patches)[:, c], outputs)
         scale, shift = window[..., c].std(1) + 1e-8, window[:, -HORIZON:, c].mean(1)

@@ -376,7 +376,7 @@ def test_durations_in_tokens_are_rounded_up_to_batches():
     assert train.Experiment(context=29).length == 29 and train.Experiment().length == 256
 
 
-@pytest.mark.parametrize("name", recipe.names())
+@pytest.mark.parametrize("name", ["paper-340m", "paper-1.3b"])
 def test_the_recipes_are_the_papers(name):
     nothing = train.Command(train.Experiment(), DataOptions(), EngineOptions(), RunOptions(Path("out")))
     default, rest = recipe.with_recipe(nothing, ["--recipe", name, "--seed", "3"])
@@ -405,7 +405,7 @@ def test_the_recipes_are_the_papers(name):
         (["--data", "nowhere.txt"], "data='nowhere.txt' is not there; choose a file"),
         (["--data", "empty.txt"], "data='empty.txt' is not allowed; choose a file that is not empty"),
         (["--context", 9000, "--batch-tokens", 9000], "too few for one window of context=9000"),
-        (["--preset", "huge"], "preset='huge' is unknown; choose one of tiny, mini"),
+        (["--preset", "huge"], "preset='huge' is not allowed; choose one of tiny, mini"),
         (["--tokenizer", "./nowhere"], "tokenizer='./nowhere' is unknown"),
         (["--recipe", "nowhere"], "recipe='nowhere' is not allowed; choose a YAML file, or one of paper-1.3b"),
         (["--recipe", "bad.yaml"], "bad.yaml: learning_rate is unknown; choose from accumulate"),

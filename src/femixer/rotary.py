@@ -1,13 +1,48 @@
-"""Rotary positions: a rotation of each pair of channels by an angle proportional to the position."""
+"""Rotary positions: a rotation of each pair of channels by an angle proportional to the position.
+
+Tokens stand in a line, or, inside of `on_grid`, in the rows and columns of an image.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from femixer.kernels.backend import native, one_token
+
+
+class Grid(NamedTuple):
+    """The last rows * columns tokens are the patches of an image, row by row."""
+
+    rows: int
+    columns: int
+
+
+class _Here(threading.local):
+    """Per thread, so that models which run side by side do not see each other's images."""
+
+    grid: Grid | None = None
+
+
+_here = _Here()
+
+
+class on_grid:
+    """Inside, rotary positions are those of an image: half of the pairs of a head turn with the row and half with the
+    column. Tokens in front of the patches do not turn."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+
+    def __enter__(self) -> None:
+        self.outer, _here.grid = _here.grid, self.grid
+
+    def __exit__(self, *_: object) -> None:
+        _here.grid = self.outer
 
 
 def check_base(rope_base: float) -> None:
@@ -22,10 +57,14 @@ def rotated(
 
     Rotated in float32 at least, returned in `dtype`.
     """
-    if dtype == torch.float32 and one_token(q):
+    grid = _here.grid
+    if grid is None and dtype == torch.float32 and one_token(q):
         return _rotate_token(q, position, width, base), _rotate_token(k, position, width, base)
     wide = torch.promote_types(dtype, torch.float32)
-    cos, sin = rotary_angles(position, width, base, wide)
+    if grid is None:
+        cos, sin = rotary_angles(position, width, base, wide)
+    else:
+        cos, sin = grid_angles(grid, position, width, base, wide)
     return tuple(rotate(x.unflatten(-1, (-1, width)).to(wide), cos, sin).to(dtype) for x in (q, k))  # type: ignore[return-value]
 
 
@@ -44,6 +83,17 @@ def rotary_angles(position: Tensor, width: int, base: float, dtype: torch.dtype)
     """
     # A compiler that sees inside fuses the sines into the rotation and computes them again for every head.
     return (_opaque if torch.compiler.is_compiling() else _angles)(position, width, base, dtype)
+
+
+def grid_angles(grid: Grid, position: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The same on a grid: the first half of the pairs turn with the row, the second at the same speeds with the
+    column."""
+    if width % 4:
+        raise ValueError(f"queries and keys have {width} channels; rotary positions in an image need a multiple of 4")
+    place = (position - (position.shape[-1] - grid.rows * grid.columns)).clamp_min(0)
+    axes = (place // grid.columns, place % grid.columns)
+    (row_cos, row_sin), (cos, sin) = (rotary_angles(axis, width // 2, base, dtype) for axis in axes)
+    return torch.cat([row_cos, cos], -1), torch.cat([row_sin, sin], -1)
 
 
 def _angles(position: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,8 @@ from femixer.subcommands import dispatch
 BENCHES = {
     "layer": ("femixer.bench.layer.command", "FEM layers against one softmax attention layer with as many parameters"),
     "scaling": ("femixer.bench.scaling.command", "time per token and memory against the length, and decoding far out"),
+    "vision": ("femixer.bench.vision.command", "vision models: the step of training against plain attention"),
+    "forecast": ("femixer.bench.forecast.command", "forecasters: the time of a training step"),
     "lm": ("femixer.bench.lm.command", "language models: training and decoding speed, and the size of the cache"),
 }
 

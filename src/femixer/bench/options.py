@@ -1,4 +1,4 @@
-"""Options that every benchmark of mixers has: their size, where they run and how often."""
+"""Options that every benchmark has: where it runs and how often; and those of mixers, their size."""
 
 from __future__ import annotations
 
@@ -16,19 +16,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @dataclass(frozen=True)
-class MixerOptions:
-    """The options, with the defaults of the reference setting for softmax."""
+class BenchOptions:
+    """Where to run, how often, and where the results go."""
 
-    dim: int = 768
-    """Width of the tokens."""
-    heads: int = 12
-    """Heads; divides dim."""
-    kv_heads: int | None = None
-    """Key/value heads; divides heads (default: as many as heads)."""
     batch: int = 2
     """Sequences."""
-    decode_steps: int = 16
-    """Tokens decoded per sample, from the same state each time."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Number format of weights and tokens."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -56,12 +48,29 @@ class MixerOptions:
         for name in ("batch", "rounds"):
             check_positive(name, getattr(self, name))
         check(self.warmup >= 0, "warmup", self.warmup, "a whole number of at least 0")
-        check(0 < self.decode_steps <= SPARE, "decode_steps", self.decode_steps, f"a whole number from 1 to {SPARE}")
         check(self.threads is None or self.threads > 0, "threads", self.threads, "a whole number above 0")
         check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         usable = self.device == "cpu" or (self.device == "cuda" and torch.cuda.is_available())
         check(usable, "device", self.device, "cpu, or cuda where torch finds one")
         check(not self.out.exists() or self.out.is_dir(), "out", str(self.out), "a folder")
+
+
+@dataclass(frozen=True)
+class MixerOptions(BenchOptions):
+    """The options of mixers, with the defaults of the reference setting for softmax."""
+
+    dim: int = 768
+    """Width of the tokens."""
+    heads: int = 12
+    """Heads; divides dim."""
+    kv_heads: int | None = None
+    """Key/value heads; divides heads (default: as many as heads)."""
+    decode_steps: int = 16
+    """Tokens decoded per sample, from the same state each time."""
+
+    def validate(self) -> None:
+        super().validate()
+        check(0 < self.decode_steps <= SPARE, "decode_steps", self.decode_steps, f"a whole number from 1 to {SPARE}")
 
 
 def check_positive(name: str, value: int) -> None:

@@ -1,6 +1,6 @@
 """Models in the form of transformers: configure, save, load and generate with the tools that everybody uses.
 
-Importing this package registers them with AutoConfig, AutoModel and AutoModelForCausalLM.
+Importing this package registers them with transformers' Auto classes.
 """
 
 from femixer.optional import require
@@ -11,9 +11,22 @@ from femixer.models.cache import FEMCache  # noqa: E402
 from femixer.models.config import FEMConfig  # noqa: E402
 from femixer.models.forecast import FEMForecaster  # noqa: E402
 from femixer.models.language import FEMForCausalLM, FEMModel  # noqa: E402
-from femixer.models.presets import PRESETS, preset  # noqa: E402
+from femixer.models.presets import PRESETS, VISION_PRESETS, preset  # noqa: E402
 from femixer.models.registration import register  # noqa: E402
+from femixer.models.vision import FEMForImageClassification, FEMVisionConfig, FEMVisionModel  # noqa: E402
 
 register()
 
-__all__ = ["PRESETS", "FEMCache", "FEMConfig", "FEMForCausalLM", "FEMForecaster", "FEMModel", "preset"]
+__all__ = [
+    "PRESETS",
+    "VISION_PRESETS",
+    "FEMCache",
+    "FEMConfig",
+    "FEMForCausalLM",
+    "FEMForImageClassification",
+    "FEMForecaster",
+    "FEMModel",
+    "FEMVisionConfig",
+    "FEMVisionModel",
+    "preset",
+]

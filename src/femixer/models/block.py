@@ -1,7 +1,8 @@
-"""The one block of all models: x + mixer(norm(x)), then x + SwiGLU(norm(x))."""
+"""The one block of all models: x + drop(mixer(norm(x))), then x + drop(mlp(norm(x)))."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -24,27 +25,62 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class FEMBlock(GradientCheckpointingLayer):
-    """Pre-norm block around any mixer with FreeEnergyMixer's signature."""
+class GELUMLP(nn.Module):
+    """gelu(x W_up + b_up) W_down + b_down"""
 
-    def __init__(self, dim: int, mixer: nn.Module, width: int, eps: float, layer: int) -> None:
+    def __init__(self, dim: int, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, width), nn.Linear(width, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class FEMBlock(GradientCheckpointingLayer):
+    """Pre-norm block around any mixer with FreeEnergyMixer's signature.
+
+    norm(dim, eps=eps) and mlp(dim, width) make its other parts. drop: what happens to both branches before they are
+    added, such as dropout.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        mixer: nn.Module,
+        width: int,
+        eps: float,
+        layer: int,
+        *,
+        norm: Callable[..., nn.Module] = RMSNorm,
+        mlp: Callable[[int, int], nn.Module] = SwiGLU,
+        drop: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.layer = layer
-        self.mixer_norm = RMSNorm(dim, eps=eps)
+        self.mixer_norm = norm(dim, eps=eps)
         self.mixer = mixer
-        self.mlp_norm = RMSNorm(dim, eps=eps)
-        self.mlp = SwiGLU(dim, width)
+        self.mlp_norm = norm(dim, eps=eps)
+        self.mlp = mlp(dim, width)
+        self.drop = nn.Identity() if drop is None else drop
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, segments: Tensor | None = None, past_key_values: Any = None
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        past_key_values: Any = None,
+        read: slice | None = None,
     ) -> Tensor:
-        """x [B, T, dim]; mask, segments as for the mixer; past_key_values: an FEMCache, which then holds the state."""
+        """x [B, T, dim]; mask, segments as for the mixer; past_key_values: an FEMCache, which then holds the state;
+        read: which positions to return, all by default."""
         normed = self.mixer_norm(x)
         if past_key_values is None:
-            read = self.mixer(normed, mask=mask, segments=segments)
+            mixed = self.mixer(normed, mask=mask, segments=segments)
         else:
             before = past_key_values.states[self.layer]
-            read, after = self.mixer(normed, mask=mask, segments=segments, state=before, return_state=True)
+            mixed, after = self.mixer(normed, mask=mask, segments=segments, state=before, return_state=True)
             past_key_values.states[self.layer] = after
-        x = x + read
-        return x + self.mlp(self.mlp_norm(x))
+        if read is not None:
+            x, mixed = x[:, read], mixed[:, read]
+        x = x + self.drop(mixed)
+        return x + self.drop(self.mlp(self.mlp_norm(x)))

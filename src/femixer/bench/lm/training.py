@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from femixer.bench.lm.models import Contestant, trained
 from femixer.bench.lm.options import Options
 from femixer.bench.lm.report import Speed, TrainingCost
-from femixer.bench.measure import race, stopwatch, unlimited_compilation
+from femixer.bench.measure import race, unlimited_compilation
 from femixer.bench.mixers import ATTENTION
 from femixer.bench.progress import progress
-from femixer.training.optimizer import adamw
+from femixer.bench.training import Training
 
 
-class Trainer(NamedTuple):
-    """call: the model itself, or the model compiled; tokens [B, T]."""
-
-    call: Callable[..., Any]
-    optimizer: Optimizer
-    tokens: Tensor
-    parameters: int
+class Trainer(Training):
+    """A language model that learns tokens [B, T]."""
 
     @classmethod
     def of(cls, contestant: Contestant, tokens: Tensor, options: Options) -> Trainer:
-        model = contestant.build(options).train()
-        call = torch.compile(model, dynamic=False) if options.compile else model
-        return cls(call, adamw(model, learning_rate=1e-4), tokens, model.num_parameters())
-
-    def step(self) -> None:
-        self.call(input_ids=self.tokens, labels=self.tokens, use_cache=False).loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def time(self) -> float:
-        return stopwatch(self.step, self.tokens.device)
+        batch = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+        return cls.start(contestant.build(options), batch, options.compile)
 
 
 def measure_training(options: Options) -> list[TrainingCost]:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
+from femixer.models.block import GELUMLP, FEMBlock
 from femixer.models.forecast.config import ForecastConfig
 from femixer.models.forecast.dropout import Dropout
 from femixer.models.forecast.forecaster import Forecaster, squared_error
@@ -52,7 +52,7 @@ class FEMForecaster(Forecaster):
 
     kind = "fem"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["ForecastBlock"]  # noqa: RUF012
+    _no_split_modules = ["FEMBlock"]  # noqa: RUF012
 
     def __init__(self, config: ForecastConfig) -> None:
         super().__init__(config)
@@ -67,7 +67,15 @@ class FEMForecaster(Forecaster):
         self.dropout = Dropout(dropout)
         self.input_norm = RMSNorm(dim, eps=EPS)
         self.layers = nn.ModuleList(
-            ForecastBlock(dim, build_mixer(config.stack(), layer), sizes.intermediate, dropout)
+            FEMBlock(
+                dim,
+                build_mixer(config.stack(), layer),
+                sizes.intermediate,
+                EPS,
+                layer,
+                mlp=GELUMLP,
+                drop=Dropout(dropout),
+            )
             for layer in range(sizes.layers)
         )
         self.output_norm = RMSNorm(dim, eps=EPS)
@@ -121,7 +129,7 @@ class FEMForecaster(Forecaster):
             x = layer(x, mask)
         # What is not read needs no MLP after the last mixer.
         read = slice(-1, None) if last_only else slice(1, None, 2)
-        x = self.layers[-1](x, mask, read)
+        x = self.layers[-1](x, mask, read=read)
         return self.head(self.output_norm(x)).unflatten(0, (batch, channels))
 
 
@@ -134,22 +142,3 @@ def real_tokens(observed: Tensor | None) -> Tensor | None:
     own = torch.cat([own[..., :-1], torch.ones_like(own[..., -1:])], -1)
     real = torch.stack([context, own], -1).flatten(2).flatten(0, 1)
     return None if not torch.compiler.is_compiling() and bool(real.all()) else real
-
-
-class ForecastBlock(GradientCheckpointingLayer):
-    """x + dropout(mixer(norm(x))), then x + dropout(W_2 gelu(W_1 norm(x)))."""
-
-    def __init__(self, dim: int, mixer: nn.Module, width: int, dropout: float) -> None:
-        super().__init__()
-        self.mixer_norm, self.mlp_norm = RMSNorm(dim, eps=EPS), RMSNorm(dim, eps=EPS)
-        self.mixer = mixer
-        self.up, self.down = nn.Linear(dim, width), nn.Linear(width, dim)
-        self.dropout = Dropout(dropout)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None, read: slice | None = None) -> Tensor:
-        """x [B, T, dim]; read: which positions to return, all by default."""
-        mixed = self.mixer(self.mixer_norm(x), mask=mask)
-        if read is not None:
-            x, mixed = x[:, read], mixed[:, read]
-        x = x + self.dropout(mixed)
-        return x + self.dropout(self.down(F.gelu(self.up(self.mlp_norm(x)))))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from femixer.models import FEMConfig, FEMForCausalLM, preset
+from femixer.models import PRESETS, FEMConfig, FEMForCausalLM, preset
 from femixer.options import check
 from femixer.priors.parsing import parse_prior
 from femixer.training import derive
@@ -47,6 +47,7 @@ class ModelOptions:
         """tokens: vocab_size, bos_token_id and eos_token_id, once they are known."""
         for name in ("mixer", "prior"):
             check(len(getattr(self, name)) > 0, name, getattr(self, name), "one name or several")
+        check(self.preset in PRESETS, "preset", self.preset, f"one of {', '.join(PRESETS)}")
         check(0 <= self.dropout < 1, "dropout", self.dropout, "a number from 0 to below 1")
         priors = [parse_prior(prior) for prior in self.prior]
         options: dict[str, dict[str, Any]] = {}

@@ -1,0 +1,1 @@
+"""FEM in the models of other libraries, through the places where those let one in."""

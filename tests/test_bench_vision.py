@@ -1,0 +1,111 @@
+"""Properties of the vision benchmark: equal sizes, whole steps timed, ratios the right way round."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from femixer.bench import cli, steps
+from femixer.bench.steps import Report, StepCost
+from femixer.bench.training import Training
+from femixer.bench.vision import command
+from femixer.bench.vision.models import build, config, contestants, images
+from femixer.bench.vision.options import Options
+from femixer.bench.vision.tables import table
+from femixer.models.parameters import parameter_count
+
+TINY = Options(preset="digits", batch=3, rounds=2, warmup=0, threads=1, priors=("softmax",))
+
+
+def test_the_default_is_deit_tiny_against_plain_attention_with_as_many_parameters() -> None:
+    options = Options()
+    assert options.batch == 8 and contestants(options)[0] == "attention"
+    attention, *fem = (parameter_count(config(prior, options)) for prior in contestants(options))
+    assert all(1 <= count / attention < 1.02 for count in fem)
+    assert config("attention", options).image_size == 224
+    assert config("gla:decay=channel", options).prior_options == {"gla": {"decay": "channel"}}
+    assert config("gla", replace(options, image_size=96, positions="rotary", parts="LT")).parts == "LT"
+
+
+def test_a_step_learns_its_batch_and_leaves_no_gradients() -> None:
+    torch.manual_seed(0)
+    batch = images(TINY)
+    assert batch["pixel_values"].shape == (3, 1, 8, 8) and batch["labels"].max() < 10
+    training = Training.start(build("softmax", TINY), batch, False)
+    model: Any = training.call
+    assert model.training and training.parameters == model.num_parameters()
+    losses = []
+    for _ in range(4):
+        losses.append(model(**batch).loss.item())
+        assert training.time() > 0
+    assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_ratios_are_of_times_in_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"attention": [1.0, 2.0, 4.0], "softmax": [1.1, 2.2, 5.0]}
+    monkeypatch.setattr(steps, "race", lambda samples, *_: {key: seconds[key] for key in samples})
+    attention, fem = command.measure(TINY)
+    assert (attention.ratio.median, fem.ratio.median) == (1, pytest.approx(1.1))
+    assert fem.seconds.median == 2.2 and fem.parameters > attention.parameters
+
+
+def report(**changes: object) -> Report:
+    settings = {**asdict(Options()), "image_size": 224, **changes}
+    rounds = [1.0] * 3
+    costs = [
+        StepCost.of("plain attention", "attention", 5, rounds, rounds),
+        StepCost.of("FEM softmax CLTG", "softmax", 5, [1.2] * 3, rounds),
+        StepCost.of("FEM gla CLTG", "gla", 5, [1.1] * 3, rounds),
+    ]
+    return Report(settings, {"threads": 1, "torch": "2"}, costs)
+
+
+def test_the_target_is_an_upper_limit_for_softmax_at_its_size_only() -> None:
+    assert [row[-1] for row in table(report(), True).rows] == [
+        "1",
+        "1.200 [1.200–1.200] > 1.15",
+        "1.100 [1.100–1.100]",
+    ]
+    for changes in ({"batch": 4}, {"parts": "LTG"}, {"image_size": 96}, {"preset": "deit-small"}, {"device": "cuda"}):
+        assert not any(">" in row[-1] for row in table(report(**changes), True).rows)
+    assert not any(">" in row[-1] for row in table(report(), False).rows)
+    assert table(report(), True).rows[1][2:4] == ["1200", "6.7"]
+
+
+def test_the_command_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = ["--preset", "digits", "--batch", "3", "--rounds", "2", "--warmup", "0", "--threads", "1"]
+    assert cli.main(["vision", *size, "--priors", "softmax", "gla", "--targets", "--out", str(tmp_path)]) == 0
+    written = json.loads((tmp_path / "vision.json").read_text())
+    assert set(written) == {"benchmark", "settings", "environment", "training"}
+    assert written["settings"]["image_size"] == 8
+    assert [cost["key"] for cost in written["training"]] == ["attention", "softmax", "gla"]
+    for cost in written["training"]:
+        assert len(cost["samples"]) == 2 and min(cost["samples"]) > 0
+    shown, text = capsys.readouterr().out, (tmp_path / "vision.md").read_text()
+    for part in ("plain attention", "FEM softmax CLTG", "digits, 8 x 8 pixels, batch 3"):
+        assert part in shown and part in text
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--preset", "tiny"], "preset='tiny'.*deit-tiny"),
+        (["--priors", "sofmax"], "priors='sofmax'.*softmax"),
+        (["--priors", "gla", "gla"], "priors="),
+        (["--parts", "LTX"], "parts='LTX'"),
+        (["--image-size", "100"], "image_size=100.*patch_size=16"),
+        (["--image-size", "0"], "image_size=0"),
+        (["--positions", "sine"], "positions='sine'"),
+        (["--positions", "rotary", "--priors", "aft"], "positions='rotary' does not fit prior='aft'"),
+        (["--batch", "0"], "batch=0"),
+        (["--rounds", "0"], "rounds=0"),
+    ],
+)
+def test_wrong_input_is_named_before_anything_is_measured(args: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        cli.main(["vision", *args, "--out", str(tmp_path)])
+    assert not any(tmp_path.iterdir())
