@@ -13,7 +13,7 @@ import torch
 
 from femixer.cli import main
 from femixer.models.forecast import Forecaster
-from femixer.tasks.series import best, fitting, scoring
+from femixer.tasks.series import fitting, scoring
 from femixer.tasks.series.batches import Batches
 from femixer.tasks.series.dates import frequency_of, season_of
 from femixer.tasks.series.experiment import Sizes, Training, specified
@@ -25,7 +25,7 @@ from femixer.tasks.series.source import Reading, Series, read
 from femixer.tasks.series.store import KIND, load
 from femixer.tasks.series.table import as_csv, latex, markdown, tabulate
 from femixer.tasks.series.windows import borders, counted, scaling_of, windows
-from femixer.training import Part, Results, RunOptions
+from femixer.training import Part, Results, RunOptions, best
 from femixer.training.jobs import engines, export
 from femixer.training.jobs.work import attempt
 from femixer.training.schedule import one_cycle

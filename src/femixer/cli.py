@@ -14,6 +14,7 @@ COMMANDS = {
     "mad": ("femixer.tasks.mad.cli", "six synthetic tasks, from a laptop to a cluster: run, tabulate"),
     "lm": ("femixer.tasks.text.cli", "language models: train, compare, prepare data, train a tokenizer, tabulate"),
     "forecast": ("femixer.tasks.series.cli", "time series: train forecasters, compare them, tabulate, predict"),
+    "vision": ("femixer.tasks.images.cli", "images: train classifiers, compare them, tabulate, see what they read"),
     "generate": ("femixer.tasks.text.generate", "continue a prompt with a trained model"),
     "eval": ("femixer.evaluation.command", "lm-evaluation-harness on a trained model"),
     "upgrade": ("femixer.surgery.command", "put FEM into a transformers model that you already have"),

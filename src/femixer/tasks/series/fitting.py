@@ -10,13 +10,13 @@ import torch
 from femixer.models.forecast import Forecaster
 from femixer.models.parameters import parameters_of
 from femixer.tasks.series.batches import Batches
-from femixer.tasks.series.best import Best
 from femixer.tasks.series.experiment import Spec
 from femixer.tasks.series.forecaster import build_model
 from femixer.tasks.series.scoring import score
 from femixer.tasks.series.source import Series
 from femixer.tasks.series.windows import Windows, windows
 from femixer.training import EngineOptions, Results, adamw, distributed, train
+from femixer.training.best import Best
 from femixer.training.results import Record, environment
 from femixer.training.schedule import one_cycle
 
@@ -39,7 +39,7 @@ def fitted(spec: Spec, series: Series, results: Results) -> Fitted:
     device = distributed.start()
     split, scaling = windows(series, spec.lookback, spec.horizon, device)
     model = build_model(spec, series, scaling)
-    best = Best(model, results, spec.training.patience)
+    best = Best(model, results, lambda record: (record["mse"],), spec.training.patience)
     diverged = None
     try:
         fit(spec, model, split, results, best)

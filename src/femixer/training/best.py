@@ -3,41 +3,57 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from femixer.optional import require
-from femixer.training import Results, atomic, distributed, full_weights
-from femixer.training.results import CHECKPOINTS, Record
+from femixer.training import atomic, distributed
+from femixer.training.engine import full_weights
+from femixer.training.results import CHECKPOINTS, Record, Results
+
+Error = tuple[float, ...]
+"""What is compared: the first number, the next where that is equal, and so on; lower is better."""
 
 
 class Best:
-    """Keeps the weights of the evaluation with the lowest validation MSE, the first of equals.
+    """Keeps the weights of the evaluation with the lowest error, the first of equals.
 
     Which that is, only metrics.jsonl says, whatever was interrupted in between. The weights are in
     checkpoints/best-STEP.safetensors before the checkpoint of their step is, and those of the best before stay as long
     as a resumed run may go back to them.
     """
 
-    def __init__(self, model: nn.Module, results: Results, patience: int) -> None:
-        self.model, self.results, self.patience = model, results, patience
+    def __init__(
+        self,
+        model: nn.Module,
+        results: Results,
+        error: Callable[[Record], Error],
+        patience: float = math.inf,
+        weights: Callable[[], Mapping[str, Tensor]] | None = None,
+    ) -> None:
+        """error:    of a record of the validation split.
+        patience: evaluations without a better one after which training ends.
+        weights:  those to keep of the last evaluation, by default the model's; called in all processes.
+        """
+        self.model, self.results, self.error, self.patience = model, results, error, patience
+        self.weights = weights or (lambda: full_weights(model))
 
     def enough(self, records: Sequence[Record]) -> bool:
         """Told after each evaluation: save the weights if it is the best, and say if it is time to stop."""
         scores = distributed.on_main(self.scores)
         best, last = lowest(scores), max(scores)
         if best == last:
-            weights = full_weights(self.model)
+            weights = self.weights()
             earlier = {step: value for step, value in scores.items() if step < last}
             keep = {best, lowest(earlier)} if earlier else {best}
             distributed.on_main(lambda: self._save(weights, best, keep))
         return sum(step > best for step in scores) >= self.patience
 
-    def scores(self) -> dict[int, float]:
-        """step -> validation MSE."""
-        return {r["step"]: r["mse"] for r in self.results.metrics() if r.get("split") == "validation"}
+    def scores(self) -> dict[int, Error]:
+        """step -> validation error."""
+        return {r["step"]: self.error(r) for r in self.results.metrics() if r.get("split") == "validation"}
 
     def load(self) -> int:
         """Put the best weights into the model; the step they are from."""
@@ -59,6 +75,6 @@ class Best:
         return self.results.folder / CHECKPOINTS / f"best-{step:08d}.safetensors"
 
 
-def lowest(scores: Mapping[int, float]) -> int:
-    """The first step of the lowest value; NaN is above all numbers."""
-    return min(scores, key=lambda step: (math.isnan(scores[step]), scores[step], step))
+def lowest(scores: Mapping[int, Error]) -> int:
+    """The first step of the lowest error; NaN is above all numbers."""
+    return min(scores, key=lambda step: (any(map(math.isnan, scores[step])), scores[step], step))

@@ -1,0 +1,108 @@
+"""`femixer vision eval`: a trained classifier on pictures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from femixer.options import check, parse
+from femixer.tasks.images.classifier import Classifier
+from femixer.tasks.images.decode import Picture
+from femixer.tasks.images.figures import CONFUSION, PREDICTIONS, confusion, samples, save
+from femixer.tasks.images.pictures import Pictures
+from femixer.tasks.images.scoring import Predictions, predicted
+from femixer.tasks.images.source import DIGITS, Images, Reading, read
+from femixer.tasks.images.views import Views
+from femixer.training import atomic
+
+SCORES = "scores.json"
+
+
+@dataclass(frozen=True)
+class Command:
+    """Score a trained classifier on pictures: accuracy, loss, and figures of what it confuses.
+
+    Writes scores.json, confusion.png and predictions.png. The classes must be among those that the model knows.
+    """
+
+    model: Path = Path("results/vision")
+    """Model folder, or results folder of `femixer vision train`."""
+    data: str = DIGITS
+    """A folder with a folder per class (train/ and val/ in it, or one that is divided), datasets:NAME, or digits."""
+    split: Literal["train", "validation", "test"] = "test"
+    """Part of the pictures."""
+    batch: int = 256
+    """Pictures that are computed at once."""
+    threads: int | None = None
+    """CPU threads, by default torch's choice."""
+    out: Path = Path("results/vision-eval")
+    """Folder of the files."""
+    reading: Reading = field(default_factory=Reading)
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """Pictures with the labels of the model, whose classes may have another order or be more."""
+
+    whole: Pictures
+    labels: Sequence[int]
+
+    @property
+    def blocks(self) -> int | None:
+        return self.whole.blocks
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def name(self, index: int) -> str:
+        return self.whole.name(index)
+
+    def read(self, index: int, channels: int) -> tuple[Picture, int]:
+        picture, label = self.whole.read(index, channels)
+        return picture, self.labels[label]
+
+
+def renamed(images: Images, classes: Sequence[str], split: str) -> Pictures:
+    known = {name: label for label, name in enumerate(classes)}
+    for name in images.classes:
+        check(name in known, "data", name, f"pictures of the model's classes: {', '.join(classes)}")
+    return Renamed(images.splits[split], [known[name] for name in images.classes])
+
+
+def run(command: Command) -> tuple[Predictions, Views]:
+    check(command.batch > 0, "batch", command.batch, "a whole number above 0")
+    check(command.threads is None or command.threads > 0, "threads", command.threads, "a whole number above 0")
+    if command.threads is not None:
+        torch.set_num_threads(command.threads)
+    classifier = Classifier.load(command.model)
+    images = read(command.data, command.reading, classifier.preparation.channels)
+    views = Views(renamed(images, classifier.classes, command.split), classifier.preparation)
+    predictions = predicted(classifier.model, views, command.batch)
+    write(command, predictions, views, classifier.classes, f"{command.model.name} on {images.name}, {command.split}")
+    for broken in (*images.broken, *views.broken.values()):
+        print(f"skipped: {broken.name}: {broken.reason}", file=sys.stderr)
+    return predictions, views
+
+
+def write(command: Command, predictions: Predictions, views: Views, classes: Sequence[str], title: str) -> None:
+    command.out.mkdir(parents=True, exist_ok=True)
+    scores = {**predictions.scores(), "pictures": len(predictions.labels), "broken": len(views.broken)}
+    save(command.out / CONFUSION, confusion(predictions, classes, title))
+    save(command.out / PREDICTIONS, samples(predictions, views, classes, title))
+    atomic.write(command.out / SCORES, json.dumps(scores, indent=2) + "\n")
+    print(f"{title}: {scores['pictures']:,} pictures, {scores['broken']} that cannot be read\n")
+    print("| accuracy | top 5 | loss |\n|---:|---:|---:|")
+    print(f"| {scores['top1']:.2%} | {scores['top5']:.2%} | {scores['loss']:.4f} |\n")
+
+
+def main(args: Sequence[str]) -> int:
+    command = parse(Command, args, "vision eval", Command())
+    run(command)
+    print(f"Results are in {command.out}/")
+    return 0

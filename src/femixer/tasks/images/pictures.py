@@ -1,0 +1,90 @@
+"""Pictures with labels: in memory, in files, or rows of a data set, read one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from femixer.optional import require
+from femixer.tasks.images.decode import Picture, converted, decoded
+
+
+class Pictures(Protocol):
+    """N pictures in a fixed order."""
+
+    @property
+    def blocks(self) -> int | None:
+        """Pictures that can be read in any order at a time; None: all of them."""
+
+    def __len__(self) -> int: ...
+
+    def name(self, index: int) -> str:
+        """For people: where to find it."""
+
+    def read(self, index: int, channels: int) -> tuple[Picture, int]:
+        """The picture and its label; `Unreadable` if there is none."""
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Grey pictures in memory: pixels [N, H, W] in uint8, labels [N]."""
+
+    pixels: np.ndarray
+    labels: Tensor
+    title: str
+    blocks: None = None
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def name(self, index: int) -> str:
+        return f"{self.title} {index}"
+
+    def read(self, index: int, channels: int) -> tuple[Picture, int]:
+        picture = require("PIL.Image", "vision").fromarray(self.pixels[index])
+        return converted(picture, channels), int(self.labels[index])
+
+
+@dataclass(frozen=True)
+class Files:
+    """One file per picture, below `root`; labels [N]."""
+
+    root: Path
+    paths: Sequence[str]
+    labels: Tensor
+    blocks: None = None
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def name(self, index: int) -> str:
+        return str(self.root / self.paths[index])
+
+    def read(self, index: int, channels: int) -> tuple[Picture, int]:
+        return decoded(self.root / self.paths[index], channels), int(self.labels[index])
+
+
+@dataclass(frozen=True)
+class Some:
+    """Those of `whole` with the given numbers [n], which rise."""
+
+    whole: Pictures
+    numbers: Tensor
+
+    @property
+    def blocks(self) -> int | None:
+        return self.whole.blocks
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def name(self, index: int) -> str:
+        return self.whole.name(int(self.numbers[index]))
+
+    def read(self, index: int, channels: int) -> tuple[Picture, int]:
+        return self.whole.read(int(self.numbers[index]), channels)

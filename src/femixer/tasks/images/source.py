@@ -1,0 +1,129 @@
+"""Where pictures come from: the digits of scikit-learn, folders, and whatever the `datasets` package reads."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from femixer.optional import require
+from femixer.options import check
+from femixer.tasks.images.pictures import Arrays, Pictures, Some
+from femixer.tasks.images.split import stratified
+
+DIGITS = "digits"
+PREFIX = "datasets:"
+TEST_SHARE = 0.2
+"""Of the pictures, where they come in one part."""
+SPLITS = ("train", "validation", "test")
+NAMES = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing"),
+}
+"""How the parts are called, by folders and data sets."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How pictures are read."""
+
+    validation: float = 0.1
+    """Share of the training pictures, of each class alike, that is held out to choose the best weights by, where the
+    data have no validation part of their own."""
+    image_column: str | None = None
+    """Column of the pictures of a `datasets:` data set, by default the first one of its image type."""
+    label_column: str | None = None
+    """Column of the labels, by default the only one of its class type, or the one called label or fine_label."""
+    streaming: bool = False
+    """Read a `datasets:` data set as it comes instead of keeping a copy."""
+    buffer: int = 10_000
+    """Pictures of a stream that are shuffled together."""
+
+    def validate(self) -> None:
+        check(0 < self.validation < 1, "validation", self.validation, "a share between 0 and 1")
+        check(self.buffer > 0, "buffer", self.buffer, "a whole number above 0")
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A picture that cannot be read."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Images:
+    """Pictures in their three parts."""
+
+    name: str
+    classes: tuple[str, ...]
+    splits: Mapping[str, Pictures]
+    fingerprint: str
+    """A hash of what decides which pictures are where; not of the pixels of files."""
+    channels: int
+    broken: Sequence[Broken] = field(default_factory=tuple)
+    """What was seen to be no picture without reading it."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {split: len(pictures) for split, pictures in self.splits.items()}
+
+
+def read(data: str, reading: Reading | None = None, channels: int | None = None) -> Images:
+    """The pictures that `data` names: digits, a folder, or datasets:NAME[@REVISION][:CONFIG].
+
+    channels: 1 for grey, 3 for colours; by default 1 for the digits and 3 otherwise.
+    """
+    from femixer.tasks.images.folder import read_folder
+    from femixer.tasks.images.hub import read_dataset
+
+    reading = reading or Reading()
+    reading.validate()
+    check(channels in (None, 1, 3), "channels", channels, "1 (grey) or 3 (colours)")
+    if data.startswith(PREFIX):
+        return read_dataset(data, reading, channels or 3)
+    check(not reading.streaming, "streaming", True, f"False for data={data!r}: only {PREFIX}NAME can be a stream")
+    for name in ("image_column", "label_column"):
+        value = getattr(reading, name)
+        check(value is None, name, value, f"None for data={data!r}: only {PREFIX}NAME has columns")
+    if data == DIGITS and not Path(data).is_dir():
+        return read_digits(reading, channels or 1)
+    if not Path(data).is_dir():
+        named = f"{DIGITS}, which needs no file, a folder with a folder per class, or {PREFIX}NAME[@REVISION][:CONFIG]"
+        raise ValueError(f"data={data!r} is no folder; choose {named}")
+    return read_folder(Path(data), reading, channels or 3)
+
+
+def read_digits(reading: Reading, channels: int) -> Images:
+    """1797 digits of 8 x 8 pixels and 17 levels of grey, from scikit-learn: 80 % and 20 %, of each class alike."""
+    found = require("sklearn.datasets", "vision").load_digits()
+    pixels = np.rint(found.images * (255 / 16)).astype(np.uint8)
+    whole = Arrays(pixels, torch.from_numpy(found.target).long(), "digit")
+    splits = divided(whole, whole.labels, reading.validation)
+    classes = tuple(str(name) for name in found.target_names)
+    return Images(DIGITS, classes, splits, fingerprint(pixels.tobytes(), splits), channels)
+
+
+def divided(whole: Pictures, labels: Tensor, validation: float) -> dict[str, Pictures]:
+    """Pictures that come in one part."""
+    rest, test = stratified(labels, TEST_SHARE, "test")
+    return {**held_out(Some(whole, rest), labels[rest], validation), "test": Some(whole, test)}
+
+
+def held_out(train: Pictures, labels: Tensor, validation: float) -> dict[str, Pictures]:
+    """The training pictures without those for validation, and those."""
+    rest, held = stratified(labels, validation, "validation")
+    return {"train": Some(train, rest), "validation": Some(train, held)}
+
+
+def fingerprint(content: bytes, splits: Mapping[str, Pictures]) -> str:
+    digest = hashlib.sha256(content)
+    digest.update(repr({split: len(splits[split]) for split in SPLITS}).encode())
+    return digest.hexdigest()[:16]

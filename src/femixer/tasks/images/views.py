@@ -1,0 +1,78 @@
+"""Pictures as tensors: read, augmented or not, and remembered where that is worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Generator, Tensor
+
+from femixer.tasks.images.augmentation import Augmentation
+from femixer.tasks.images.decode import Unreadable
+from femixer.tasks.images.pictures import Pictures
+from femixer.tasks.images.preparation import Preparation, as_tensor
+from femixer.tasks.images.source import Broken
+
+REMEMBERED = 1 << 28
+"""Bytes of pixels of a split up to which they stay in memory, where each reading would give the same."""
+
+View = tuple[Tensor, int]
+"""Pixels [C, S, S] in uint8, and the label."""
+
+
+class Views:
+    """What a model sees of pictures. What cannot be read is known from the first try on, and not tried again."""
+
+    def __init__(self, pictures: Pictures, preparation: Preparation, augmentation: Augmentation | None = None) -> None:
+        """augmentation: of training, None for the one view of evaluation."""
+        self.pictures, self.preparation = pictures, preparation
+        self.augmentation = augmentation if augmentation is not None and augmentation.of_pictures else None
+        size = len(pictures) * preparation.channels * preparation.size**2
+        self.remembers = self.augmentation is None and size <= REMEMBERED
+        self.seen: dict[int, View] = {}
+        self.broken: dict[int, Broken] = {}
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def read(self, index: int, generator: Generator | None = None) -> View | None:
+        """None if there is no picture; `broken` then says why. generator: of the augmentation."""
+        if index in self.seen:
+            return self.seen[index]
+        if index in self.broken:
+            return None
+        try:
+            picture, label = self.pictures.read(index, self.preparation.channels)
+        except Unreadable as problem:
+            self.broken[index] = Broken(self.pictures.name(index), str(problem))
+            return None
+        if self.augmentation is None or generator is None:
+            shown = self.preparation.fixed(picture)
+        else:
+            shown = self.augmentation.view(picture, self.preparation.size, self.preparation.crop, generator)
+        view = as_tensor(shown), label
+        if self.remembers:
+            self.seen[index] = view
+        return view
+
+    def instead(self, index: int, generator: Generator | None = None) -> View:
+        """The picture, or the first after it that can be read: a batch keeps its size whatever is broken."""
+        for number in range(index, index + len(self)):
+            view = self.read(number % len(self), generator)
+            if view is not None:
+                return view
+        first = next(iter(self.broken.values()))
+        raise ValueError(f"none of the {len(self)} training pictures can be read; of {first.name}: {first.reason}")
+
+    def batches(self, numbers: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Those of `numbers` that can be read, `size` at a time: numbers [n], normalized pixels and labels [n]."""
+        for some in numbers.split(size):
+            found = [(number, view) for number in some.tolist() if (view := self.read(number)) is not None]
+            if found:
+                pixels, labels = stacked([view for _, view in found])
+                yield torch.tensor([number for number, _ in found]), self.preparation.normalized(pixels / 255), labels
+
+
+def stacked(views: list[View]) -> tuple[Tensor, Tensor]:
+    """Pixels [n, C, S, S] in uint8 and labels [n]."""
+    return torch.stack([pixels for pixels, _ in views]), torch.tensor([label for _, label in views])
