@@ -1,6 +1,8 @@
-"""Compiled kernels for small models: the softmax read of short sequences, few features, norms; against float64."""
+"""Compiled kernels for small models: short softmax reads, the conditioner, few features, norms; against float64."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
@@ -8,9 +10,10 @@ import torch.nn.functional as F
 from matrix import assert_close, noise
 from torch import Tensor
 
-from femixer.conditioner import modulating_features
+from femixer.conditioner import TimeDecayConditioner
 from femixer.kernels import backend, short
 from femixer.kernels.softmax import softmax_read
+from femixer.layout import Past, arrange
 from femixer.models.norm import RMSNorm
 from femixer.projection import Modulate
 
@@ -102,17 +105,28 @@ def test_what_is_not_finite_shows():
     assert free is not None and free[0, 2:, 0].isnan().all() and free[0, :, 1].isfinite().all()
 
 
-@pytest.mark.parametrize(("tokens", "channels", "size"), [(7, 4, 1.0), (33, 5, 30.0), (64, 16, 1e-3), (1, 1, 1.0)])
-def test_features_and_their_gradients_are_the_definitions(tokens, channels, size):
-    a, h, weights = (size * noise(tokens, 1, channels, seed=seed) for seed in range(3))
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("given", ["nothing", "mask", "segments"])
+@pytest.mark.parametrize(("length", "dim", "channels"), [(37, 13, 4), (70, 5, 9), (1, 8, 1)])
+def test_the_conditioner_and_its_gradients_are_plain_torch_s(length, dim, channels, given, causal):
+    """Compiled in float32 and plain in float64, also of the state that goes in and of the one that comes out."""
+    generator = torch.Generator().manual_seed(length)
+    x, state, weights = noise(3, length, dim), noise(3, channels, seed=1), noise(3, length, channels, seed=2)
+    mask = torch.rand(3, length, generator=generator) > 0.3 if given == "mask" else None
+    segments = torch.randint(-1, 3, (3, length), generator=generator).sort(1).values if given == "segments" else None
+    made = TimeDecayConditioner(dim, channels, causal)
+    torch.nn.init.normal_(made.in_proj.weight, generator=generator)
     results = []
     for dtype in (torch.float64, torch.float32):
-        leaves = [x.to(dtype).requires_grad_() for x in (a, h)]
-        y = modulating_features(*leaves)
-        results.append([y.detach(), *torch.autograd.grad((y * weights.to(dtype)).sum(), leaves)])
+        conditioner = copy.deepcopy(made).to(dtype)
+        leaves = [*(t.to(dtype, copy=True).requires_grad_() for t in (x, state)), *conditioner.parameters()]
+        layout, _ = arrange(leaves[0], mask, segments, Past())
+        features, last = conditioner(leaves[0], layout, leaves[1])
+        loss = (features * weights.to(dtype)).sum() + (last * state.to(dtype)).sum()
+        results.append([features.detach(), last.detach(), *torch.autograd.grad(loss, leaves)])
     for exact, fast in zip(*results, strict=True):
         scale = max(float(exact.abs().max()), 1e-30)
-        assert_close({"x": fast / scale}, {"x": exact / scale}, 5e-6)
+        assert_close({"x": fast / scale}, {"x": exact / scale}, 1e-5)
 
 
 @pytest.mark.parametrize(("rows", "width", "channels", "scaled"), [(7, 5, 1, 5), (1031, 13, 4, 9), (3, 6, 8, 0)])

@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from femixer.kernels.backend import array, compiled, native, one_token
+from femixer.kernels.backend import array, compiled, native, one_token, or_empty
 from femixer.kernels.precision import without_autocast
 from femixer.kernels.recurrence import linear_recurrence
 from femixer.layout import Layout
 
 EPS = 1e-5
+# Up to this many outputs LN(x) Wᵀ is a compiled kernel, whose gradients of W are summed over so many rows at a time.
+FEW, ROWS = 24, 512
 SHORTEST_SPAN, LONGEST_SPAN = 2.0, 1000.0
 
 
@@ -67,16 +69,19 @@ class TimeDecayConditioner(nn.Module):
         with without_autocast(x.device):
             weight, bias = self.in_proj.weight.to(wide), self.in_proj.bias.to(wide)
             project = NormalizedLinear.apply if torch.is_grad_enabled() else NormalizedLinear.forward
-            s, u, a = project(x.to(wide), weight, bias).chunk(3, -1)
-            decay = torch.sigmoid(-s)  # exp(-softplus(s))
+            y = project(x.to(wide), weight, bias)
             if state is None:
-                state = u.new_zeros(u.shape[0], u.shape[2])
+                state = y.new_zeros(y.shape[0], self.channels)
             elif not torch.compiler.is_compiling() and state.is_inference() and torch.is_grad_enabled():
                 state = state.clone()  # autograd keeps no tensor that was made in inference mode
-            h = context(decay, u, layout, state, self.causal)
+            if _native(y):
+                condition = Features.apply if torch.is_grad_enabled() else Features.forward
+                return condition(y, _marks(layout), state, self.causal)
+            s, u, a = y.chunk(3, -1)
+            h = context(torch.sigmoid(-s), u, layout, state, self.causal)  # exp(-softplus(s))
             # Not a view, which would keep the whole sequence in memory.
             new_state = h[:, -1].clone() if h.shape[1] else state
-            features = modulating_features(a, h)
+            features = F.silu(F.normalize(F.softplus(a), dim=-1)) * F.layer_norm(h, (self.channels,), eps=EPS)
         return features, new_state
 
     def _token(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,33 +93,44 @@ class TimeDecayConditioner(nn.Module):
         return features, new_state
 
 
-def modulating_features(a: Tensor, h: Tensor) -> Tensor:
-    """SiLU(softplus(a) / |softplus(a)|) * LN(h), all [B, T, C]."""
-    if h.dtype != torch.float32 or not h.numel() or torch.compiler.is_compiling() or not compiled(h):
-        return F.silu(F.normalize(F.softplus(a), dim=-1)) * F.layer_norm(h, h.shape[-1:], eps=EPS)
-    return (Features.apply if torch.is_grad_enabled() else Features.forward)(a, h)
+def _native(x: Tensor) -> bool:
+    if x.dtype != torch.float32 or not x.numel() or torch.compiler.is_compiling():
+        return False
+    return compiled(x)
+
+
+def _marks(layout: Layout) -> Tensor | None:
+    """int8 [B, T] as the compiled kernel reads them."""
+    if layout.padding is None or layout.starts is None:
+        return None
+    marks = layout.starts.to(torch.int8) + 4 * layout.padding.to(torch.int8)
+    return marks if layout.ends is None else marks + 2 * layout.ends.to(torch.int8)
 
 
 class Features(torch.autograd.Function):
-    """`modulating_features` as one compiled kernel: a dozen operations on so few channels are mostly calls."""
+    """From the projections y = [s, u, a] to the features and the state after the last token, as one compiled kernel:
+    dozens of operations on so few channels are mostly calls."""
 
     @staticmethod
-    def forward(a: Tensor, h: Tensor) -> Tensor:
-        out = torch.empty_like(h, memory_format=torch.contiguous_format)
-        native("features").forward(*map(_rows, (a, h)), EPS, _rows(out))
-        return out
+    def forward(y: Tensor, marks: Tensor | None, initial: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        features, last = y.new_empty(*y.shape[:2], initial.shape[1]), torch.empty_like(initial)
+        inputs = (y.contiguous(), or_empty(marks), initial.contiguous())
+        native("conditioner").forward(*map(array, inputs), causal, EPS, array(features), array(last))
+        return features, last
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        y, marks, initial, ctx.causal = inputs
+        ctx.save_for_backward(y, marks, initial)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        a, h = ctx.saved_tensors
-        to_a, to_h = torch.empty(a.shape), torch.empty(h.shape)
-        native("features").backward(*map(_rows, (grad, a, h)), EPS, *map(_rows, (to_a, to_h)))
-        return to_a, to_h
+    def backward(ctx: Any, grad: Tensor, to_last: Tensor) -> tuple[Tensor, None, Tensor, None]:
+        y, marks, initial = ctx.saved_tensors
+        to_y, to_initial = torch.empty(y.shape), torch.empty(initial.shape)
+        inputs = (grad.contiguous(), to_last.contiguous(), y.contiguous(), or_empty(marks), initial.contiguous())
+        native("conditioner").backward(*map(array, inputs), ctx.causal, EPS, array(to_y), array(to_initial))
+        return to_y, None, to_initial, None
 
 
 def _rows(x: Tensor) -> Any:
@@ -126,6 +142,10 @@ class NormalizedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        if weight.shape[0] <= FEW and _native(x):
+            out = x.new_empty(*x.shape[:-1], weight.shape[0])
+            native("conditioner").normalized_linear(_rows(x), *map(array, (weight, bias)), EPS, _rows(out))
+            return out
         return F.linear(F.layer_norm(x, x.shape[-1:], eps=EPS), weight, bias)
 
     @staticmethod
@@ -138,6 +158,12 @@ class NormalizedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         shape = list(x.shape[-1:])
         rows = grad.flatten(0, -2)
+        if weight.shape[0] <= FEW and _native(x):
+            dx = torch.empty(x.shape)
+            tasks = x.new_empty(-(-rows.shape[0] // ROWS), *weight.shape)
+            given = (_rows(grad), _rows(x), array(weight), EPS)
+            native("conditioner").normalized_linear_backward(*given, _rows(dx), array(tasks))
+            return dx, tasks.sum(0), rows.sum(0)
         with without_autocast(x.device):
             normalized, mean, rstd = torch.native_layer_norm(x, shape, None, None, EPS)
             dweight = rows.mT @ normalized.flatten(0, -2)

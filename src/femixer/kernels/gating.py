@@ -11,14 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from femixer.kernels.backend import compiled, native
 
-NARROW = 8
-
 
 def fused(mean: Tensor) -> bool:
     """Whether the compiled kernels serve tensors like this one; a compiler fuses the gates by itself."""
-    # They run along the channels of a head, torch along whole tensors: heads of a few channels are better off there.
-    if mean.shape[-1] < NARROW and mean.shape[1] > 1:
-        return False
     return mean.dtype == torch.float32 and not torch.compiler.is_compiling() and compiled(mean)
 
 

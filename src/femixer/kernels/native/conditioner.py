@@ -1,0 +1,298 @@
+"""Compiled kernels of `femixer.conditioner`, float32; sums over time are float64.
+
+Tokens carry marks: START, nothing before them counts; END, nothing after; PADDING, they count for nothing themselves.
+Features are computed for LANES tokens side by side: there may be as few as four of them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numba
+import numpy as np
+from numba import prange
+
+from femixer.kernels.native.primitives import MATH, f32, job, kernel, sigmoid32, softplus32
+
+START, END, PADDING = 1, 2, 4
+LANES = 32
+# F.normalize's least norm.
+LEAST = f32(1e-12)
+
+
+@kernel
+def forward(y, marks, initial, causal, eps, features, last):  # type: ignore[no-untyped-def]
+    """features [B, T, C] and the state after the last token [B, C].
+
+    y [B, T, 3 C]: s, u and a; marks int8 [B, T], or empty where there are none; initial [B, C].
+    """
+    for b in prange(y.shape[0]):
+        _forward(y[b], marks[min(b, marks.shape[0]) : b + 1], initial[b], causal, eps, features[b], last[b])
+
+
+@job
+def _forward(y, marks, initial, causal, eps, features, last):  # type: ignore[no-untyped-def]
+    channels = initial.size
+    _, h, later = _sums(y, marks, initial, causal)
+    for c in range(channels):
+        last[c] = h[y.shape[0], c]
+    a, summed = np.empty((channels, LANES), dtype=f32), np.empty((channels, LANES), dtype=f32)
+    length, spread = np.empty(LANES, dtype=f32), np.empty(LANES, dtype=f32)
+    for first in range(0, y.shape[0], LANES):
+        count = min(LANES, y.shape[0] - first)
+        _load(y[first : first + count], 2 * channels, a)
+        _load_sum(h[first + 1 : first + 1 + count], later[first : first + count], summed)
+        _direction(a, length)
+        _normalised(summed, eps, spread)
+        for c in range(channels):
+            for lane in range(length.size):
+                a[c, lane] *= sigmoid32(a[c, lane]) * summed[c, lane]
+        _store(a, features[first : first + count], 0)
+
+
+@kernel
+def backward(grad, to_last, y, marks, initial, causal, eps, to_y, to_initial):  # type: ignore[no-untyped-def]
+    """Gradients of y and of the initial state, from those of the features and of the last state."""
+    for b in prange(y.shape[0]):
+        _backward(
+            grad[b],
+            to_last[b],
+            y[b],
+            marks[min(b, marks.shape[0]) : b + 1],
+            initial[b],
+            causal,
+            eps,
+            to_y[b],
+            to_initial[b],
+        )
+
+
+@job
+def _backward(grad, to_last, y, marks, initial, causal, eps, to_y, to_initial):  # type: ignore[no-untyped-def]
+    channels, tokens = initial.size, y.shape[0]
+    decay, h, later = _sums(y, marks, initial, causal)
+    to_h = np.empty((tokens, channels), dtype=f32)
+    g, logits = np.empty((channels, LANES), dtype=f32), np.empty((channels, LANES), dtype=f32)
+    z, summed = np.empty((channels, LANES), dtype=f32), np.empty((channels, LANES), dtype=f32)
+    for first in range(0, tokens, LANES):
+        count = min(LANES, tokens - first)
+        _load(grad[first : first + count], 0, g)
+        _load(y[first : first + count], 2 * channels, logits)
+        _load_sum(h[first + 1 : first + 1 + count], later[first : first + count], summed)
+        _through_features(g, logits, z, summed, eps)
+        _store(z, to_y[first : first + count], 2 * channels)
+        _store(g, to_h[first : first + count], 0)
+    for c in range(channels):
+        to_initial[c] = _through_sums(c, to_h, to_last, y, marks, causal, decay, h, later, to_y)
+
+
+@job
+def _sums(y, marks, initial, causal):  # type: ignore[no-untyped-def]
+    """decay [T, C] of the gates; h [T + 1, C] over earlier tokens, the initial one first; later [T, C] over later ones.
+
+    h_t = decay_t h_{t-1} + u_t,   later_t = decay_t (u_{t+1} + later_{t+1})
+    """
+    tokens, channels = y.shape[0], initial.size
+    decay = np.empty((tokens, channels), dtype=f32)
+    h, later = np.empty((tokens + 1, channels)), np.zeros((tokens, channels))
+    for c in range(channels):
+        h[0, c] = initial[c]
+    for t in range(tokens):
+        mark = marks[0, t] if marks.size else 0
+        for c in range(channels):
+            decay[t, c] = f32(1.0) if mark & PADDING else sigmoid32(-y[t, c])
+            kept = 0.0 if mark & START else decay[t, c] * h[t, c]
+            h[t + 1, c] = kept if mark & PADDING else kept + y[t, channels + c]
+    if not causal:
+        for step in range(1, tokens):
+            t = tokens - 1 - step
+            mark, after = (marks[0, t], marks[0, t + 1]) if marks.size else (0, 0)
+            for c in range(channels):
+                u = 0.0 if after & PADDING else y[t + 1, channels + c]
+                later[t, c] = 0.0 if mark & END else decay[t, c] * (u + later[t + 1, c])
+    return decay, h, later
+
+
+@job
+def _through_sums(c, to_h, to_last, y, marks, causal, decay, h, later, to_y):  # type: ignore[no-untyped-def]
+    """The gradient of the initial state; `to_y` receives those of s and u, all for the channel c."""
+    tokens, channels = decay.shape
+    error = np.float64(to_last[c])
+    for step in range(tokens):
+        t = tokens - 1 - step
+        mark = marks[0, t] if marks.size else 0
+        error += to_h[t, c]
+        to_y[t, channels + c] = 0.0 if mark & PADDING else error
+        to_y[t, c] = 0.0 if mark & (START | PADDING) else error * h[t, c]
+        error *= 0.0 if mark & START else decay[t, c]
+    to_initial = error
+    if not causal:
+        error = 0.0
+        for t in range(tokens - 1):
+            mark, after = (marks[0, t], marks[0, t + 1]) if marks.size else (0, 0)
+            error += to_h[t, c]
+            u = 0.0 if after & PADDING else y[t + 1, channels + c]
+            if not mark & (END | PADDING):
+                to_y[t, c] += error * (u + later[t + 1, c])
+            error *= 0.0 if mark & END else decay[t, c]
+            if not after & PADDING:
+                to_y[t + 1, channels + c] += error
+    for t in range(tokens):
+        to_y[t, c] *= -decay[t, c] * (f32(1.0) - decay[t, c])
+    return to_initial
+
+
+@job
+def _through_features(g, logits, z, y, eps):  # type: ignore[no-untyped-def]
+    """All [C, lanes]. g holds the gradient of the features and receives that of the sums, which y holds; z receives
+    that of the logits. Both norms, z = softplus(a) / |.| and y = LN(h), take out what points along their results."""
+    length, spread = np.empty(LANES, dtype=f32), np.empty(LANES, dtype=f32)
+    along_z, mean, along_y = np.zeros(LANES, dtype=f32), np.zeros(LANES, dtype=f32), np.zeros(LANES, dtype=f32)
+    z[:] = logits
+    _direction(z, length)
+    _normalised(y, eps, spread)
+    to_z = np.empty_like(z)
+    for c in range(z.shape[0]):
+        for lane in range(length.size):
+            share = sigmoid32(z[c, lane])
+            to_z[c, lane] = g[c, lane] * y[c, lane] * share * (f32(1.0) + z[c, lane] * (f32(1.0) - share))
+            g[c, lane] *= z[c, lane] * share
+        for lane in range(length.size):
+            along_z[lane] += to_z[c, lane] * z[c, lane]
+            mean[lane] += g[c, lane]
+            along_y[lane] += g[c, lane] * y[c, lane]
+    channels = f32(z.shape[0])
+    for c in range(z.shape[0]):
+        for lane in range(length.size):
+            z[c, lane] = (to_z[c, lane] - z[c, lane] * along_z[lane]) / length[lane] * sigmoid32(logits[c, lane])
+            g[c, lane] = (g[c, lane] - (mean[lane] + y[c, lane] * along_y[lane]) / channels) * spread[lane]
+
+
+@job
+def _direction(a, length):  # type: ignore[no-untyped-def]
+    """softplus(a) / |softplus(a)| in place, and the length."""
+    length[:] = f32(0.0)
+    for c in range(a.shape[0]):
+        for lane in range(length.size):
+            a[c, lane] = softplus32(a[c, lane])
+            length[lane] += a[c, lane] * a[c, lane]
+    for lane in range(length.size):
+        length[lane] = max(math.sqrt(length[lane]), LEAST)
+    for c in range(a.shape[0]):
+        for lane in range(length.size):
+            a[c, lane] /= length[lane]
+
+
+@job
+def _normalised(h, eps, spread):  # type: ignore[no-untyped-def]
+    """LN(h) in place, and one over the standard deviation."""
+    mean = np.zeros(spread.size, dtype=f32)
+    spread[:] = f32(0.0)
+    channels = f32(h.shape[0])
+    for c in range(h.shape[0]):
+        for lane in range(spread.size):
+            mean[lane] += h[c, lane] / channels
+    for c in range(h.shape[0]):
+        for lane in range(spread.size):
+            h[c, lane] -= mean[lane]
+            spread[lane] += h[c, lane] * h[c, lane]
+    for lane in range(spread.size):
+        spread[lane] = f32(1.0) / math.sqrt(spread[lane] / channels + f32(eps))
+    for c in range(h.shape[0]):
+        for lane in range(spread.size):
+            h[c, lane] *= spread[lane]
+
+
+@job
+def _load(x, column, out):  # type: ignore[no-untyped-def]
+    """Tokens [n, .] as [C, lanes], from a column on; zeros where there are no tokens."""
+    out[:] = f32(0.0)
+    for lane in range(x.shape[0]):
+        for c in range(out.shape[0]):
+            out[c, lane] = x[lane, column + c]
+
+
+@job
+def _load_sum(x, y, out):  # type: ignore[no-untyped-def]
+    out[:] = f32(0.0)
+    for lane in range(x.shape[0]):
+        for c in range(out.shape[0]):
+            out[c, lane] = x[lane, c] + y[lane, c]
+
+
+@job
+def _store(x, out, column):  # type: ignore[no-untyped-def]
+    for lane in range(out.shape[0]):
+        for c in range(x.shape[0]):
+            out[lane, column + c] = x[c, lane]
+
+
+@kernel
+def normalized_linear(x, weight, bias, eps, out):  # type: ignore[no-untyped-def]
+    """out [n, outputs] = LN(x) Wᵀ + b for few outputs; x [n, dim], weight [outputs, dim]."""
+    for task in prange(-(-x.shape[0] // LANES)):
+        for row in range(task * LANES, min((task + 1) * LANES, x.shape[0])):
+            _normalized_linear(x[row], weight, bias, eps, out[row])
+
+
+@job
+def _normalized_linear(x, weight, bias, eps, out):  # type: ignore[no-untyped-def]
+    centred = np.empty((1, x.size), dtype=f32)
+    scale = _centre(x, eps, centred)
+    for o in range(out.size):
+        out[o] = _dot(weight, o, centred, 0) * scale + bias[o]
+
+
+@kernel
+def normalized_linear_backward(grad, x, weight, eps, to_x, to_weight):  # type: ignore[no-untyped-def]
+    """Gradients of x, and those of the weight from the rows of each task, [tasks, outputs, dim]."""
+    step = -(-x.shape[0] // to_weight.shape[0])
+    for task in prange(to_weight.shape[0]):
+        rows = slice(task * step, min((task + 1) * step, x.shape[0]))
+        _normalized_linear_backward(grad[rows], x[rows], weight, eps, to_x[rows], to_weight[task])
+
+
+@job
+def _normalized_linear_backward(grad, x, weight, eps, to_x, to_weight):  # type: ignore[no-untyped-def]
+    """With z = LN(x), g the gradient of z: dx = (g - mean(g) - z mean(g z)) / std, dW = sum of grad zᵀ over rows."""
+    outputs, dim = weight.shape
+    z, g, ones = np.empty((1, dim), dtype=f32), np.empty((1, dim), dtype=f32), np.ones((1, dim), dtype=f32)
+    to_weight[:] = f32(0.0)
+    for row in range(x.shape[0]):
+        scale = _centre(x[row], eps, z)
+        for i in range(dim):
+            z[0, i] *= scale
+            g[0, i] = f32(0.0)
+        for o in range(outputs):
+            share = grad[row, o]
+            for i in range(dim):
+                g[0, i] += share * weight[o, i]
+                to_weight[o, i] += share * z[0, i]
+        mean, along = _dot(g, 0, ones, 0) / f32(dim), _dot(g, 0, z, 0) / f32(dim)
+        for i in range(dim):
+            to_x[row, i] = (g[0, i] - mean - z[0, i] * along) * scale
+
+
+@job
+def _centre(x, eps, out):  # type: ignore[no-untyped-def]
+    """x less its mean, as out [1, dim], and one over its standard deviation."""
+    mean = _total(x) / f32(x.size)
+    for i in range(x.size):
+        out[0, i] = x[i] - mean
+    return f32(1.0) / math.sqrt(_dot(out, 0, out, 0) / f32(x.size) + f32(eps))
+
+
+@numba.njit(fastmath={*MATH, "reassoc"}, error_model="numpy", forceinline=True)
+def _total(x):  # type: ignore[no-untyped-def]
+    total = f32(0.0)
+    for i in range(x.size):
+        total += x[i]
+    return total
+
+
+@numba.njit(fastmath={*MATH, "reassoc"}, error_model="numpy", forceinline=True)
+def _dot(a, m, b, n):  # type: ignore[no-untyped-def]
+    total = f32(0.0)
+    for i in range(a.shape[1]):
+        total += a[m, i] * b[n, i]
+    return total
