@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from matrix import assert_close, noise
 from torch import Tensor
 
+from femixer import FreeEnergyMixer
 from femixer.conditioner import TimeDecayConditioner
 from femixer.kernels import backend, short
 from femixer.kernels.softmax import softmax_read
@@ -153,3 +154,29 @@ def test_norm_and_its_gradients_are_the_definitions(shape):
     y = norm(fast)
     actual = (y, *torch.autograd.grad((y * weights.float()).sum(), (fast, norm.weight)))
     assert_close(dict(zip("ywx", actual, strict=True)), dict(zip("ywx", expected, strict=True)), 3e-6)
+
+
+def test_threads_do_not_change_a_digit():
+    """Tasks write to places of their own; sums over tasks are made in one order."""
+    torch.manual_seed(0)
+    mixer = FreeEnergyMixer(32, 4, parts="CLTG")
+    norm = RMSNorm(32)
+    x = torch.randn(67, 31, 32)
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            y = mixer(norm(x))
+            results.append([y.detach(), *torch.autograd.grad(y.square().sum(), (norm.weight, mixer.raw_beta))])
+    finally:
+        torch.set_num_threads(before)
+    for one, two in zip(*results, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+
+
+def test_second_derivatives_are_refused_and_not_wrong():
+    mixer, x = FreeEnergyMixer(16, 2), torch.randn(1, 5, 16, requires_grad=True)
+    (grad,) = torch.autograd.grad(mixer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()

@@ -127,7 +127,7 @@ class Features(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, to_last: Tensor) -> tuple[Tensor, None, Tensor, None]:
         y, marks, initial = ctx.saved_tensors
-        to_y, to_initial = torch.empty(y.shape), torch.empty(initial.shape)
+        to_y, to_initial = y.new_empty(y.shape), y.new_empty(initial.shape)
         inputs = (grad.contiguous(), to_last.contiguous(), y.contiguous(), or_empty(marks), initial.contiguous())
         native("conditioner").backward(*map(array, inputs), ctx.causal, EPS, array(to_y), array(to_initial))
         return to_y, None, to_initial, None
@@ -154,12 +154,13 @@ class NormalizedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         shape = list(x.shape[-1:])
         rows = grad.flatten(0, -2)
         if weight.shape[0] <= FEW and _native(x):
-            dx = torch.empty(x.shape)
+            dx = torch.empty_like(x, memory_format=torch.contiguous_format)
             tasks = x.new_empty(-(-rows.shape[0] // ROWS), *weight.shape)
             given = (_rows(grad), _rows(x), array(weight), EPS)
             native("conditioner").normalized_linear_backward(*given, _rows(dx), array(tasks))

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from femixer.kernels.backend import array, compiled, native, one_token
 from femixer.kernels.precision import without_autocast
@@ -102,6 +103,7 @@ class Modulate(torch.autograd.Function):
         ctx.save_for_backward(x, features, matrix)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, features, matrix = ctx.saved_tensors
         scaled = ctx.scaled

@@ -51,7 +51,9 @@ def _try() -> bool:
         native("recurrence")
         _usable = True
     except Exception as error:
-        warnings.warn(f"numba does not work here ({error}); linear-time priors run in plain torch", stacklevel=2)
+        warnings.warn(
+            f"numba does not work here ({error}); kernels run in plain torch", stacklevel=2
+        )
         _usable = False
     return _usable
 
@@ -67,7 +69,7 @@ def native(name: str) -> ModuleType:
 
 def or_empty(marks: Tensor | None) -> Tensor:
     """Marks [B, T] of tokens as a compiled kernel wants them: empty where there are none."""
-    return torch.empty(0, 0, dtype=torch.int8) if marks is None else marks.contiguous()
+    return torch.empty(0, 0, dtype=torch.int8, device="cpu") if marks is None else marks.contiguous()
 
 
 def array(x: Tensor) -> Any:

@@ -22,7 +22,7 @@ class GatedRead(torch.autograd.Function):
 
     @staticmethod
     def forward(mean: Tensor, free: Tensor | None, lam: Tensor | None, gate: Tensor | None, eps: float) -> Tensor:
-        out = torch.empty(mean.shape, dtype=mean.dtype)
+        out = mean.new_empty(mean.shape)
         if out.numel():
             native("gates").forward(*_memory(mean, free, lam, gate), eps, out.numpy())
         return out
@@ -37,7 +37,7 @@ class GatedRead(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mean, free, lam, gate = ctx.saved_tensors
         shape = mean.shape
-        results = [torch.empty(shape if x is not None else (0,) * 4, dtype=mean.dtype) for x in (mean, free, lam, gate)]
+        results = [mean.new_empty(shape if x is not None else (0,) * 4) for x in (mean, free, lam, gate)]
         if mean.numel():
             *memory, at = _memory(mean, free, lam, gate, grad)
             native("gates").backward(*memory, at, ctx.eps, *(x.numpy() for x in results))

@@ -21,7 +21,9 @@ LENGTH, WIDTH = 64, 32
 def is_short(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> bool:
     """Whether the kernel serves this read: q [B, T, H, E], k [B, S, G, E], v [B, S, G, D]."""
     keys = k.shape[1]
-    if keys > LENGTH or max(q.shape[3], v.shape[3]) > WIDTH or q.dtype != torch.float32:
+    if not 0 < keys <= LENGTH or max(q.shape[3], v.shape[3]) > WIDTH or q.dtype != torch.float32:
+        return False
+    if geometry.causal and q.shape[1] > keys:
         return False
     if geometry.bias is not None or (geometry.window is not None and geometry.window < keys):
         return False
@@ -53,8 +55,8 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of q, k, v and beta (empty where there is none)."""
     heads, groups = q.shape[2], k.shape[2]
-    results = [torch.empty(*x.shape[:2], heads, x.shape[3]) for x in (q, k, v)]
-    d_beta = torch.empty((0,) * 3 if beta is None else (q.shape[0], heads, v.shape[3]), dtype=torch.float64)
+    results = [q.new_empty(*x.shape[:2], heads, x.shape[3]) for x in (q, k, v)]
+    d_beta = q.new_empty((0,) * 3 if beta is None else (q.shape[0], heads, v.shape[3]), dtype=torch.float64)
     to_free = grad_mean.new_empty((0,) * 4) if grad_free is None else grad_free.contiguous()
     native("short").backward(
         *map(array, (grad_mean.contiguous(), to_free)),
@@ -72,8 +74,7 @@ def gradients(
 
 
 def _inputs(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, geometry: Geometry) -> list[np.ndarray]:
-    nothing = torch.empty(0, 0, dtype=q.dtype)
-    none = torch.empty(0, 0, dtype=torch.long)
+    nothing, none = q.new_empty(0, 0), q.new_empty(0, 0, dtype=torch.long)
     whole = (q, k, v, nothing if beta is None else beta)
     runs = (none if run is None else run.long() for run in (geometry.run_q, geometry.run_k))
     return [array(x.contiguous()) for x in (*whole, *runs)]

@@ -123,7 +123,7 @@ def _through_sums(c, to_h, to_last, y, marks, causal, decay, h, later, to_y):  #
         mark = marks[0, t] if marks.size else 0
         error += to_h[t, c]
         to_y[t, channels + c] = 0.0 if mark & PADDING else error
-        to_y[t, c] = 0.0 if mark & (START | PADDING) else error * h[t, c]
+        to_y[t, c] = 0.0 if mark & START else error * h[t, c]
         error *= 0.0 if mark & START else decay[t, c]
     to_initial = error
     if not causal:
@@ -132,12 +132,12 @@ def _through_sums(c, to_h, to_last, y, marks, causal, decay, h, later, to_y):  #
             mark, after = (marks[0, t], marks[0, t + 1]) if marks.size else (0, 0)
             error += to_h[t, c]
             u = 0.0 if after & PADDING else y[t + 1, channels + c]
-            if not mark & (END | PADDING):
+            if not mark & END:
                 to_y[t, c] += error * (u + later[t + 1, c])
             error *= 0.0 if mark & END else decay[t, c]
             if not after & PADDING:
                 to_y[t + 1, channels + c] += error
-    for t in range(tokens):
+    for t in range(tokens):  # padding's decay is one, so it has no gradient
         to_y[t, c] *= -decay[t, c] * (f32(1.0) - decay[t, c])
     return to_initial
 
