@@ -107,6 +107,18 @@ def test_evaluation_sees_the_middle():
     assert same(middle(given, 8, 1.0), given.crop((4, 0, 12, 8)))
     assert same(middle(picture(8, 8), 8, 1.0), picture(8, 8))
     assert middle(picture(1, 97), 7, 0.875).size == (7, 7)
+    assert middle(picture(30_000, 1), 64, 0.875).size == (64, 64)  # 2 million pixels wide, if all of it were enlarged
+
+
+@pytest.mark.parametrize("sides", [(53, 31), (31, 53), (11, 97), (7, 5)])
+def test_the_middle_is_that_of_the_whole_resized_picture(sides):
+    # Of little contrast: Pillow rounds and clips between its two passes, in whichever order it takes them.
+    given, shorter = picture(*sides).point(lambda value: 80 + value // 4), 16
+    width, height = (max(shorter, round(side * shorter / min(sides))) for side in sides)
+    left, top = (width - 13) // 2, (height - 13) // 2
+    whole = given.resize((width, height), Image.Resampling.BICUBIC).crop((left, top, left + 13, top + 13))
+    seen = middle(given, 13, 13 / shorter)
+    assert np.abs(np.asarray(seen).astype(int) - np.asarray(whole).astype(int)).max() <= 2
 
 
 def test_a_flip_happens_as_often_as_asked():

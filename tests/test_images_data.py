@@ -12,9 +12,10 @@ from PIL import Image
 from femixer.tasks.images.augmentation import Augmentation
 from femixer.tasks.images.batches import Ahead, Batches, shuffled
 from femixer.tasks.images.decode import Unreadable, decoded
-from femixer.tasks.images.pictures import Arrays, Some
+from femixer.tasks.images.hub import Stream
+from femixer.tasks.images.pictures import Arrays, Joined, Some
 from femixer.tasks.images.preparation import Preparation
-from femixer.tasks.images.source import SPLITS, Reading, read
+from femixer.tasks.images.source import SPLITS, Reading, found, read
 from femixer.tasks.images.split import stratified
 from femixer.tasks.images.views import Views
 from femixer.training import Part
@@ -93,6 +94,14 @@ def test_what_is_no_picture_says_why(tmp_path, given, told):
 # Parts
 
 
+def test_the_digits_are_meant_also_where_a_folder_has_their_name(tmp_path, monkeypatch):
+    (tmp_path / "digits").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert read("digits").counts == {"train": 1294, "validation": 144, "test": 359}
+    with pytest.raises(ValueError, match="digits has no folders"):
+        read("./digits")
+
+
 def test_the_digits_have_fixed_parts_with_a_share_of_each_class():
     images = read("digits")
     assert images.counts == {"train": 1294, "validation": 144, "test": 359} and sum(images.counts.values()) == 1797
@@ -139,6 +148,28 @@ def test_folders_are_read_as_imagenet_is_laid_out(tmp_path, parts, counts):
     assert len({name for part in names for name in part}) == sum(counts)  # no picture is in two parts
 
 
+def test_a_folder_to_be_evaluated_on_may_have_one_part_and_one_class(tmp_path):
+    for name in ("val", "test"):
+        images = found(str(folder(tmp_path / name, {name: "b"})))
+        assert images.counts == {"test": 5} and images.classes == ("b",) and not images.one_part
+        with pytest.raises(ValueError, match="one class only, b"):
+            read(str(tmp_path / name))
+    both = found(str(folder(tmp_path / "both", {"val": "ab", "test": "ac"})))
+    assert both.counts == {"validation": 10, "test": 10} and both.classes == ("a", "b", "c")
+    classes = read(str(folder(tmp_path / "classes", {"": ("real", "test")})))
+    assert classes.classes == ("real", "test") and classes.one_part
+    assert found(str(folder(tmp_path / "train", {"train": "ab"}))).one_part
+
+
+def test_pictures_are_the_same_however_they_are_divided(tmp_path):
+    data = str(folder(tmp_path, {"": "ab"}))
+    first, second = (read(data, Reading(validation=share)) for share in (0.2, 0.4))
+    assert first.whole == second.whole and first.fingerprint != second.fingerprint
+    assert (first.validation, second.validation) == (0.2, 0.4)
+    joined = Joined([first.splits[split] for split in SPLITS])
+    assert content(joined) == {name: label for split in SPLITS for name, label in content(first.splits[split]).items()}
+
+
 def test_a_folder_that_was_moved_is_the_same_data(tmp_path):
     first = read(str(folder(tmp_path / "a", {"": "xy"})))
     (tmp_path / "a").rename(tmp_path / "b")
@@ -157,7 +188,10 @@ def test_what_is_wrong_with_a_folder_is_said_with_its_path(tmp_path):
     folder(tmp_path / "one", {"train": "a", "val": "a"})
     refused(tmp_path / "one", "one class only, a")
     folder(tmp_path / "alone", {"train": "ab"})
-    refused(tmp_path / "alone", "train has no val, validation or test folder")
+    refused(tmp_path / "alone", "has only a part for train; training needs a training and another part")
+    folder(tmp_path / "empty", {"": "ab"})
+    (tmp_path / "empty/c").mkdir()
+    refused(tmp_path / "empty", "empty/c has no pictures")
     folder(tmp_path / "strange", {"train": "ab", "val": "ac"})
     refused(tmp_path / "strange", "val/c is a class that the training pictures do not have; they have a, b")
     (tmp_path / "void/a").mkdir(parents=True)
@@ -219,7 +253,14 @@ def test_a_stream_gives_the_same_pictures_block_by_block(table):
     data = table()
     reading = Reading(validation=0.2, streaming=True, buffer=7)
     whole, stream = read(data, Reading(validation=0.2)), read(data, reading)
-    assert stream.counts == {"train": 25, "validation": 6, "test": 11} and stream.splits["train"].blocks == 7
+    assert stream.counts == {"train": 25, "validation": 6, "test": 11} and stream.splits["train"].blocks == [
+        6,
+        6,
+        5,
+        6,
+        2,
+    ]
+    assert stream.splits["test"].blocks == [7, 4]
     order = [0, 3, 1, 10, 8, 9, 2, 0]  # forth, and back to the beginning
     for index in order:
         first, second = (images.splits["test"].read(index, 3) for images in (whole, stream))
@@ -228,6 +269,18 @@ def test_a_stream_gives_the_same_pictures_block_by_block(table):
     assert len(held) == 31
     with pytest.raises(ValueError, match="workers=2 is not allowed"):
         Ahead(Batches(Views(stream.splits["train"], Preparation(7, 3)), Augmentation(), 3, 5, 0), 2, [Part()], 3)
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_an_epoch_reads_a_stream_once_and_shows_some_of_every_block(table, monkeypatch, repeats):
+    train = read(table(), Reading(validation=0.2, streaming=True, buffer=7)).splits["train"]
+    held = []
+    hold = Stream._hold
+    monkeypatch.setattr(Stream, "_hold", lambda self, number: (held.append(number), hold(self, number)))
+    made = Batches(Views(train, Preparation(7, 3), Augmentation(flip=0.5)), Augmentation(repeats=repeats), 3, 4, 0)
+    for step in range(1, made.per_epoch + 1):
+        made(step, Part())
+    assert held == [0, 1, 2, 3, 4]
 
 
 def test_a_label_out_of_range_is_named_with_its_row(table):
@@ -288,11 +341,14 @@ def test_repeats_are_other_views_of_the_same_picture():
 
 
 def test_blocks_are_shuffled_within_themselves():
-    order = shuffled(23, 5, torch.Generator().manual_seed(0))
-    assert [sorted(block.tolist()) for block in order.split(5)] == [
-        block.tolist() for block in torch.arange(23).split(5)
+    sizes = [5, 7, 0, 11]
+    order = shuffled(sizes, 1, torch.Generator().manual_seed(0))
+    assert [sorted(block.tolist()) for block in order.split(sizes)] == [
+        block.tolist() for block in torch.arange(23).split(sizes)
     ]
     assert not torch.equal(order, torch.arange(23))
+    some = Some(Some(grey(), torch.arange(0, 23, 2)), torch.tensor([1, 5, 11]))
+    assert some.blocks is None and some.name(1) == "picture 10"
 
 
 def test_a_broken_picture_is_named_once_and_the_next_takes_its_place(tmp_path):
@@ -303,14 +359,14 @@ def test_a_broken_picture_is_named_once_and_the_next_takes_its_place(tmp_path):
     images = read(str(tmp_path), Reading(validation=0.2))
     assert [broken.name for broken in images.broken] == [str(tmp_path / "a/1.png")]  # seen without reading it
     for views in (Views(images.splits[split], Preparation(5, 3)) for split in SPLITS):
-        assert sum(len(found) for found, _, _ in views.batches(torch.arange(len(views)), 2)) == len(views) - len(
+        assert sum(len(numbers) for numbers, _, _ in views.batches(torch.arange(len(views)), 2)) == len(views) - len(
             views.broken
         )
     everything = Some(images.splits["train"].whole.whole, torch.arange(11))
     made = Batches(Views(everything, Preparation(5, 3)), Augmentation(), 2, 4, 0)
-    found = [made(step, Part()) for step in range(1, 7)]
-    assert [len(batch.pixels) for batch, _ in found] == [3, 4, 4] * 2  # whatever is broken
-    names = [broken.name for _, told in found for broken in told]
+    steps = [made(step, Part()) for step in range(1, 7)]
+    assert [len(batch.pixels) for batch, _ in steps] == [3, 4, 4] * 2  # whatever is broken
+    names = [broken.name for _, told in steps for broken in told]
     assert sorted(names) == [str(tmp_path / "a/2.png"), str(tmp_path / "b/5.png")]
     for path in tmp_path.rglob("*.png"):
         path.write_bytes(b"broken")

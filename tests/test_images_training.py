@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,9 +24,13 @@ from femixer.tasks.images import run as runs
 from femixer.tasks.images import train
 from femixer.tasks.images.average import averaged, averaging
 from femixer.tasks.images.classifier import Classifier, config_of
-from femixer.tasks.images.experiment import specified
+from femixer.tasks.images.experiment import ENCODERS, specified
+from femixer.tasks.images.figures import confusion, samples, save
 from femixer.tasks.images.fitting import Fitting, averages, error
-from femixer.tasks.images.recipes import with_recipe_of_data
+from femixer.tasks.images.maps import map_figure
+from femixer.tasks.images.pictures import Arrays, Files
+from femixer.tasks.images.preparation import Preparation
+from femixer.tasks.images.recipes import with_recipe_of_data, within_epochs
 from femixer.tasks.images.scoring import Predictions, predicted
 from femixer.tasks.images.source import Images, read
 from femixer.tasks.images.store import KIND, load
@@ -104,7 +109,7 @@ def test_the_saved_model_is_the_best_one_and_has_the_reported_scores(trained, co
     classifier = Classifier.load(trained)
     assert classifier.classes == ("blue", "green", "red")
     images = read(str(colours))
-    scores = predicted(classifier.model, Views(images.splits["test"], classifier.preparation), 5).scores()
+    scores = predicted(classifier.model, Views(images.splits["test"], classifier.preparation), 5, "test").scores()
     assert {name: records(trained)[-1][name] for name in scores} == pytest.approx(scores)
     assert scores["top1"] > 0.6 and scores["top5"] == 1.0
     model = AutoModelForImageClassification.from_pretrained(trained / "model")
@@ -175,6 +180,29 @@ def test_scores_are_shares_of_the_pictures_and_their_mean_loss():
     assert torch.equal(made.confusion(), expected)
 
 
+def test_pictures_of_which_none_can_be_read_are_named(trained):
+    classifier = Classifier.load(trained)
+    empty = Files(Path("nowhere"), ["a.png", "b.png"], torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"none of the 2 validation pictures can be read; of nowhere/a.png: No such"):
+        predicted(classifier.model, Views(empty, classifier.preparation), 5, "validation")
+
+
+def test_names_are_drawn_as_they_are_and_nothing_is_cut_off(tmp_path, trained):
+    classes = ("$x_$", "a_$^", "a class of so many letters")
+    made = Predictions(torch.arange(3), torch.tensor([0, 1, 2]), torch.eye(3)[[0, 2, 1]])
+    views = Views(Arrays(np.zeros((3, 8, 8), np.uint8), torch.arange(3), "black"), Preparation(8, 1))
+    title = "a long title of $x_$ that is wider than the matrix of three classes"
+    drawing = confusion(made, classes, title)
+    save(tmp_path / "confusion.png", drawing)
+    with Image.open(tmp_path / "confusion.png") as file:
+        assert file.width > 120 * drawing.get_axes()[0].title.get_fontsize() / 72 * 0.5 * len(title)
+    save(tmp_path / "predictions.png", samples(made, views, classes, title))
+    classifier = Classifier.load(trained)
+    classifier.model.config.id2label = dict(enumerate(classes))
+    pixels = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
+    save(tmp_path / "maps.png", map_figure(classifier, pixels, [0], title))
+
+
 # Other commands
 
 
@@ -183,14 +211,25 @@ def test_a_model_is_evaluated_on_other_folders(tmp_path, trained, colours, capsy
     assert main([*command, "--data", str(colours)]) == 0
     scores = json.loads((tmp_path / "eval/scores.json").read_text())
     assert scores["loss"] == pytest.approx(records(trained)[-1]["loss"], rel=1e-5) and scores["pictures"] == 6
+    assert main([*command, "--data", str(colours), "--split", "validation"]) == 0  # the part that training held out
+    best = max((r for r in records(trained) if r["split"] == "validation"), key=lambda r: -error(r)[0])
+    scores = json.loads((tmp_path / "eval/scores.json").read_text())
+    assert scores["top1"] == pytest.approx(1 - error(best)[0]) and scores["pictures"] + scores["broken"] == 8
     shown = capsys.readouterr()
     assert f"| {scores['top1']:.2%} | 100.00% |" in shown.out and "red/00.png: the file is empty" in shown.err
     some = paint(tmp_path / "some")
     for path in (some / "blue").iterdir():
         path.unlink()
     (some / "blue").rmdir()  # red is the second class here, and the third of the model
-    assert main([*command, "--data", str(some), "--split", "train"]) == 0
-    assert json.loads((tmp_path / "eval/scores.json").read_text())["top1"] > 0.6
+    assert main([*command, "--data", str(some)]) == 0
+    scores = json.loads((tmp_path / "eval/scores.json").read_text())
+    assert scores["top1"] > 0.6 and scores["pictures"] == 20  # all of them: none was trained on
+    for options, told in (
+        (["--data", str(colours), "--validation", "0.2"], "validation=0.2 is not allowed; choose 0.3, the share"),
+        (["--data", str(paint(tmp_path / "parted/val").parent), "--split", "train"], "choose one that data="),
+    ):
+        assert main([*command, *options]) == 2
+        assert told in capsys.readouterr().err
     (some / "red").rename(some / "pink")
     assert main([*command, "--data", str(some)]) == 2
     assert (
@@ -258,9 +297,9 @@ def test_a_training_that_diverges_is_recorded_with_the_best_weights_before(tmp_p
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ("--models FEM", "model='FEM' is not allowed; choose one of SMAttn, "),
+        ("--models FEM", "model='FEM' is not allowed; choose one of SMAttn, SMAttn+C, "),
         ("--models GLA GLA", "models=('GLA', 'GLA') is not allowed; choose different ones"),
-        ("--models HGRN", "mixer='hgrn' is not allowed"),
+        ("--models HGRN", "model='HGRN' is not allowed; choose one of SMAttn, "),
         ("--preset tiny", "preset='tiny' is not allowed; choose one of deit-tiny"),
         ("--image-size 9", "image_size=9 is not allowed; choose a multiple of patch_size=4"),
         ("--width 9", "dim=9 is not divisible by heads=2"),
@@ -316,6 +355,22 @@ def test_the_papers_recipe_is_deits():
         config = config_of(specified(model, images, 0, sizes, how, views), images)
         assert parameter_count(config) == pytest.approx(expected, rel=0.01)
         assert config.image_size == 224 and config.num_channels == 3
+
+
+def test_a_warm_up_that_was_not_asked_for_is_no_longer_than_training():
+    args = ["--epochs", "3"]
+    assert within_epochs(recipe(*args).training, args).warmup_epochs == 3
+    assert within_epochs(recipe().training, []) == recipe().training
+    for given in (["--warmup-epochs", "4"], ["--warmup_epochs=4"]):
+        with pytest.raises(ValueError, match=r"warmup_epochs=4\.0 is not allowed; choose 0 to 3"):
+            within_epochs(recipe(*args, *given).training, [*args, *given]).validate()
+
+
+@pytest.mark.parametrize("model", ENCODERS)
+def test_every_model_that_is_offered_can_be_an_encoder(model):
+    command, images = recipe(), Images("digits", tuple("0123456789"), {}, "", 1)
+    spec = specified(model, images, 0, command.sizes, command.training, command.augmentation)
+    assert parameter_count(config_of(spec, images)) == pytest.approx(90_000, rel=0.01)
 
 
 def test_the_digits_are_compared_at_equal_parameters_and_never_mirrored():

@@ -13,7 +13,13 @@ from femixer.models.forecast import FEMForecaster  # noqa: E402
 from femixer.models.language import FEMForCausalLM, FEMModel  # noqa: E402
 from femixer.models.presets import PRESETS, VISION_PRESETS, preset  # noqa: E402
 from femixer.models.registration import register  # noqa: E402
-from femixer.models.vision import FEMForImageClassification, FEMVisionConfig, FEMVisionModel  # noqa: E402
+from femixer.models.vision import (  # noqa: E402
+    FEMForImageClassification,
+    FEMVisionConfig,
+    FEMVisionModel,
+    PatchMaps,
+    patch_maps,
+)
 
 register()
 
@@ -28,5 +34,7 @@ __all__ = [
     "FEMModel",
     "FEMVisionConfig",
     "FEMVisionModel",
+    "PatchMaps",
+    "patch_maps",
     "preset",
 ]

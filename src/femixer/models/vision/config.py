@@ -50,6 +50,7 @@ class FEMVisionConfig(PreTrainedConfig):
     dropout: float = 0.0  # of the embedded patches and of both branches of a block
     drop_path: float = 0.0  # chance of the last block's branches to be skipped, rising linearly from 0 at the first
     layer_norm_eps: float = 1e-6
+    initializer_range: float = 0.02  # deviation of the starting weights of patches, MLPs and classes
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.intermediate_size is None:
@@ -66,7 +67,8 @@ class FEMVisionConfig(PreTrainedConfig):
         check(self.positions in POSITIONS, "positions", self.positions, f"one of {', '.join(POSITIONS)}")
         for name in ("dropout", "drop_path", "mixer_dropout"):
             check(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
-        check(self.layer_norm_eps > 0, "layer_norm_eps", self.layer_norm_eps, "a number above 0")
+        for name in ("layer_norm_eps", "initializer_range"):
+            check(getattr(self, name) > 0, name, getattr(self, name), "a number above 0")
         encoders = ("fem", *(name for name, baseline in BASELINES.items() if baseline.encoder))
         for mixer in [self.mixer] if isinstance(self.mixer, str) else self.mixer:
             check(

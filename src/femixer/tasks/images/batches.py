@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -42,9 +43,9 @@ class Batches:
 
     def _order(self, epoch: int) -> Tensor:
         """The pictures of an epoch's places, and the places: [count, 2]."""
-        order = shuffled(len(self.views), self.views.pictures.blocks, generator(self.seed, "order", epoch))
-        pictures = order.repeat_interleave(self.augmentation.repeats)[: len(order)]
-        return torch.stack([pictures, torch.arange(len(order))], 1)
+        sizes = self.views.pictures.blocks or [len(self.views)]
+        pictures = shuffled(sizes, self.augmentation.repeats, generator(self.seed, "order", epoch))
+        return torch.stack([pictures, torch.arange(len(pictures))], 1)
 
     def __call__(self, step: int, part: Part) -> tuple[Batch, list[Broken]]:
         epoch, known = self.epochs.epoch(step), len(self.views.broken)
@@ -60,11 +61,15 @@ class Batches:
         return None if self.views.augmentation is None else generator(self.seed, "picture", epoch, place)
 
 
-def shuffled(count: int, blocks: int | None, drawing: torch.Generator) -> Tensor:
-    """The numbers 0 to count - 1 in random order; with blocks, only within each block of so many."""
-    sizes = [count] if blocks is None else [len(block) for block in torch.arange(count).split(blocks)]
-    starts = [sum(sizes[:number]) for number in range(len(sizes))]
-    return torch.cat([start + torch.randperm(n, generator=drawing) for start, n in zip(starts, sizes, strict=True)])
+def shuffled(sizes: Sequence[int], repeats: int, drawing: torch.Generator) -> Tensor:
+    """The numbers of blocks of these sizes, block after block and in random order within each.
+
+    Where each number comes `repeats` times in a row, a share 1 / repeats of each block is there: of every block, so
+    that no picture of a stream is always left out.
+    """
+    starts = itertools.accumulate(sizes, initial=0)
+    orders = [start + torch.randperm(size, generator=drawing) for start, size in zip(starts, sizes, strict=False)]
+    return torch.cat([order.repeat_interleave(repeats)[: len(order)] for order in orders])
 
 
 class Ahead:

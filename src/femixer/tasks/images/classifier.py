@@ -53,7 +53,8 @@ def configured(spec: Spec, images: Images, **changes: Any) -> Any:
 
 
 def preparation_of(spec: Spec, images: Images) -> Preparation:
-    return Preparation(config_of(spec, images).image_size, images.channels, spec.eval_crop)
+    size = config_of(spec, images).image_size
+    return Preparation(size, images.channels, spec.eval_crop, images.whole, images.validation)
 
 
 @dataclass(frozen=True)

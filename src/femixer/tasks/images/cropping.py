@@ -15,7 +15,7 @@ ASPECTS = (3 / 4, 4 / 3)
 TRIES = 10
 
 
-def resized(picture: Picture, width: int, height: int, box: tuple[int, int, int, int] | None = None) -> Picture:
+def resized(picture: Picture, width: int, height: int, box: tuple[float, ...] | None = None) -> Picture:
     """A part of the picture, left, top, right, bottom, at another size, bicubic."""
     if box is None and picture.size == (width, height):
         return picture
@@ -27,9 +27,13 @@ def middle(picture: Picture, size: int, share: float) -> Picture:
     shorter = round(size / share)
     scale = shorter / min(picture.size)
     width, height = (max(shorter, round(side * scale)) for side in picture.size)
+    if (width, height) == (size, size):
+        return resized(picture, size, size)
+    # The same pixels as of the whole picture at that size, which a very long one would fill the memory with.
     left, top = (width - size) // 2, (height - size) // 2
-    whole = resized(picture, width, height)
-    return whole if whole.size == (size, size) else whole.crop((left, top, left + size, top + size))
+    across, down = picture.width, picture.height
+    box = left * across / width, top * down / height, (left + size) * across / width, (top + size) * down / height
+    return resized(picture, size, size, box)
 
 
 def random_crop(picture: Picture, size: int, smallest: float, generator: Generator) -> Picture:

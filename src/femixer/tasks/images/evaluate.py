@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,13 +15,14 @@ from femixer.options import check, parse
 from femixer.tasks.images.classifier import Classifier
 from femixer.tasks.images.decode import Picture
 from femixer.tasks.images.figures import CONFUSION, PREDICTIONS, confusion, samples, save
-from femixer.tasks.images.pictures import Pictures
+from femixer.tasks.images.pictures import Joined, Pictures
 from femixer.tasks.images.scoring import Predictions, predicted
-from femixer.tasks.images.source import DIGITS, Images, Reading, read
+from femixer.tasks.images.source import DIGITS, Images, Reading, found
 from femixer.tasks.images.views import Views
 from femixer.training import atomic
 
 SCORES = "scores.json"
+Split = Literal["train", "validation", "test", "all"]
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,9 @@ class Command:
     """Model folder, or results folder of `femixer vision train`."""
     data: str = DIGITS
     """A folder with a folder per class (train/ and val/ in it, or one that is divided), datasets:NAME, or digits."""
-    split: Literal["train", "validation", "test"] = "test"
-    """Part of the pictures."""
+    split: Split | None = None
+    """Part of the pictures; by default test, but all of pictures that come in one part and that the model was not
+    trained on."""
     batch: int = 256
     """Pictures that are computed at once."""
     threads: int | None = None
@@ -54,7 +56,7 @@ class Renamed:
     labels: Sequence[int]
 
     @property
-    def blocks(self) -> int | None:
+    def blocks(self) -> Sequence[int] | None:
         return self.whole.blocks
 
     def __len__(self) -> int:
@@ -68,11 +70,36 @@ class Renamed:
         return picture, self.labels[label]
 
 
-def renamed(images: Images, classes: Sequence[str], split: str) -> Pictures:
+@dataclass(frozen=True)
+class Chosen:
+    """Pictures to evaluate a model on."""
+
+    images: Images
+    split: str
+    views: Views
+
+
+def choose(classifier: Classifier, data: str, reading: Reading, split: Split | None = None) -> Chosen:
+    """Of pictures that the model was trained on, the parts are those of its training."""
+    trained = classifier.preparation
+    given = reading.validation
+    share = trained.validation if given is None else given
+    images = found(data, replace(reading, validation=share), trained.channels)
+    seen = images.whole == trained.pictures
+    allowed = f"{trained.validation}, the share with which the model was trained on these pictures, or none"
+    check(not seen or given is None or images.validation == trained.validation, "validation", given, allowed)
+    name = split or ("all" if images.one_part and not seen else "test")
+    there = [each for each, pictures in images.splits.items() if len(pictures) > 0]
+    check(name in (*there, "all"), "split", name, f"one that data={data!r} has: {', '.join(there)} or all")
+    parts = [images.splits[each] for each in (there if name == "all" else [name])]
+    return Chosen(images, name, Views(renamed(images, classifier.classes, Joined(parts)), trained))
+
+
+def renamed(images: Images, classes: Sequence[str], pictures: Pictures) -> Pictures:
     known = {name: label for label, name in enumerate(classes)}
     for name in images.classes:
         check(name in known, "data", name, f"pictures of the model's classes: {', '.join(classes)}")
-    return Renamed(images.splits[split], [known[name] for name in images.classes])
+    return Renamed(pictures, [known[name] for name in images.classes])
 
 
 def run(command: Command) -> tuple[Predictions, Views]:
@@ -81,10 +108,10 @@ def run(command: Command) -> tuple[Predictions, Views]:
     if command.threads is not None:
         torch.set_num_threads(command.threads)
     classifier = Classifier.load(command.model)
-    images = read(command.data, command.reading, classifier.preparation.channels)
-    views = Views(renamed(images, classifier.classes, command.split), classifier.preparation)
-    predictions = predicted(classifier.model, views, command.batch)
-    write(command, predictions, views, classifier.classes, f"{command.model.name} on {images.name}, {command.split}")
+    chosen = choose(classifier, command.data, command.reading, command.split)
+    images, views = chosen.images, chosen.views
+    predictions = predicted(classifier.model, views, command.batch, chosen.split)
+    write(command, predictions, views, classifier.classes, f"{command.model.name} on {images.name}, {chosen.split}")
     for broken in (*images.broken, *views.broken.values()):
         print(f"skipped: {broken.name}: {broken.reason}", file=sys.stderr)
     return predictions, views

@@ -6,10 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from femixer.baselines import BASELINES
 from femixer.models.named import NAMED
 from femixer.options import check
 from femixer.tasks.images.augmentation import Augmentation
 from femixer.tasks.images.source import Images
+
+ENCODERS = {
+    name: fields for name, fields in NAMED.items() if fields["mixer"] == "fem" or BASELINES[fields["mixer"]].encoder
+}
+"""The models of NAMED that can be encoders; the others are causal by definition."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,7 @@ class Spec:
 def specified(
     model: str, images: Images, seed: int, sizes: Sizes, training: Training, augmentation: Augmentation
 ) -> Spec:
-    check(model in NAMED, "model", model, f"one of {', '.join(NAMED)}")
+    check(model in ENCODERS, "model", model, f"one of {', '.join(ENCODERS)}")
     check(seed >= 0, "seed", seed, "a whole number of at least 0")
     check(sizes.parameters is None or sizes.parameters > 0, "parameters", sizes.parameters, "a whole number above 0")
     deviation = sizes.initializer_range
@@ -126,7 +132,7 @@ def specified(
     training.validate()
     augmentation.validate()
     fields = {
-        **NAMED[model],
+        **ENCODERS[model],
         **sizes.fields(),
         "num_channels": images.channels,
         "drop_path": training.drop_path,

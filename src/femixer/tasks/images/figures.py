@@ -17,6 +17,8 @@ from femixer.training.results import Record
 CONFUSION, PREDICTIONS = "confusion.png", "predictions.png"
 BLUE, VERMILION, GREY = "#0072B2", "#D55E00", "0.45"
 """Of Okabe and Ito, told apart with every kind of colour vision."""
+TITLE = {"fontsize": 10, "ha": "left", "parse_math": False}
+"""Of what names data or classes: there a $ is a $."""
 NUMBERED = 30
 """Classes up to which a confusion matrix has numbers and names."""
 COLUMNS, ROWS = 8, 4
@@ -29,7 +31,7 @@ def figure(width: float, height: float) -> Any:
 
 def save(path: Path, drawing: Any) -> None:
     with atomic.replacing(path) as partial:
-        drawing.savefig(partial, format="png")
+        drawing.savefig(partial, format="png", bbox_inches="tight")  # long names may need more room than was planned
 
 
 def curves(record: Record, title: str) -> Any:
@@ -50,7 +52,7 @@ def curves(record: Record, title: str) -> Any:
         axes.grid(color="0.9")
         axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    drawing.suptitle(f"{title}: test accuracy {record['top1']:.2%}", fontsize=10, x=0.01, ha="left")
+    drawing.suptitle(f"{title}: test accuracy {record['top1']:.2%}", x=0.01, **TITLE)
     return drawing
 
 
@@ -65,10 +67,15 @@ def confusion(predictions: Predictions, classes: Sequence[str], title: str) -> A
     shown = axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
     axes.set(xlabel="predicted", ylabel="true")
     right = counts.diagonal().sum() / counts.sum()
-    axes.set_title(f"{title}: {right:.2%} right", loc="left", fontsize=10)
+    axes.set_title(f"{title}: {right:.2%} right", loc="left", **TITLE)
     if few:
-        axes.set_xticks(range(len(classes)), shortened(classes), rotation=90 if long(classes) else 0)
-        axes.set_yticks(range(len(classes)), shortened(classes))
+        axes.set_xticks(range(len(classes)), shortened(classes), rotation=90 if long(classes) else 0, parse_math=False)
+        axes.set_yticks(range(len(classes)), shortened(classes), parse_math=False)
+        between = [number + 0.5 for number in range(len(classes) - 1)]
+        axes.set_xticks(between, minor=True)
+        axes.set_yticks(between, minor=True)
+        axes.grid(which="minor", color="0.85", linewidth=0.5)
+        axes.tick_params(which="minor", length=0)
         for true, predicted in counts.nonzero().tolist():
             colour = "white" if shares[true, predicted] > 0.5 else "black"
             number = int(counts[true, predicted])
@@ -98,8 +105,9 @@ def samples(predictions: Predictions, views: Views, classes: Sequence[str], titl
             f"✓ {names[true]}" if good else f"✗ {names[predicted]}\nis {names[true]}",
             fontsize=9 if not long(names) else 7,
             color=BLUE if good else VERMILION,
+            parse_math=False,
         )
-    drawing.suptitle(f"{title}: {len(wrong)} of {len(predictions.labels)} wrong", fontsize=10, x=0.01, ha="left")
+    drawing.suptitle(f"{title}: {len(wrong)} of {len(predictions.labels)} wrong", x=0.01, **TITLE)
     return drawing
 
 

@@ -68,7 +68,7 @@ def fitted(
         diverged = str(error)
     step = run.best.load()
     run.model.eval()
-    predictions = predicted(run.model, views["test"], WIDER * spec.training.batch)
+    predictions = predicted(run.model, views["test"], WIDER * spec.training.batch, "test")
     metrics = run.with_test(predictions)
     predictions = predictions.gathered()
     return Fitted(
@@ -135,7 +135,8 @@ class Fitting:
         return [record]
 
     def score(self, model: Any) -> dict[str, float]:
-        return predicted(model, self.views["validation"], WIDER * self.spec.training.batch).scores()
+        batch = WIDER * self.spec.training.batch
+        return predicted(model, self.views["validation"], batch, "validation").scores()
 
     def better(self) -> dict[str, Tensor]:
         """The weights of the last evaluation, or their average if that was better."""

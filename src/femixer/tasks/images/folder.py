@@ -1,60 +1,78 @@
 """Pictures in folders, one folder per class, as ImageNet's are laid out.
 
-root/train/CLASS/*.jpg and root/val/CLASS/*.jpg (or validation, test), or root/CLASS/*.jpg, which is then divided.
+root/train/CLASS/*.jpg and root/val/CLASS/*.jpg (or validation, test), or root/CLASS/*.jpg, which is then divided. To be
+evaluated on, one of these parts will do.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from femixer.optional import require
-from femixer.options import check
 from femixer.tasks.images.pictures import Files, Pictures
-from femixer.tasks.images.source import NAMES, SPLITS, Broken, Images, Reading, divided, fingerprint, held_out
+from femixer.tasks.images.source import NAMES, Broken, Images, Reading, divided, fingerprint, held_out
 
+HOLDING_OUT = ({"train", "validation"}, {"train", "test"})
+"""Parts of which the one besides train is for the final test, and is not looked at before."""
 LAYOUT = "expected are train/CLASS/*.jpg with val/CLASS/*.jpg (or validation, test), or CLASS/*.jpg"
 
 
 def read_folder(root: Path, reading: Reading, channels: int) -> Images:
-    """The classes are the names of the folders of the training part, in alphabetical order."""
+    """The classes are the names of the folders of the training part, if there is one, in alphabetical order."""
     parts = parts_of(root)
-    classes = classes_of(parts.get("train", root))
+    learned = [parts["train"]] if "train" in parts else [*parts.values()] or [root]
+    classes = tuple(sorted({name for folder in learned for name in classes_of(folder)}))
     broken: list[Broken] = []
-    found = {split: files(folder, classes, broken) for split, folder in parts.items()}
-    whole = found.get("train") or files(root, classes, broken)
-    if "train" not in found:
-        splits = divided(whole, whole.labels, reading.validation)
-    elif "test" not in found:  # the one other part is for the final test, and is not looked at before
-        splits = {**held_out(whole, whole.labels, reading.validation), "test": found["validation"]}
+    parted = {split: files(folder, classes, broken) for split, folder in parts.items()}
+    if parts:
+        train, splits = parted.get("train"), arranged(parted, reading.share)
     else:
-        own = {"train": whole, "validation": found["validation"]} if "validation" in found else None
-        splits = {**(own or held_out(whole, whole.labels, reading.validation)), "test": found["test"]}
-    for split in SPLITS:
-        check(len(splits[split]) > 0, "data", str(root), f"a folder with more pictures: none are left for {split}")
-    return Images(root.resolve().name, classes, splits, hash_of(root, splits), channels, tuple(broken))
+        train = files(root, classes, broken)
+        splits = divided(train, train.labels, reading.share)
+    if train is not None:
+        check_classes(train, classes)
+    names = [os.path.relpath(pictures.name(i), root) for pictures in splits.values() for i in range(len(pictures))]
+    return Images(
+        root.resolve().name,
+        classes,
+        splits,
+        fingerprint("\n".join(names).encode(), splits),  # of names, which decide the parts; a folder may be moved
+        channels,
+        tuple(broken),
+        whole=fingerprint("\n".join(sorted(names)).encode()),
+        validation=reading.share if not parts or {*parts} in HOLDING_OUT else None,
+        one_part=not parts or {*parts} == {"train"},
+    )
+
+
+def arranged(parts: Mapping[str, Files], share: float) -> dict[str, Pictures]:
+    """train, validation and test, of those that there are."""
+    if {*parts} == {"validation"}:
+        return {"test": parts["validation"]}
+    if {*parts} not in HOLDING_OUT:
+        return {**parts}
+    train, (other,) = parts["train"], (part for split, part in parts.items() if split != "train")
+    return {**held_out(train, train.labels, share), "test": other}
 
 
 def parts_of(root: Path) -> dict[str, Path]:
-    """train, validation, test -> its folder, those that there are; none if the classes are in the root itself."""
+    """train, validation, test -> its folder, those that there are; none if the classes are in the root itself.
+
+    Without train, `test` may be the name of a class, beside others.
+    """
     folders = {folder.name.lower(): folder for folder in subfolders(root)}
     parts = {split: folders[name] for split, names in NAMES.items() for name in names if name in folders}
-    if "train" not in parts:
-        return {}
-    if len(parts) == 1:
-        raise ValueError(f"{parts['train']} has no val, validation or test folder beside it; {LAYOUT}")
-    return parts
+    return parts if "train" in parts or len(parts) == len(folders) else {}
 
 
 def classes_of(folder: Path) -> tuple[str, ...]:
     classes = tuple(sub.name for sub in subfolders(folder))
     if not classes:
         raise ValueError(f"{folder} has no folders, one per class; {LAYOUT}")
-    if len(classes) == 1:
-        raise ValueError(f"{folder} has one class only, {classes[0]}; a classifier needs two or more; {LAYOUT}")
     return classes
 
 
@@ -80,6 +98,13 @@ def files(folder: Path, classes: Sequence[str], broken: list[Broken]) -> Files:
     return Files(folder, paths, torch.tensor(labels))
 
 
+def check_classes(pictures: Files, classes: Sequence[str]) -> None:
+    """Raise a ValueError that names a class without pictures."""
+    for label, name in enumerate(classes):
+        if not (pictures.labels == label).any():
+            raise ValueError(f"{pictures.root / name} has no pictures; a class must have some, or no folder")
+
+
 def readable(folder: Path, root: Path, broken: list[Broken]) -> Iterator[str]:
     """Files below a class's folder whose ending is one of Pillow's, by name, as paths from the root."""
     image = require("PIL.Image", "vision")
@@ -94,9 +119,3 @@ def readable(folder: Path, root: Path, broken: list[Broken]) -> Iterator[str]:
                 broken.append(Broken(str(path), "the file is empty"))
             else:
                 yield path.relative_to(root).as_posix()
-
-
-def hash_of(root: Path, splits: dict[str, Pictures]) -> str:
-    """Of the names, which also decide the parts; a folder may be moved."""
-    names = (os.path.relpath(pictures.name(i), root) for pictures in splits.values() for i in range(len(pictures)))
-    return fingerprint("\n".join(names).encode(), splits)

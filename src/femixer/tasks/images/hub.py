@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,11 +68,16 @@ class Stream:
     columns: Columns
     title: str
     count: int
-    blocks: int
+    buffer: int
+    """Rows of a block."""
     block: list[Any] = field(default_factory=list)
     number: int = -1
     """Of the block that is held."""
     coming: Iterator[Any] | None = None
+
+    @property
+    def blocks(self) -> Sequence[int]:
+        return [min(self.buffer, self.count - begin) for begin in range(0, self.count, self.buffer)]
 
     def __len__(self) -> int:
         return self.count
@@ -81,7 +86,7 @@ class Stream:
         return f"{self.title} row {index}"
 
     def read(self, index: int, channels: int) -> tuple[Picture, int]:
-        number, place = divmod(index, self.blocks)
+        number, place = divmod(index, self.buffer)
         if number != self.number:
             self._hold(number)
         check(place < len(self.block), "data", self.title, f"a data set of {self.count} rows, as it says it has")
@@ -92,7 +97,7 @@ class Stream:
         if self.coming is None or skipped < 0:
             self.coming, skipped = iter(self.rows), number
         self.block = []  # before the next one is there: two would be twice the memory
-        self.block = [*itertools.islice(self.coming, skipped * self.blocks, (skipped + 1) * self.blocks)]
+        self.block = [*itertools.islice(self.coming, skipped * self.buffer, (skipped + 1) * self.buffer)]
         self.number = number
 
 
@@ -109,16 +114,23 @@ def read_dataset(data: str, reading: Reading, channels: int) -> Images:
         for split, name in names.items()
         if split == "train" or not hidden(found[name], columns)
     }
-    splits = arranged(parts, reading)
-    for split in SPLITS:
-        check(len(splits[split]) > 0, "data", data, f"a data set with more pictures: none are left for {split}")
+    splits = arranged(parts, reading.share)
     address = data.removeprefix(PREFIX)
     content = repr((address, columns.classes)).encode()
     labels = [labels_of(pictures) for pictures in parts.values() if isinstance(pictures, Table)]
     for each in labels:
         content += each.numpy().tobytes()
     name = Path(address.partition(":")[0].partition("@")[0]).name
-    return Images(name, columns.classes, splits, fingerprint(content, splits), channels)
+    return Images(
+        name,
+        columns.classes,
+        splits,
+        fingerprint(content, splits),
+        channels,
+        whole=fingerprint(content),
+        validation=None if {*SPLITS} <= {*parts} else reading.share,
+        one_part=len(parts) == 1,
+    )
 
 
 def opened(data: str, streaming: bool) -> Mapping[str, Any]:
@@ -149,7 +161,7 @@ def part(rows: Any, columns: Columns, title: str, reading: Reading) -> Pictures:
     return Stream(rows, columns, title, count, reading.buffer)
 
 
-def arranged(parts: Mapping[str, Pictures], reading: Reading) -> dict[str, Pictures]:
+def arranged(parts: Mapping[str, Pictures], share: float) -> dict[str, Pictures]:
     """train, validation and test, of those that there are."""
     train = parts["train"]
     test = parts.get("test") or parts.get("validation")
@@ -158,12 +170,12 @@ def arranged(parts: Mapping[str, Pictures], reading: Reading) -> dict[str, Pictu
     if isinstance(train, Table):
         labels = labels_of(train)
         if test is None:
-            return divided(train, labels, reading.validation)
-        return {**held_out(train, labels, reading.validation), "test": test}
+            return divided(train, labels, share)
+        return {**held_out(train, labels, share), "test": test}
     if test is None:
         raise ValueError("a stream must have a part called test or validation; without --streaming one is cut off")
     # The labels of a stream are not known beforehand: every so many rows, instead of a share of each class.
-    every = max(2, round(1 / reading.validation))
+    every = max(2, round(1 / share))
     numbers = torch.arange(len(train))
     held = numbers % every == every - 1
     return {"train": Some(train, numbers[~held]), "validation": Some(train, numbers[held]), "test": test}
@@ -191,20 +203,14 @@ def columns_of(rows: Any, data: str, reading: Reading) -> Columns:
     usual = [name for name in LABELS if name in features]
     label = reading.label_column or (typed[0] if len(typed) == 1 else next(iter(usual), None))
     check(label in features, "label_column", label, f"a column of labels, out of {', '.join(features)}")
-    return Columns(str(image), str(label), class_names(rows, str(label), data))
+    return Columns(str(image), str(label), class_names(rows, str(label)))
 
 
-def class_names(rows: Any, label: str, data: str) -> tuple[str, ...]:
+def class_names(rows: Any, label: str) -> tuple[str, ...]:
     kind = rows.features[label]
     if hasattr(kind, "names"):
-        classes = tuple(kind.names)
-    else:
-        numbers = kind.dtype.startswith(("int", "uint")) and hasattr(rows, "with_format") and hasattr(rows, "__len__")
-        check(
-            numbers, "label_column", label, "a column of ClassLabels, or of whole numbers 0, 1, ... (not as a stream)"
-        )
-        largest = int(np.max(np.asarray(rows.with_format("numpy")[label])))
-        classes = tuple(str(number) for number in range(largest + 1))
-    if len(classes) < 2:
-        raise ValueError(f"data={data!r} has one class only; a classifier needs two or more")
-    return classes
+        return tuple(kind.names)
+    numbers = kind.dtype.startswith(("int", "uint")) and hasattr(rows, "with_format") and hasattr(rows, "__len__")
+    check(numbers, "label_column", label, "a column of ClassLabels, or of whole numbers 0, 1, ... (not as a stream)")
+    largest = int(np.max(np.asarray(rows.with_format("numpy")[label])))
+    return tuple(str(number) for number in range(largest + 1))

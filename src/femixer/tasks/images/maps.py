@@ -16,11 +16,11 @@ from femixer.models.vision.reading import PatchMaps, patch_maps
 from femixer.options import check, parse
 from femixer.tasks.images.classifier import Classifier
 from femixer.tasks.images.decode import Unreadable, decoded
-from femixer.tasks.images.evaluate import renamed
-from femixer.tasks.images.figures import displayed, figure, save, shortened
+from femixer.tasks.images.evaluate import choose
+from femixer.tasks.images.figures import TITLE, displayed, figure, save, shortened
 from femixer.tasks.images.preparation import as_tensor
-from femixer.tasks.images.source import DIGITS, Reading, read
-from femixer.tasks.images.views import Views, stacked
+from femixer.tasks.images.source import DIGITS, Reading
+from femixer.tasks.images.views import stacked
 
 MAPS = "maps.png"
 CHANNELS = 5
@@ -55,7 +55,7 @@ class Command:
     model: Path = Path("results/vision")
     """Model folder, or results folder of `femixer vision train`."""
     images: tuple[Path, ...] = ()
-    """Files with pictures; without any, the first ones of the test part of --data are taken."""
+    """Files with pictures; without any, the first ones of --data that `femixer vision eval` scores by default."""
     data: str = DIGITS
     """A folder with a folder per class (train/ and val/ in it, or one that is divided), datasets:NAME, or digits."""
     count: int = 6
@@ -84,15 +84,12 @@ def map_figure(
     for axes, name in zip(panels[0], names, strict=True):
         axes.set_title(name, fontsize=9)
     for number, row in enumerate(panels):
-        row[0].set_ylabel(
-            caption(classifier, predictions[number], None if labels is None else labels[number]), fontsize=9
-        )
+        told = caption(classifier, predictions[number], None if labels is None else labels[number])
+        row[0].set_ylabel(told, fontsize=9, parse_math=False)
         for axes, own in zip(row, [None, *weights[number]], strict=True):
             draw(axes, pixels[number], own)
     layer = choice.layer % model.config.num_hidden_layers
-    drawing.suptitle(
-        f"{title}: patches read in layer {layer} (full colour: {FULL} x an even share)", fontsize=10, x=0.01, ha="left"
-    )
+    drawing.suptitle(f"{title}: patches read in layer {layer} (full colour: {FULL} x an even share)", x=0.01, **TITLE)
     return drawing
 
 
@@ -144,8 +141,7 @@ def run(command: Command) -> None:
             [as_tensor(preparation.fixed(opened(path, preparation.channels))) for path in command.images]
         )
     else:
-        images = read(command.data, command.reading, preparation.channels)
-        views = Views(renamed(images, classifier.classes, "test"), preparation)
+        views = choose(classifier, command.data, command.reading).views
         found = [view for number in range(min(command.count, len(views))) if (view := views.read(number)) is not None]
         for broken in views.broken.values():
             print(f"skipped: {broken.name}: {broken.reason}", file=sys.stderr)

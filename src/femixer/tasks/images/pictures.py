@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from femixer.optional import require
@@ -18,8 +19,8 @@ class Pictures(Protocol):
     """N pictures in a fixed order."""
 
     @property
-    def blocks(self) -> int | None:
-        """Pictures that can be read in any order at a time; None: all of them."""
+    def blocks(self) -> Sequence[int] | None:
+        """Sizes of the blocks, one after the other, within which any order is read well; None: one block of all."""
 
     def __len__(self) -> int: ...
 
@@ -70,6 +71,37 @@ class Files:
 
 
 @dataclass(frozen=True)
+class Joined:
+    """The pictures of several parts, one part after the other."""
+
+    parts: Sequence[Pictures]
+
+    @property
+    def blocks(self) -> Sequence[int] | None:
+        if all(part.blocks is None for part in self.parts):
+            return None
+        return [size for part in self.parts for size in part.blocks or [len(part)]]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def name(self, index: int) -> str:
+        part, place = self._place(index)
+        return part.name(place)
+
+    def read(self, index: int, channels: int) -> tuple[Picture, int]:
+        part, place = self._place(index)
+        return part.read(place, channels)
+
+    def _place(self, index: int) -> tuple[Pictures, int]:
+        for part in self.parts:
+            if index < len(part):
+                return part, index
+            index -= len(part)
+        raise IndexError(index)
+
+
+@dataclass(frozen=True)
 class Some:
     """Those of `whole` with the given numbers [n], which rise."""
 
@@ -77,8 +109,13 @@ class Some:
     numbers: Tensor
 
     @property
-    def blocks(self) -> int | None:
-        return self.whole.blocks
+    def blocks(self) -> Sequence[int] | None:
+        """Those of the whole, each without the pictures that are left out."""
+        sizes = self.whole.blocks
+        if sizes is None:
+            return None
+        ends = torch.tensor([*sizes]).cumsum(0)
+        return torch.bincount(torch.bucketize(self.numbers, ends, right=True), minlength=len(ends)).tolist()
 
     def __len__(self) -> int:
         return len(self.numbers)

@@ -1,9 +1,9 @@
-"""How a model wants its pictures: the size, the channels and the scale of the pixels."""
+"""How a model wants its pictures: the size, the channels and the scale of the pixels; and which it has learned from."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,10 @@ class Preparation:
     channels: int
     crop: float = 1.0
     """Share of the shorter side that evaluation sees: it is made size / crop long, and the middle is taken."""
+    pictures: str | None = None
+    """Which ones the model was trained on: their `Images.whole`."""
+    validation: float | None = None
+    """Share of them that was held out of training; None: they have a validation part."""
 
     def fixed(self, picture: Picture) -> Picture:
         """The view that evaluation has of a picture."""
@@ -52,7 +56,7 @@ class Preparation:
         path = folder / FILE
         check(path.is_file(), "model", str(folder), f"a model of `femixer vision train`, which has {FILE}")
         about = json.loads(path.read_text(encoding="utf-8"))
-        return cls(about["size"], about["channels"], about["crop"])
+        return cls(**{each.name: about[each.name] for each in fields(cls) if each.name in about})
 
 
 def as_tensor(picture: Picture) -> Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
+from femixer.tasks.images.experiment import Training
 from femixer.tasks.images.source import DIGITS
 from femixer.training.recipe import apply, with_recipe
 
@@ -12,6 +14,14 @@ Options = TypeVar("Options")
 
 FOLDERS = "images"
 """For pictures of one's own, that are neither the digits nor ImageNet."""
+
+
+def within_epochs(training: Training, args: Sequence[str]) -> Training:
+    """A warm-up that only the recipe asks for lasts no longer than training."""
+    given = any(arg.partition("=")[0].replace("_", "-") == "--warmup-epochs" for arg in args)
+    if given or training.warmup_epochs <= training.epochs:
+        return training
+    return replace(training, warmup_epochs=float(training.epochs))
 
 
 def with_recipe_of_data(default: Options, args: Sequence[str]) -> tuple[Options, list[str]]:

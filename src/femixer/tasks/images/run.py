@@ -14,7 +14,7 @@ from femixer.tasks.images.classifier import config_of
 from femixer.tasks.images.experiment import Sizes, Training, specified
 from femixer.tasks.images.fitting import Loading
 from femixer.tasks.images.job import Job
-from femixer.tasks.images.recipes import with_recipe_of_data
+from femixer.tasks.images.recipes import with_recipe_of_data, within_epochs
 from femixer.tasks.images.source import DIGITS, Reading, read
 from femixer.tasks.images.store import KIND
 from femixer.tasks.images.table import ORDER, markdown, tabulate
@@ -97,6 +97,8 @@ def run(command: Command) -> int:
 def main(args: Sequence[str]) -> int:
     default, args = with_recipe_of_data(Command(), args)
     command = parse(Command, args, "vision run", default)
+    training = within_epochs(command.experiment.training, args)
+    command = replace(command, experiment=replace(command.experiment, training=training))
     try:
         return run(command)
     except KeyboardInterrupt:

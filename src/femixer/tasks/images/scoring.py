@@ -41,8 +41,6 @@ class Predictions:
         sums = [F.cross_entropy(self.logits, self.labels, reduction="sum").item() if count else 0.0]
         sums += [nearest[:, 0].sum().item(), nearest.sum().item()]
         *means, total = distributed.total(*sums, count)
-        if total == 0:
-            raise ValueError("none of the pictures of a part can be read")
         loss, top1, top5 = (value / total for value in means)
         return {"loss": loss, "top1": top1, "top5": top5}
 
@@ -58,11 +56,14 @@ class Predictions:
 
 
 @torch.no_grad()
-def predicted(model: Any, views: Views, batch: int) -> Predictions:
-    """This process's share of the pictures."""
+def predicted(model: Any, views: Views, batch: int, part: str) -> Predictions:
+    """This process's share of the pictures. Called in all processes at once; part: the name of the pictures."""
     device = next(model.parameters()).device
     begin, end = (len(views) * at // distributed.world() for at in (distributed.rank(), distributed.rank() + 1))
     found = [*_found(model, views, torch.arange(begin, end), batch, device)]
+    if distributed.total(len(found)) == [0]:
+        first = next((f"; of {each.name}: {each.reason}" for each in views.broken.values()), "")
+        raise ValueError(f"none of the {len(views)} {part} pictures can be read{first}")
     if not found:
         empty = torch.zeros(0, dtype=torch.long)
         return Predictions(empty, empty, torch.zeros(0, model.config.num_labels))

@@ -20,6 +20,8 @@ DIGITS = "digits"
 PREFIX = "datasets:"
 TEST_SHARE = 0.2
 """Of the pictures, where they come in one part."""
+HELD_OUT = 0.1
+"""Of the training pictures, where they have no validation part."""
 SPLITS = ("train", "validation", "test")
 NAMES = {
     "train": ("train", "training"),
@@ -33,9 +35,9 @@ NAMES = {
 class Reading:
     """How pictures are read."""
 
-    validation: float = 0.1
+    validation: float | None = None
     """Share of the training pictures, of each class alike, that is held out to choose the best weights by, where the
-    data have no validation part of their own."""
+    data have no validation part of their own; by default 0.1, or what the model to be evaluated was trained with."""
     image_column: str | None = None
     """Column of the pictures of a `datasets:` data set, by default the first one of its image type."""
     label_column: str | None = None
@@ -45,8 +47,13 @@ class Reading:
     buffer: int = 10_000
     """Pictures of a stream that are shuffled together."""
 
+    @property
+    def share(self) -> float:
+        """That is held out."""
+        return HELD_OUT if self.validation is None else self.validation
+
     def validate(self) -> None:
-        check(0 < self.validation < 1, "validation", self.validation, "a share between 0 and 1")
+        check(0 < self.share < 1, "validation", self.validation, "a share between 0 and 1")
         check(self.buffer > 0, "buffer", self.buffer, "a whole number above 0")
 
 
@@ -60,7 +67,7 @@ class Broken:
 
 @dataclass(frozen=True)
 class Images:
-    """Pictures in their three parts."""
+    """Pictures in their parts."""
 
     name: str
     classes: tuple[str, ...]
@@ -70,6 +77,12 @@ class Images:
     channels: int
     broken: Sequence[Broken] = field(default_factory=tuple)
     """What was seen to be no picture without reading it."""
+    whole: str = ""
+    """A hash of the pictures, however they are divided."""
+    validation: float | None = None
+    """Share of the training pictures that is held out; None: the data have a validation part, or no training part."""
+    one_part: bool = False
+    """Do they come in one part, which is divided here?"""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -77,7 +90,23 @@ class Images:
 
 
 def read(data: str, reading: Reading | None = None, channels: int | None = None) -> Images:
-    """The pictures that `data` names: digits, a folder, or datasets:NAME[@REVISION][:CONFIG].
+    """The pictures that `data` names, in the three parts that a training needs."""
+    images = found(data, reading, channels)
+    if len(images.classes) < 2:
+        raise ValueError(
+            f"data={data!r} has one class only, {', '.join(images.classes)}; a classifier needs two or more"
+        )
+    if "train" not in images.splits or "test" not in images.splits:
+        there = " and ".join(images.splits)
+        needed = "a training and another part (val, validation or test), or all pictures in one"
+        raise ValueError(f"data={data!r} has only a part for {there}; training needs {needed}")
+    for split in SPLITS:
+        check(len(images.splits[split]) > 0, "data", data, f"more pictures: none are left for {split}")
+    return images
+
+
+def found(data: str, reading: Reading | None = None, channels: int | None = None) -> Images:
+    """The pictures that `data` names, in whatever parts: digits, a folder, or datasets:NAME[@REVISION][:CONFIG].
 
     channels: 1 for grey, 3 for colours; by default 1 for the digits and 3 otherwise.
     """
@@ -93,7 +122,7 @@ def read(data: str, reading: Reading | None = None, channels: int | None = None)
     for name in ("image_column", "label_column"):
         value = getattr(reading, name)
         check(value is None, name, value, f"None for data={data!r}: only {PREFIX}NAME has columns")
-    if data == DIGITS and not Path(data).is_dir():
+    if data == DIGITS:  # whatever the folder one is in holds; ./digits is a folder
         return read_digits(reading, channels or 1)
     if not Path(data).is_dir():
         named = f"{DIGITS}, which needs no file, a folder with a folder per class, or {PREFIX}NAME[@REVISION][:CONFIG]"
@@ -103,12 +132,22 @@ def read(data: str, reading: Reading | None = None, channels: int | None = None)
 
 def read_digits(reading: Reading, channels: int) -> Images:
     """1797 digits of 8 x 8 pixels and 17 levels of grey, from scikit-learn: 80 % and 20 %, of each class alike."""
-    found = require("sklearn.datasets", "vision").load_digits()
-    pixels = np.rint(found.images * (255 / 16)).astype(np.uint8)
-    whole = Arrays(pixels, torch.from_numpy(found.target).long(), "digit")
-    splits = divided(whole, whole.labels, reading.validation)
-    classes = tuple(str(name) for name in found.target_names)
-    return Images(DIGITS, classes, splits, fingerprint(pixels.tobytes(), splits), channels)
+    digits = require("sklearn.datasets", "vision").load_digits()
+    pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)
+    whole = Arrays(pixels, torch.from_numpy(digits.target).long(), "digit")
+    splits = divided(whole, whole.labels, reading.share)
+    classes = tuple(str(name) for name in digits.target_names)
+    content = pixels.tobytes()
+    return Images(
+        DIGITS,
+        classes,
+        splits,
+        fingerprint(content, splits),
+        channels,
+        whole=fingerprint(content),
+        validation=reading.share,
+        one_part=True,
+    )
 
 
 def divided(whole: Pictures, labels: Tensor, validation: float) -> dict[str, Pictures]:
@@ -123,7 +162,9 @@ def held_out(train: Pictures, labels: Tensor, validation: float) -> dict[str, Pi
     return {"train": Some(train, rest), "validation": Some(train, held)}
 
 
-def fingerprint(content: bytes, splits: Mapping[str, Pictures]) -> str:
+def fingerprint(content: bytes, splits: Mapping[str, Pictures] | None = None) -> str:
+    """A hash of the content, and of the sizes of parts."""
     digest = hashlib.sha256(content)
-    digest.update(repr({split: len(splits[split]) for split in SPLITS}).encode())
+    if splits is not None:
+        digest.update(repr({split: len(splits[split]) for split in SPLITS if split in splits}).encode())
     return digest.hexdigest()[:16]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from femixer.models.parameters import parameter_count
@@ -15,7 +15,7 @@ from femixer.tasks.images.experiment import Sizes, Spec, Training, specified
 from femixer.tasks.images.figures import CONFUSION, PREDICTIONS, confusion, curves, samples, save
 from femixer.tasks.images.fitting import Fitted, Loading, fitted
 from femixer.tasks.images.maps import MAPS, map_figure
-from femixer.tasks.images.recipes import with_recipe_of_data
+from femixer.tasks.images.recipes import with_recipe_of_data, within_epochs
 from femixer.tasks.images.source import DIGITS, Images, Reading, read
 from femixer.tasks.images.views import stacked
 from femixer.training import EngineOptions, Results, RunOptions, distributed, show_table
@@ -106,7 +106,8 @@ def table(spec: Spec, images: Images, made: Fitted) -> str:
 
 def main(args: Sequence[str]) -> int:
     default, args = with_recipe_of_data(Command(), args)
-    results = run(parse(Command, args, "vision train", default))
+    command = parse(Command, args, "vision train", default)
+    results = run(replace(command, training=within_epochs(command.training, args)))
     show_table(results)
     if distributed.is_main():
         print(f"Results are in {results.folder}/, the model in {results.folder / MODEL}/")
