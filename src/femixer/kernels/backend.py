@@ -51,9 +51,7 @@ def _try() -> bool:
         native("recurrence")
         _usable = True
     except Exception as error:
-        warnings.warn(
-            f"numba does not work here ({error}); kernels run in plain torch", stacklevel=2
-        )
+        warnings.warn(f"numba does not work here ({error}); kernels run in plain torch", stacklevel=2)
         _usable = False
     return _usable
 
