@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from femixer.kernels.backend import array, compiled, native, one_token, or_empty
+from femixer.kernels.backend import array, eager_kernels, native, one_token, or_empty, rows
 from femixer.kernels.precision import without_autocast
 from femixer.kernels.recurrence import linear_recurrence
 from femixer.layout import Layout
@@ -74,7 +74,7 @@ class TimeDecayConditioner(nn.Module):
                 state = y.new_zeros(y.shape[0], self.channels)
             elif not torch.compiler.is_compiling() and state.is_inference() and torch.is_grad_enabled():
                 state = state.clone()  # autograd keeps no tensor that was made in inference mode
-            if _native(y):
+            if eager_kernels(y):
                 condition = Features.apply if torch.is_grad_enabled() else Features.forward
                 return condition(y, _marks(layout), state, self.causal)
             s, u, a = y.chunk(3, -1)
@@ -91,12 +91,6 @@ class TimeDecayConditioner(nn.Module):
         rows = (x.contiguous().view(x.shape[0], -1), weight, bias, state.contiguous())
         native("token").condition(*(r.numpy() for r in rows), EPS, features[:, 0].numpy(), new_state.numpy())
         return features, new_state
-
-
-def _native(x: Tensor) -> bool:
-    if x.dtype != torch.float32 or not x.numel() or torch.compiler.is_compiling():
-        return False
-    return compiled(x)
 
 
 def _marks(layout: Layout) -> Tensor | None:
@@ -133,18 +127,14 @@ class Features(torch.autograd.Function):
         return to_y, None, to_initial, None
 
 
-def _rows(x: Tensor) -> Any:
-    return array(x.contiguous().view(-1, x.shape[-1]))
-
-
 class NormalizedLinear(torch.autograd.Function):
     """LN(x) Wᵀ + b. The normalized tokens are made again in the backward instead of being kept."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        if weight.shape[0] <= FEW and _native(x):
+        if weight.shape[0] <= FEW and eager_kernels(x):
             out = x.new_empty(*x.shape[:-1], weight.shape[0])
-            native("conditioner").normalized_linear(_rows(x), *map(array, (weight, bias)), EPS, _rows(out))
+            native("conditioner").normalized_linear(rows(x), *map(array, (weight, bias)), EPS, rows(out))
             return out
         return F.linear(F.layer_norm(x, x.shape[-1:], eps=EPS), weight, bias)
 
@@ -158,20 +148,20 @@ class NormalizedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         shape = list(x.shape[-1:])
-        rows = grad.flatten(0, -2)
-        if weight.shape[0] <= FEW and _native(x):
+        flat = grad.flatten(0, -2)
+        if weight.shape[0] <= FEW and eager_kernels(x):
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-            tasks = x.new_empty(-(-rows.shape[0] // ROWS), *weight.shape)
-            given = (_rows(grad), _rows(x), array(weight), EPS)
-            native("conditioner").normalized_linear_backward(*given, _rows(dx), array(tasks))
-            return dx, tasks.sum(0), rows.sum(0)
+            tasks = x.new_empty(-(-flat.shape[0] // ROWS), *weight.shape)
+            given = (rows(grad), rows(x), array(weight), EPS)
+            native("conditioner").normalized_linear_backward(*given, rows(dx), array(tasks))
+            return dx, tasks.sum(0), flat.sum(0)
         with without_autocast(x.device):
             normalized, mean, rstd = torch.native_layer_norm(x, shape, None, None, EPS)
-            dweight = rows.mT @ normalized.flatten(0, -2)
+            dweight = flat.mT @ normalized.flatten(0, -2)
             dx, _, _ = torch.ops.aten.native_layer_norm_backward(
                 grad @ weight, x, shape, mean, rstd, None, None, [True, False, False]
             )
-        return dx, dweight, rows.sum(0)
+        return dx, dweight, flat.sum(0)
 
 
 def context(decay: Tensor, u: Tensor, layout: Layout, initial: Tensor, causal: bool) -> Tensor:

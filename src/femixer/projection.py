@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from femixer.kernels.backend import array, compiled, native, one_token
+from femixer.kernels.backend import array, eager_kernels, native, one_token
 from femixer.kernels.precision import without_autocast
 
 # Numbers modulated at a time: their eta stays in the cache instead of going through memory.
@@ -130,9 +130,7 @@ class Modulate(torch.autograd.Function):
 
 
 def few(x: Tensor, features: Tensor) -> bool:
-    if not 0 < features.shape[-1] <= FEW or x.dtype != torch.float32 or torch.compiler.is_compiling():
-        return False
-    return compiled(x)
+    return 0 < features.shape[-1] <= FEW and eager_kernels(x)
 
 
 def _few_backward(

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from femixer.bench.measure import Spread, paired_ratio, race
+import torch
+
+from femixer.bench.environment import environment
+from femixer.bench.measure import Spread, cpu_threads, paired_ratio, race
+from femixer.bench.options import BenchOptions
 from femixer.bench.progress import progress
+from femixer.bench.table import Table
 from femixer.bench.training import Training
+from femixer.training import atomic
 
 
 @dataclass(frozen=True)
@@ -48,3 +55,25 @@ def race_of_steps(
         StepCost.of(names[key], key, training.parameters, seconds[key], seconds[rival])
         for key, training in field.items()
     ]
+
+
+def measured(
+    benchmark: str,
+    options: BenchOptions,
+    measure: Callable[[], list[StepCost]],
+    table: Callable[[Report, bool], Table],
+    **settings: Any,
+) -> Report:
+    """Measure and write BENCHMARK.json and BENCHMARK.md; settings: what the options leave to a default."""
+    options.out.mkdir(parents=True, exist_ok=True)  # an unwritable place shows now, not after the measurement
+    with cpu_threads(options.threads) as threads:
+        torch.manual_seed(options.seed)
+        training = measure()
+        surroundings = environment(threads, options.device)
+    settings = {**asdict(options), **settings}
+    del settings["out"], settings["targets"]
+    report = Report(settings, surroundings, training)
+    written = json.dumps({"benchmark": benchmark, **asdict(report)}, indent=2) + "\n"
+    atomic.write(options.out / f"{benchmark}.json", written)
+    atomic.write(options.out / f"{benchmark}.md", table(report, options.targets).markdown() + "\n")
+    return report

@@ -6,6 +6,16 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from femixer.training import atomic
+
+
+def write_table(out: Path, markdown: str, latex: str, csv: str) -> None:
+    """table.md, table.tex and table.csv in a folder, which is made."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name, content in (("table.md", markdown), ("table.tex", latex), ("table.csv", csv)):
+        atomic.write(out / name, content)
 
 
 @dataclass(frozen=True)

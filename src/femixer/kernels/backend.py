@@ -70,6 +70,18 @@ def or_empty(marks: Tensor | None) -> Tensor:
     return torch.empty(0, 0, dtype=torch.int8, device="cpu") if marks is None else marks.contiguous()
 
 
+def eager_kernels(x: Tensor) -> bool:
+    """Whether x is float32 on a CPU and not being traced: a compiler fuses by itself what these kernels do at once."""
+    if x.dtype != torch.float32 or not x.numel() or torch.compiler.is_compiling():
+        return False
+    return compiled(x)
+
+
+def rows(x: Tensor) -> Any:
+    """The array [n, width] of a tensor [..., width]; writing to it writes to the tensor if that is contiguous."""
+    return array(x.contiguous().view(-1, x.shape[-1]))
+
+
 def array(x: Tensor) -> Any:
     """The numpy view of a tensor's memory that a compiled kernel reads or writes."""
     return x.detach().numpy()

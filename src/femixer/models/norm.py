@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from femixer.kernels.backend import array, compiled, native
+from femixer.kernels.backend import array, eager_kernels, native, rows
 
 # Rows whose gradients of the weight are summed by one task.
 ROWS = 512
@@ -18,15 +18,9 @@ class RMSNorm(nn.RMSNorm):
     """torch's; on a CPU one compiled kernel each way, where torch makes a dozen passes over the memory."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.eps is None or self.weight.dtype != x.dtype or not _served(x):
+        if self.eps is None or self.weight.dtype != x.dtype or not eager_kernels(x):
             return super().forward(x)
         return (Norm.apply if torch.is_grad_enabled() else Norm.forward)(x, self.weight, self.eps)
-
-
-def _served(x: Tensor) -> bool:
-    if x.dtype != torch.float32 or not x.numel() or torch.compiler.is_compiling():
-        return False
-    return compiled(x)
 
 
 class Norm(torch.autograd.Function):
@@ -35,7 +29,7 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        native("norm").forward(_rows(x), array(weight), eps, _rows(out))
+        native("norm").forward(rows(x), array(weight), eps, rows(out))
         return out
 
     @staticmethod
@@ -47,12 +41,8 @@ class Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        rows = _rows(x)
+        given = rows(x)
         to_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        to_weight = x.new_empty(-(-rows.shape[0] // ROWS), x.shape[-1])
-        native("norm").backward(_rows(grad), rows, array(weight), ctx.eps, _rows(to_x), array(to_weight))
+        to_weight = x.new_empty(-(-given.shape[0] // ROWS), x.shape[-1])
+        native("norm").backward(rows(grad), given, array(weight), ctx.eps, rows(to_x), array(to_weight))
         return to_x, to_weight.sum(0), None
-
-
-def _rows(x: Tensor) -> Any:
-    return array(x.contiguous().view(-1, x.shape[-1]))

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from femixer.bench.environment import environment
 from femixer.bench.forecast.options import RIVAL, Options
 from femixer.bench.forecast.tables import table
-from femixer.bench.measure import cpu_threads
-from femixer.bench.steps import Report, StepCost, race_of_steps
+from femixer.bench.steps import Report, StepCost, measured, race_of_steps
 from femixer.bench.training import Training
 from femixer.models.forecast import ForecastConfig, build
 from femixer.models.named import NAMED
 from femixer.options import parse
-from femixer.training import atomic
 
 
 class Fitting(Training):
@@ -39,18 +34,7 @@ def main(args: Sequence[str]) -> int:
 
 def run(options: Options) -> Report:
     options.validate()
-    options.out.mkdir(parents=True, exist_ok=True)  # an unwritable place shows now, not after the measurement
-    with cpu_threads(options.threads) as threads:
-        torch.manual_seed(options.seed)
-        training = measure(options)
-        surroundings = environment(threads, options.device)
-    settings = asdict(options)
-    del settings["out"], settings["targets"]
-    report = Report(settings, surroundings, training)
-    written = json.dumps({"benchmark": "forecast", **asdict(report)}, indent=2) + "\n"
-    atomic.write(options.out / "forecast.json", written)
-    atomic.write(options.out / "forecast.md", table(report, options.targets).markdown() + "\n")
-    return report
+    return measured("forecast", options, lambda: measure(options), table)
 
 
 def measure(options: Options) -> list[StepCost]:

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 from femixer.tasks.images.experiment import Spec
 from femixer.tasks.images.fitting import Loading, fitted
 from femixer.tasks.images.source import Reading, read
 from femixer.training import Results, RunOptions
-from femixer.training.jobs.job import digest_of
+from femixer.training.jobs.job import OfSpec
 from femixer.training.results import Record
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(OfSpec):
     """A training, and where its pictures are; the latter may differ from machine to machine."""
 
     spec: Spec
     data: str
     reading: Reading
     loading: Loading
-
-    @functools.cached_property
-    def digest(self) -> str:
-        return digest_of(self.spec)
-
-    @property
-    def title(self) -> str:
-        return self.spec.title
-
-    @property
-    def name(self) -> str:
-        return f"{self.title} {self.digest}"
 
     def carry_out(self, options: RunOptions) -> Record:
         options.apply()

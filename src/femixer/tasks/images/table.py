@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from femixer.evaluation.cells import Cell, Entry, escaped, latex_cell, markdown_cell
+from femixer.evaluation.cells import Cell, Entry, escaped, latex_cell, markdown_cell, write_table
 from femixer.options import parse
 from femixer.tasks.images.paper import TOP1, published
 from femixer.tasks.images.selection import Group, groups, pair
 from femixer.tasks.images.store import load
-from femixer.training import atomic
 from femixer.training.results import Record
 
 ORDER = ("SMAttn", "FEM-SM", "GLA", "FEM-GLA")
@@ -171,10 +170,8 @@ class Command:
 def main(args: Sequence[str]) -> int:
     command = parse(Command, args, "vision table")
     table = tabulate([record for path in command.results for record in load(path)])
-    command.out.mkdir(parents=True, exist_ok=True)
     text = markdown(table)
-    for name, content in (("table.md", text), ("table.tex", latex(table)), ("table.csv", as_csv(table))):
-        atomic.write(command.out / name, content)
+    write_table(command.out, text, latex(table), as_csv(table))
     print(text)
     print(f"The table is in {command.out}/ as Markdown, LaTeX and CSV")
     return 0

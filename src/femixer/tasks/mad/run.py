@@ -15,7 +15,6 @@ from femixer.tasks.mad.store import KIND
 from femixer.tasks.mad.table import markdown, tabulate
 from femixer.training import jobs
 from femixer.training.jobs import Jobs
-from femixer.training.results import Record
 
 
 @dataclass(frozen=True)
@@ -37,18 +36,7 @@ def run(command: Command) -> int:
     ran = jobs.run(experiment.jobs(), KIND, command.how, PROTOCOLS[experiment.protocol].resumable)
     if ran is None:
         return 0
-    show(ran.records, command)
-    return 1 if ran.failed else 0
-
-
-def show(records: Sequence[Record], command: Command) -> None:
-    """The table of what is finished."""
-    try:
-        print(markdown(tabulate(records, command.select)))
-    except ValueError as error:  # the jobs are done; that older ones do not fit is not their fault
-        print(f"no table: {error}")
-    out = command.how.out
-    print(f"Results are in {out}/; `femixer mad table --results {out}` makes files and figures of them")
+    return ran.tell(lambda records: markdown(tabulate(records, command.select)), command.how.out, "mad table")
 
 
 def main(args: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from femixer.evaluation.cells import Cell, Entry, latex_cell, markdown_cell, stacked
+from femixer.evaluation.cells import Cell, Entry, latex_cell, markdown_cell, stacked, write_table
 from femixer.options import parse
 from femixer.tasks.mad.comparable import setting
 from femixer.tasks.mad.figures import ablation, heat_map
@@ -173,10 +173,8 @@ def main(args: Sequence[str]) -> int:
     records = [record for path in command.results for record in load(path)]
     table = tabulate(records, command.select, command.all_rows)
     scores = rows(records, command.select)
-    command.out.mkdir(parents=True, exist_ok=True)
     text = markdown(table)
-    for name, content in (("table.md", text), ("table.tex", latex(table)), ("table.csv", as_csv(table))):
-        atomic.write(command.out / name, content)
+    write_table(command.out, text, latex(table), as_csv(table))
     for name, figure in (("heatmap.png", heat_map(scores)), ("ablation.png", ablation(scores))):
         with atomic.replacing(command.out / name) as partial:
             figure.savefig(partial, format="png")

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 from femixer.tasks.series.experiment import Spec
 from femixer.tasks.series.fitting import fitted
 from femixer.tasks.series.source import Reading, read
 from femixer.training import Results, RunOptions
-from femixer.training.jobs.job import digest_of
+from femixer.training.jobs.job import OfSpec
 from femixer.training.results import Record
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(OfSpec):
     """A training, and where its data are; the latter may differ from machine to machine."""
 
     spec: Spec
     data: str
     reading: Reading
-
-    @functools.cached_property
-    def digest(self) -> str:
-        return digest_of(self.spec)
-
-    @property
-    def title(self) -> str:
-        return self.spec.title
-
-    @property
-    def name(self) -> str:
-        return f"{self.title} {self.digest}"
 
     def carry_out(self, options: RunOptions) -> Record:
         options.apply()

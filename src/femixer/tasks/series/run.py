@@ -82,14 +82,7 @@ def run(command: Command) -> int:
     ran = jobs.run(command.experiment.jobs(), KIND, command.how, resumable=True)
     if ran is None:
         return 0
-    if ran.records:
-        try:
-            print(markdown(tabulate(ran.records)))
-        except ValueError as error:  # the jobs are done; that older ones do not fit is not their fault
-            print(f"no table: {error}")
-    out = command.how.out
-    print(f"Results are in {out}/; `femixer forecast table --results {out}` makes files of them")
-    return 1 if ran.failed else 0
+    return ran.tell(lambda records: markdown(tabulate(records)), command.how.out, "forecast table")
 
 
 def main(args: Sequence[str]) -> int:

@@ -8,13 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from femixer.evaluation.cells import Cell, Entry, escaped, latex_cell, markdown_cell
+from femixer.evaluation.cells import Cell, Entry, escaped, latex_cell, markdown_cell, write_table
 from femixer.options import parse
 from femixer.tasks.series.known import LOOKBACKS
 from femixer.tasks.series.paper import MEANS, PER_HORIZON
 from femixer.tasks.series.selection import METRICS, Group, groups, pair
 from femixer.tasks.series.store import load
-from femixer.training import atomic
 from femixer.training.results import Record
 
 ORDER = (
@@ -178,10 +177,8 @@ class Command:
 def main(args: Sequence[str]) -> int:
     command = parse(Command, args, "forecast table")
     table = tabulate([record for path in command.results for record in load(path)])
-    command.out.mkdir(parents=True, exist_ok=True)
     text = markdown(table)
-    for name, content in (("table.md", text), ("table.tex", latex(table)), ("table.csv", as_csv(table))):
-        atomic.write(command.out / name, content)
+    write_table(command.out, text, latex(table), as_csv(table))
     print(text)
     print(f"The table is in {command.out}/ as Markdown, LaTeX and CSV")
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from dataclasses import asdict
@@ -30,6 +31,24 @@ class Job(Protocol):
 
     def summary(self, record: Record) -> str:
         """What came out, in a few words."""
+
+
+class OfSpec:
+    """The names of a job that a `spec`, a dataclass with a title, defines."""
+
+    spec: Any
+
+    @functools.cached_property
+    def digest(self) -> str:
+        return digest_of(self.spec)
+
+    @property
+    def title(self) -> str:
+        return self.spec.title
+
+    @property
+    def name(self) -> str:
+        return f"{self.title} {self.digest}"
 
 
 def digest_of(definition: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -40,6 +40,16 @@ class Ran:
 
     records: Sequence[Record]
     failed: int
+
+    def tell(self, table: Callable[[Sequence[Record]], str], out: Path, command: str) -> int:
+        """Print the table of what is finished and the command that writes it: the exit code."""
+        if self.records:
+            try:
+                print(table(self.records))
+            except ValueError as error:  # the jobs are done; that older ones do not fit is not their fault
+                print(f"no table: {error}")
+        print(f"Results are in {out}/; `femixer {command} --results {out}` makes files of them")
+        return 1 if self.failed else 0
 
 
 def run(everything: Sequence[SomeJob], kind: Kind, how: Jobs, resumable: bool) -> Ran | None:
