@@ -13,9 +13,9 @@ from femixer.kernels.precision import without_autocast
 
 # Numbers modulated at a time: their eta stays in the cache instead of going through memory.
 NUMBERS = 2**18
-# Up to this many features the backward is a compiled kernel: products with so narrow a matrix cost more.
+# Up to this many features modulation is a compiled kernel: products with so narrow a matrix cost more.
 FEW = 8
-# Rows that this kernel sums up before their sums are.
+# Rows whose gradients of the matrix this kernel sums up before their sums are.
 ROWS = 512
 
 
@@ -80,6 +80,10 @@ def modulate(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, out: Tens
             eta = (f @ m.mT).view_as(x)
             return torch.cat([x[..., :scaled] * (1 + eta[..., :scaled]), x[..., scaled:] + eta[..., scaled:]], -1)
         rows, y = x.flatten(0, -2), out.flatten(0, -2)
+        if few(x, f):
+            inputs = (x.contiguous() for x in (rows, f, m.mT))
+            native("modulation").forward(*map(array, inputs), scaled, array(y))
+            return out
         for at in _stretches(rows):
             eta, here = f[at] @ m.mT, rows[at]
             if scaled == m.shape[0]:

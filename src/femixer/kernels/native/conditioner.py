@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 
-import numba
 import numpy as np
 from numba import prange
 
-from femixer.kernels.native.primitives import MATH, f32, job, kernel, sigmoid32, softplus32
+from femixer.kernels.native.narrow import add_outer, combine, products
+from femixer.kernels.native.primitives import f32, job, kernel, sigmoid32, softplus32, summing
 
 START, END, PADDING = 1, 2, 4
 LANES = 32
@@ -231,16 +231,17 @@ def _store(x, out, column):  # type: ignore[no-untyped-def]
 def normalized_linear(x, weight, bias, eps, out):  # type: ignore[no-untyped-def]
     """out [n, outputs] = LN(x) Wᵀ + b for few outputs; x [n, dim], weight [outputs, dim]."""
     for task in prange(-(-x.shape[0] // LANES)):
-        for row in range(task * LANES, min((task + 1) * LANES, x.shape[0])):
-            _normalized_linear(x[row], weight, bias, eps, out[row])
+        _normalized_linear(task * LANES, min((task + 1) * LANES, x.shape[0]), x, weight, bias, f32(eps), out)
 
 
 @job
-def _normalized_linear(x, weight, bias, eps, out):  # type: ignore[no-untyped-def]
-    centred = np.empty((1, x.size), dtype=f32)
-    scale = _centre(x, eps, centred)
-    for o in range(out.size):
-        out[o] = _dot(weight, o, centred, 0) * scale + bias[o]
+def _normalized_linear(first, last, x, weight, bias, eps, out):  # type: ignore[no-untyped-def]
+    centred = np.empty((1, x.shape[1]), dtype=f32)
+    for row in range(first, last):
+        scale = _centre(x, row, eps, centred, 0)
+        products(weight, centred, 0, out, row)
+        for o in range(out.shape[1]):
+            out[row, o] = out[row, o] * scale + bias[o]
 
 
 @kernel
@@ -249,50 +250,50 @@ def normalized_linear_backward(grad, x, weight, eps, to_x, to_weight):  # type: 
     step = -(-x.shape[0] // to_weight.shape[0])
     for task in prange(to_weight.shape[0]):
         rows = slice(task * step, min((task + 1) * step, x.shape[0]))
-        _normalized_linear_backward(grad[rows], x[rows], weight, eps, to_x[rows], to_weight[task])
+        _normalized_linear_backward(grad[rows], x[rows], weight, f32(eps), to_x[rows], to_weight[task])
 
 
 @job
 def _normalized_linear_backward(grad, x, weight, eps, to_x, to_weight):  # type: ignore[no-untyped-def]
     """With z = LN(x), g the gradient of z: dx = (g - mean(g) - z mean(g z)) / std, dW = sum of grad zᵀ over rows."""
-    outputs, dim = weight.shape
-    z, g, ones = np.empty((1, dim), dtype=f32), np.empty((1, dim), dtype=f32), np.ones((1, dim), dtype=f32)
+    z, g = np.zeros((4, x.shape[1]), dtype=f32), np.empty(x.shape[1], dtype=f32)
+    shares = np.zeros((4, weight.shape[0]), dtype=f32)
     to_weight[:] = f32(0.0)
     for row in range(x.shape[0]):
-        scale = _centre(x[row], eps, z)
-        for i in range(dim):
-            z[0, i] *= scale
-            g[0, i] = f32(0.0)
-        for o in range(outputs):
-            share = grad[row, o]
-            for i in range(dim):
-                g[0, i] += share * weight[o, i]
-                to_weight[o, i] += share * z[0, i]
-        mean, along = _dot(g, 0, ones, 0) / f32(dim), _dot(g, 0, z, 0) / f32(dim)
-        for i in range(dim):
-            to_x[row, i] = (g[0, i] - mean - z[0, i] * along) * scale
+        k = row % 4
+        scale = _centre(x, row, eps, z, k)
+        combine(grad, row, weight, g)
+        for i in range(g.size):
+            z[k, i] *= scale
+        mean, along = _means(g, z, k)
+        for i in range(g.size):
+            to_x[row, i] = (g[i] - mean - z[k, i] * along) * scale
+        for o in range(weight.shape[0]):
+            shares[k, o] = grad[row, o]
+        if k == 3 or row == x.shape[0] - 1:
+            add_outer(shares, z, to_weight)
+            shares[:] = f32(0.0)
 
 
-@job
-def _centre(x, eps, out):  # type: ignore[no-untyped-def]
-    """x less its mean, as out [1, dim], and one over its standard deviation."""
-    mean = _total(x) / f32(x.size)
-    for i in range(x.size):
-        out[0, i] = x[i] - mean
-    return f32(1.0) / math.sqrt(_dot(out, 0, out, 0) / f32(x.size) + f32(eps))
+@summing
+def _centre(x, row, eps, out, k):  # type: ignore[no-untyped-def]
+    """x[row] less its mean, as out[k], and one over its standard deviation."""
+    total, squares = f32(0.0), f32(0.0)
+    for i in range(x.shape[1]):
+        total += x[row, i]
+    mean = total / f32(x.shape[1])
+    for i in range(x.shape[1]):
+        out[k, i] = x[row, i] - mean
+    for i in range(x.shape[1]):
+        squares += out[k, i] * out[k, i]
+    return f32(1.0) / math.sqrt(squares / f32(x.shape[1]) + eps)
 
 
-@numba.njit(fastmath={*MATH, "reassoc"}, error_model="numpy", forceinline=True)
-def _total(x):  # type: ignore[no-untyped-def]
-    total = f32(0.0)
-    for i in range(x.size):
-        total += x[i]
-    return total
-
-
-@numba.njit(fastmath={*MATH, "reassoc"}, error_model="numpy", forceinline=True)
-def _dot(a, m, b, n):  # type: ignore[no-untyped-def]
-    total = f32(0.0)
-    for i in range(a.shape[1]):
-        total += a[m, i] * b[n, i]
-    return total
+@summing
+def _means(g, z, k):  # type: ignore[no-untyped-def]
+    """Of g and of g z[k]."""
+    mean, along = f32(0.0), f32(0.0)
+    for i in range(g.size):
+        mean += g[i]
+        along += g[i] * z[k, i]
+    return mean / f32(g.size), along / f32(g.size)

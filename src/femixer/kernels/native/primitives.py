@@ -35,7 +35,11 @@ if "NUMBA_THREADING_LAYER" not in os.environ:
 MATH = {"contract", "nsz"}
 # Inlined by LLVM: a call inside a loop would keep it from being vectorised.
 inline = numba.njit(fastmath=MATH, error_model="numpy", forceinline=True)
+# The same for sums, which are vectorised only where their order is free.
+summing = numba.njit(fastmath={*MATH, "reassoc"}, error_model="numpy", forceinline=True)
 job = numba.njit(fastmath=MATH, error_model="numpy", cache=True, nogil=True)
+# An index that is a sum of these is never negative, which lets its loop be vectorised.
+u64 = np.uint64
 
 
 # Arrays below this size are not worth waking other threads for.
@@ -70,7 +74,7 @@ def kernel(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-@numba.njit(fastmath={*MATH, "reassoc"}, error_model="numpy", forceinline=True)
+@summing
 def dot(a, m, b):  # type: ignore[no-untyped-def]
     """sum over i of a[m, i] b[i], in any order."""
     total = 0.0
@@ -162,7 +166,15 @@ def sigmoid32(x):  # type: ignore[no-untyped-def]
 
 @inline
 def softplus32(x):  # type: ignore[no-untyped-def]
-    """max(x, 0) + log(1 + w), w = exp(-|x|). The logarithm is 2 artanh(w / (2 + w)): good digits also far below 0."""
+    return softplus_slope32(x)[0]
+
+
+@inline
+def softplus_slope32(x):  # type: ignore[no-untyped-def]
+    """max(x, 0) + log(1 + w), w = exp(-|x|), and its derivative, the sigmoid.
+
+    The logarithm is 2 artanh(w / (2 + w)): good digits also far below 0.
+    """
     w = exp32(-abs(x))
     s = w / (f32(2.0) + w)
     z = s * s
@@ -171,7 +183,8 @@ def softplus32(x):  # type: ignore[no-untyped-def]
     p = p * z + f32(1 / 7)
     p = p * z + f32(1 / 5)
     p = p * z + f32(1 / 3)
-    return max(x, f32(0.0)) + f32(2.0) * s * (p * z + f32(1.0))
+    slope = (f32(1.0) if x > f32(0.0) else w) / (f32(1.0) + w)
+    return max(x, f32(0.0)) + f32(2.0) * s * (p * z + f32(1.0)), slope
 
 
 @inline

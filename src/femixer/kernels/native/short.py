@@ -230,10 +230,16 @@ def _scores(first, lanes, t, q, kt, run_q, run_k, scale, n, query, s, highest): 
         b, h = _place(first + lane, q)
         for e in range(q.shape[3]):
             query[e, lane] = q[b, t, h, e] * f32(scale)
+    fours = kt.shape[1] - kt.shape[1] % 4
     for i in range(n):
         for lane in range(highest.size):
-            s[i, lane] = query[0, lane] * kt[i, 0, lane]
-        for e in range(1, kt.shape[1]):
+            s[i, lane] = f32(0.0)
+        for e in range(0, fours, 4):
+            for lane in range(highest.size):
+                low = query[e, lane] * kt[i, e, lane] + query[e + 1, lane] * kt[i, e + 1, lane]
+                high = query[e + 2, lane] * kt[i, e + 2, lane] + query[e + 3, lane] * kt[i, e + 3, lane]
+                s[i, lane] += low + high
+        for e in range(fours, kt.shape[1]):
             for lane in range(highest.size):
                 s[i, lane] += query[e, lane] * kt[i, e, lane]
     if run_q.size:
@@ -337,15 +343,24 @@ def _through_free_apart(p, vt, d, lane, n, g_free, f, beta, slope, dv, dbeta):  
 @job
 def _to_scores(p, slope, kt, query, scale, n, dq, dk):  # type: ignore[no-untyped-def]
     """From the scores to q and k; `query` already has the scale."""
-    dq[:] = f32(0.0)
     for i in range(n):
         for lane in range(slope.shape[1]):
-            slope[i, lane] *= p[i, lane]
-        for e in range(kt.shape[1]):
-            for lane in range(slope.shape[1]):
-                weight = f32(slope[i, lane])
-                dq[e, lane] += weight * kt[i, e, lane]
-                dk[i, e, lane] += weight * query[e, lane]
+            p[i, lane] = f32(p[i, lane] * slope[i, lane])
+    fours = n - n % 4
     for e in range(kt.shape[1]):
         for lane in range(slope.shape[1]):
+            dq[e, lane] = f32(0.0)
+        for i in range(0, fours, 4):
+            for lane in range(slope.shape[1]):
+                low = p[i, lane] * kt[i, e, lane] + p[i + 1, lane] * kt[i + 1, e, lane]
+                high = p[i + 2, lane] * kt[i + 2, e, lane] + p[i + 3, lane] * kt[i + 3, e, lane]
+                dq[e, lane] += low + high
+        for i in range(fours, n):
+            for lane in range(slope.shape[1]):
+                dq[e, lane] += p[i, lane] * kt[i, e, lane]
+        for lane in range(slope.shape[1]):
             dq[e, lane] *= f32(scale)
+    for i in range(n):
+        for e in range(kt.shape[1]):
+            for lane in range(slope.shape[1]):
+                dk[i, e, lane] += p[i, lane] * query[e, lane]
