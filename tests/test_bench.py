@@ -28,6 +28,7 @@ from femixer.priors.parsing import parse_prior
 from femixer.projection import Columns
 from femixer.state import Growing
 
+pytestmark = pytest.mark.usefixtures("little_garbage")
 CPU = torch.device("cpu")
 TINY = Options(
     dim=24, heads=3, lengths=(13,), batch=2, modes=("eager",), context=17, decode_steps=2, rounds=2, warmup=1, threads=1

@@ -11,6 +11,7 @@ from femixer.bench.forecast.command import run
 from femixer.bench.forecast.options import Options
 from femixer.bench.forecast.tables import table
 
+pytestmark = pytest.mark.usefixtures("little_garbage")
 TINY: dict[str, Any] = {"batch": 3, "rounds": 2, "warmup": 0, "threads": 1, "channels": 2, "lookback": 29, "horizon": 7}
 
 

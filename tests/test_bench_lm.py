@@ -21,6 +21,7 @@ from femixer.bench.lm.targets import DECODE_SIZE, TRAINING_SIZE
 from femixer.bench.lm.training import Trainer, measure_training
 from femixer.models import FEMCache, preset
 
+pytestmark = pytest.mark.usefixtures("little_garbage")
 TINY = Options(
     dim=24,
     heads=3,

@@ -20,6 +20,7 @@ from femixer.bench.scaling.report import DecodePoint, Report, SequencePoint
 from femixer.bench.scaling.tables import tables
 from femixer.priors import PRIORS
 
+pytestmark = pytest.mark.usefixtures("little_garbage")
 TINY = Options(
     dim=24,
     heads=3,

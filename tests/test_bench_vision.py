@@ -17,6 +17,7 @@ from femixer.bench.vision.options import Options
 from femixer.bench.vision.tables import table
 from femixer.models.parameters import parameter_count
 
+pytestmark = pytest.mark.usefixtures("little_garbage")
 TINY = Options(preset="digits", batch=3, rounds=2, warmup=0, threads=1, priors=("softmax",))
 
 

@@ -120,6 +120,35 @@ def test_decoding_with_and_without_compiled_kernels_is_the_full_pass(name, batch
         torch.testing.assert_close(decoding, whole, atol=3e-6 * float(whole.abs().max()), rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name.startswith("softmax")])
+def test_every_decoded_token_of_the_softmax_prior_is_one_call_of_its_kernel(name, monkeypatch):
+    """Plain torch computes the same, so that nothing but the speed would show that it took over."""
+    calls, kernel = [], backend.native("softmax_step")
+    step = kernel.step
+    monkeypatch.setattr(kernel, "step", lambda *args: (calls.append(1), step(*args)))
+    decoded(build(name), torch.randn(2, 13, 28), 7)
+    assert len(calls) == 6
+
+
+@pytest.mark.parametrize("cache", ["value", "exp"])
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_what_is_not_a_number_does_not_disappear_in_a_step(which, cache):
+    mixer = FreeEnergyMixer(28, 2, rope=False, prior_options={"cache": cache}).eval()
+    state = None
+    with torch.no_grad():
+        for length in (5, 1):
+            x = {"q": torch.randn(1, length, 28), "k": torch.randn(1, length, 28), "v": torch.randn(1, length, 2, 7)}
+            if length == 1:
+                x[which].view(-1)[3] = torch.nan
+            v = x.pop("v")
+            mean, free, state = mixer.prior.read(
+                x, v, mixer._beta(), Layout(None, torch.arange(length)[None]), state, True
+            )
+    for read in (mean, free):
+        assert read[0, 0, 0, 3].isnan()
+        assert torch.isfinite(read[0, 0, 1]).all()
+
+
 def test_of_two_continuations_of_one_prefix_only_one_gets_the_room_behind_it():
     """Claimed before it is written, so that threads that go on from one prefix do not write over each other."""
     prefix = Growing.of(torch.zeros(1, 1, 3, 2)).append(torch.zeros(1, 1, 1, 2))

@@ -31,7 +31,7 @@ class State:
         return cls(owner, x.shape[0], x.device, Past(), None, None)
 
     def next(self, past: Past, prior: Any, conditioner: Tensor | None) -> State:
-        return replace(self, past=past, prior=prior, conditioner=conditioner)
+        return State(self.owner, self.batch, self.device, past, prior, conditioner)
 
     def rows(self, index: Tensor) -> State:
         """The state of the sequences index [n] of the batch: reordered, repeated or left out."""
@@ -108,20 +108,24 @@ class Growing:
         return self._storage.data
 
     def append(self, x: Tensor) -> Growing:
-        data = self._storage.data
-        length = self.length + x.shape[2]
-        if torch.is_grad_enabled() and (x.requires_grad or data.requires_grad):
+        if torch.is_grad_enabled() and (x.requires_grad or self._storage.data.requires_grad):
             return Growing.of(torch.cat([self.tensor, x], 2))
+        longer = self.longer(x.shape[2])
+        longer.buffer[:, :, self.length : longer.length] = x
+        return longer
+
+    def longer(self, count: int) -> Growing:
+        """The same with `count` more entries, which the caller must write; without gradients."""
+        storage, length = self._storage, self.length + count
+        data = storage.data
         alien = data.requires_grad
         if not torch.compiler.is_compiling():
             alien = alien or (data.is_inference() and not torch.is_inference_mode_enabled())
-        storage = self._storage
         if alien or length > data.shape[2] or not storage.claim(self.length, length):
             room = length if length <= data.shape[2] else max(length + SPARE, 2 * self.length)
             buffer = data.new_empty(*data.shape[:2], room, data.shape[3])
             buffer[:, :, : self.length] = self.tensor
             storage = _Storage(buffer, length)
-        storage.data[:, :, self.length : length] = x
         return Growing(storage, length)
 
     def rows(self, index: Tensor) -> Growing:

@@ -85,3 +85,24 @@ def rows(x: Tensor) -> Any:
 def array(x: Tensor) -> Any:
     """The numpy view of a tensor's memory that a compiled kernel reads or writes."""
     return x.detach().numpy()
+
+
+def memory(*tensors: Tensor | None) -> list[Any]:
+    """Tensors [B, T, heads, channels] as compiled kernels read them where they are not contiguous: the memory of each
+    from its first element on, empty for None, and the strides [tensors, 3] of all. The channels lie side by side."""
+    flat: list[Any] = []
+    strides = torch.zeros(len(tensors), 3, dtype=torch.int64).numpy()
+    for line, x in enumerate(tensors):
+        if x is None:
+            flat.append(_NOTHING)
+            continue
+        x = x.detach()
+        if x.stride(3) != 1 and x.shape[3] != 1:
+            x = x.contiguous()
+        strides[line] = step = x.stride()[:3]
+        extent = (x.shape[0] - 1) * step[0] + (x.shape[1] - 1) * step[1] + (x.shape[2] - 1) * step[2] + x.shape[3]
+        flat.append(x.as_strided((extent,), (1,)).numpy())
+    return [*flat, strides]
+
+
+_NOTHING = torch.empty(0, dtype=torch.float32).numpy()

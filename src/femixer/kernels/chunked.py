@@ -11,6 +11,7 @@ Axes: B batch, T tokens, H heads, G key/value heads, E key width, D value width;
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,10 +19,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from femixer.kernels import fast_weights
-from femixer.kernels.backend import compiled
+from femixer.kernels.backend import array, compiled, native
 from femixer.kernels.fast_weights import FastWeights
 from femixer.kernels.reading import Reading
-from femixer.kernels.streams import Shift, exp_minus, logarithm, shift_of, value_range, value_streams
+from femixer.kernels.streams import (
+    FAR_BELOW,
+    NARROW,
+    SMALL_BETA,
+    Range,
+    Shift,
+    exp_minus,
+    least_log,
+    logarithm,
+    shift_of,
+    value_range,
+    value_streams,
+)
 from femixer.layout import PADDING, START
 
 CHUNK = 64
@@ -197,12 +210,75 @@ def _read(
     exclusive: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> (mean, free, log total, heads [B, H] that are not good enough, or were read again where that is possible)."""
-    length, width, repeats = q.shape[1], v.shape[-1], q.shape[2] // v.shape[2]
+    repeats = q.shape[2] // v.shape[2]
     padding, run = _padding(marks)
     span = shift = None
     if beta is not None:
         span = value_range(v, run)
         shift = shift_of(span, beta)
+    if not compiled(v):
+        return _by_products(q, k, gate, v, beta, padding, span, shift, exclusive)
+    mean, free, log_total, exact = _natively(q, k, gate, v, beta, padding, span, shift, exclusive)
+    for b, g in _again(exact, repeats):
+        heads = slice(g * repeats, (g + 1) * repeats)
+        read = _exactly(*_one(b, g, repeats, q, k, gate, v, beta, marks), exclusive)
+        mean[b, :, heads], log_total[b, :, heads] = read.mean[0], read.log_total[0]
+        if read.free is not None:
+            free[b, :, heads] = read.free[0]
+    return mean, free, log_total, exact
+
+
+def _natively(
+    q: Tensor,
+    k: Tensor,
+    gate: Tensor | None,
+    v: Tensor,
+    beta: Tensor | None,
+    padding: Tensor | None,
+    span: Range | None,
+    shift: Shift | None,
+    exclusive: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Mean, free energy, log total and the heads [B, H] for which that is not good enough, by the compiled kernel."""
+    mean, log_total = v.new_empty(*q.shape[:3], v.shape[3]), v.new_empty(q.shape[:3])
+    free = v.new_empty(0, 0, 0, 0) if beta is None else torch.empty_like(mean)
+    doubts = torch.zeros(q.shape[0], q.shape[2], dtype=torch.long)
+    padding = torch.empty(0, 0, dtype=torch.bool) if padding is None else padding
+    arguments = [array(x) for x in (*_complete(q, k, gate, v, beta, shift), padding)]
+    limits = math.exp(least_log(v.dtype)), FAR_BELOW
+    results = [array(x) for x in (mean, free, log_total, doubts)]
+    native("chunked").forward(*arguments, exclusive, *limits, *results)
+    exact = doubts > 0
+    if beta is not None and span is not None:
+        cold = (beta < SMALL_BETA) & (beta * (span.top - span.bottom) > NARROW)
+        exact |= cold.any(-1)[:, 0].repeat_interleave(q.shape[2] // v.shape[2], 1)
+    return mean, free, log_total, exact
+
+
+def _complete(
+    q: Tensor, k: Tensor, gate: Tensor | None, v: Tensor, beta: Tensor | None, shift: Shift | None
+) -> list[Tensor]:
+    """What the compiled kernels read; empty tensors for what is not there."""
+    nothing = v.new_empty(0, 0, 0)
+    top, base = (None, None) if shift is None else shift
+    line = [nothing if x is None else x[:, 0] for x in (top, base)]
+    whole = (q, k, nothing if gate is None else gate, v, v.new_empty(0, 0) if beta is None else beta, *line)
+    return [x.contiguous() for x in whole]
+
+
+def _by_products(
+    q: Tensor,
+    k: Tensor,
+    gate: Tensor | None,
+    v: Tensor,
+    beta: Tensor | None,
+    padding: Tensor | None,
+    span: Range | None,
+    shift: Shift | None,
+    exclusive: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same in plain torch."""
+    length, width, repeats = q.shape[1], v.shape[-1], q.shape[2] // v.shape[2]
     c = arrange(q, k, gate, value_streams(v, beta, shift), exclusive)
     sums, totals = states(c)
     scores = c.scores()
@@ -226,12 +302,6 @@ def _read(
         free, doubtful = logarithm(ratio, beta, shift.per_head(repeats), span)
         exact |= doubtful
         torch.maximum(free, mean, out=free).masked_fill_(empty[..., None], 0)
-    for b, g in _again(exact, repeats) if compiled(v) else []:
-        heads = slice(g * repeats, (g + 1) * repeats)
-        read = _exactly(*_one(b, g, repeats, q, k, gate, v, beta, marks), exclusive)
-        mean[b, :, heads], log_total[b, :, heads] = read.mean[0], read.log_total[0]
-        if read.free is not None:
-            free[b, :, heads] = read.free[0]
     return mean, free, log_total, exact
 
 
@@ -298,9 +368,72 @@ def _read_backward(
     exact: Tensor,
     exclusive: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    repeats = q.shape[2] // v.shape[2]
+    shift = None if beta is None else shift_of(value_range(v, _padding(marks)[1]), beta)
+    given = to_mean, to_free, to_log, q, k, gate, v, beta, shift, mean, free, log_total, exact, exclusive
+    d_q, d_k, d_gate, d_v, d_beta = (_gradients_natively if compiled(v) else _gradients_by_products)(*given)
+    for b, g in _again(exact, repeats):
+        arguments = _one(b, g, repeats, q, k, gate, v, beta, marks)
+        at = slice(b, b + 1), slice(None), slice(g * repeats, (g + 1) * repeats)
+        results = _exact_gradients(
+            arguments, to_mean[at], None if to_free is None else to_free[at], to_log[at], exclusive
+        )
+        d_q[at], d_k[b, :, g], d_v[b, :, g] = results[0], results[1][0, :, 0], results[3][0, :, 0]
+        if gate is not None:
+            d_gate[b, :, g] = results[2][0, :, 0, 0]
+        if beta is not None:
+            d_beta[g] += results[4][0]
+    return d_q, d_k, d_gate, d_v, v.new_empty(0) if beta is None else d_beta.to(beta.dtype)
+
+
+def _gradients_natively(
+    to_mean: Tensor,
+    to_free: Tensor | None,
+    to_log: Tensor,
+    q: Tensor,
+    k: Tensor,
+    gate: Tensor | None,
+    v: Tensor,
+    beta: Tensor | None,
+    shift: Shift | None,
+    mean: Tensor,
+    free: Tensor,
+    log_total: Tensor,
+    exact: Tensor,
+    exclusive: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, gate, v and beta, by the compiled kernel, without those of heads that were read exactly."""
+    repeats = q.shape[2] // v.shape[2]
+    d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(q), torch.zeros_like(mean)
+    d_gate = v.new_zeros(*q.shape[:3] if gate is not None else (0, 0, 0))
+    d_beta = v.new_zeros(q.shape[0], q.shape[2], v.shape[3])
+    arguments = [array(x) for x in _complete(q, k, gate, v, beta, shift)]
+    gradients = (to_mean, free if to_free is None else to_free, to_log)
+    rest = [array(x) for x in (mean, free, log_total, exact, *gradients, d_q, d_k, d_gate, d_v, d_beta)]
+    native("chunked").backward(*arguments, exclusive, *rest)
+    if gate is not None:
+        d_gate = _fold(d_gate[..., None], repeats)[..., 0]
+    return d_q, _fold(d_k, repeats), d_gate, _fold(d_v, repeats), d_beta.sum(0).unflatten(0, (-1, repeats)).sum(1)
+
+
+def _gradients_by_products(
+    to_mean: Tensor,
+    to_free: Tensor | None,
+    to_log: Tensor,
+    q: Tensor,
+    k: Tensor,
+    gate: Tensor | None,
+    v: Tensor,
+    beta: Tensor | None,
+    shift: Shift | None,
+    mean: Tensor,
+    free: Tensor,
+    log_total: Tensor,
+    exact: Tensor,
+    exclusive: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The same in plain torch."""
     length, heads, repeats = q.shape[1], q.shape[2], q.shape[2] // v.shape[2]
-    _, run = _padding(marks)
-    shift = None if beta is None else shift_of(value_range(v, run), beta)
     streams = value_streams(v, beta, shift)
     c = arrange(q, k, gate, streams, exclusive)
     left_out = (log_total == -torch.inf) | exact[:, None]
@@ -323,19 +456,7 @@ def _read_backward(
         )
         d_v = torch.addcmul(d_v, weighted, beta)
         d_beta = d_beta.unflatten(0, (-1, repeats)).sum(1) + (weighted * (v - shift.top)).sum((0, 1))
-    d_v = d_v.contiguous()
-    for b, g in _again(exact, repeats):
-        arguments = _one(b, g, repeats, q, k, gate, v, beta, marks)
-        at = slice(b, b + 1), slice(None), slice(g * repeats, (g + 1) * repeats)
-        results = _exact_gradients(
-            arguments, to_mean[at], None if to_free is None else to_free[at], to_log[at], exclusive
-        )
-        d_q[at], d_k[b, :, g], d_v[b, :, g] = results[0], results[1][0, :, 0], results[3][0, :, 0]
-        if gate is not None:
-            d_gate[b, :, g] = results[2][0, :, 0, 0]
-        if beta is not None:
-            d_beta[g] += results[4][0]
-    return d_q, d_k, d_gate, d_v, v.new_empty(0) if beta is None else d_beta.to(beta.dtype)
+    return d_q, d_k, d_gate, d_v.contiguous(), d_beta
 
 
 def _exact_gradients(

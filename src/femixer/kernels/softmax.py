@@ -23,7 +23,7 @@ from torch import Tensor
 from femixer.kernels import blocked, short
 from femixer.kernels.attend import Geometry, Piece, attend, attend_backward, pieces
 from femixer.kernels.precision import without_autocast
-from femixer.kernels.streams import Shift, exp_minus, logarithm, shift_of, value_range, value_streams
+from femixer.kernels.streams import Shift, read_sums, shift_of, undo_read, undo_streams, value_range, value_streams
 
 # Sequences up to this length are read backwards in one call for all heads.
 SHORT = 256
@@ -92,7 +92,7 @@ def _read(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> (mean, free energy [B, T, H, D], log-normalizers [B, H, T], heads read by `blocked` [B, H])."""
-    (b, _, h, e), groups, d = q.shape, k.shape[2], v.shape[-1]
+    (b, _, h, e), d = q.shape, v.shape[-1]
     geometry = Geometry(bias, run_q, run_k, causal, window)
     exact = torch.zeros(b, h, dtype=torch.bool, device=q.device)
     if short.is_short(q, k, v, geometry):
@@ -112,19 +112,20 @@ def _read(
         logs.append(log_z)
     out = outs[0] if len(outs) == 1 else torch.cat(outs, 1)
     log_z = logs[0] if len(logs) == 1 else torch.cat(logs, 2)
-    # Always a copy: results of an operator may not share memory.
-    mean, free = out[..., :d].clone(memory_format=torch.contiguous_format), q.new_empty(0)
     padding = None if run_q is None else (run_q < 0)[..., None, None]
-    if beta is not None and shift is not None and span is not None:
-        total = out[..., d:used].contiguous()
+    free = q.new_empty(0)
+    if beta is None or shift is None or span is None:
+        # Always a copy: results of an operator may not share memory.
+        mean = out[..., :d].clone(memory_format=torch.contiguous_format)
+    else:
+        sums = out[..., :used]
         if padding is not None:
-            total.masked_fill_(padding, 1)
-        free, exact = logarithm(total, beta, shift.per_head(h // groups), span)
+            sums = sums.masked_fill(padding, 1)
+        mean, free, exact = read_sums(sums, beta, shift, span)
         if bool(exact.any()):
             for job in blocked.jobs(exact, q, k, v, beta, geometry, scale):
                 job.put(free, blocked.free_energy(job.sequences))
-        # Rounding, or a sum beyond sight, may put F below the mean.
-        torch.maximum(free, mean, out=free)
+            torch.maximum(free, mean, out=free)
         if padding is not None:
             free.masked_fill_(padding, 0)
     if padding is not None:
@@ -167,27 +168,6 @@ def _head_slices(q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
     return [(slice(s * repeats, (s + together) * repeats), slice(s, s + together)) for s in starts]
 
 
-def _undo_logarithm(part: Part, grad_mean: Tensor, grad_free: Tensor, shift: Shift) -> tuple[Tensor, Tensor, Tensor]:
-    """From mu and F back to the sums (mu | total - base): their gradient, their values, and dbeta of the logarithm.
-
-    total = exp(beta (F - top)), dF/dtotal = 1 / (beta total), dF/dbeta = -(F - top) / beta. Heads that `blocked` read
-    take no part.
-    """
-    assert part.beta is not None
-    assert part.free is not None
-    repeats = part.free.shape[2] // part.beta.shape[0]
-    temperature = part.beta if repeats == 1 else part.beta.repeat_interleave(repeats, 0)
-    below_top = part.free - shift.top
-    slope = grad_free / temperature
-    if part.exact is not None:
-        apart = part.exact[:, None, :, None]
-        grad_mean, below_top, slope = (x.masked_fill(apart, 0) for x in (grad_mean, below_top, slope))
-    dbeta = -(slope * below_top).sum((0, 1)).unflatten(0, (-1, repeats)).sum(1)
-    total = exp_minus(below_top.mul_(temperature), shift.base)
-    slope.div_(total if shift.base is None else total + shift.base)
-    return torch.cat([grad_mean, slope], -1), torch.cat([part.mean, total], -1), dbeta
-
-
 def _one_pass_backward(
     part: Part, grad_mean: Tensor, grad_free: Tensor | None, calls: Iterable[Piece], scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -199,7 +179,9 @@ def _one_pass_backward(
     width = max(e, used)
     inner, sums, dbeta = grad_mean, part.mean, None
     if grad_free is not None and part.shift is not None:
-        inner, sums, dbeta = _undo_logarithm(part, grad_mean, grad_free, part.shift.per_head(h // groups))
+        assert beta is not None
+        assert part.free is not None
+        inner, sums, dbeta = undo_read(grad_mean, grad_free, part.mean, part.free, beta, part.shift, part.exact)
     qh, kh, sh = (_heads_first(x, h, width) for x in (q, k, streams))
     inner, sums = (_widen(x, width).transpose(1, 2) for x in (inner, sums))
     totals: list[Tensor] = []
@@ -226,11 +208,8 @@ def _one_pass_backward(
     dq, dk, dstreams = totals
     dv = dstreams[..., :d]
     if beta is not None and dbeta is not None and part.shift is not None:
-        weighted = dstreams[..., d:] * (
-            streams[..., d:] if part.shift.base is None else streams[..., d:] + part.shift.base
-        )
-        dv = torch.addcmul(dv, weighted, beta)
-        dbeta += weighted.mul_(v - part.shift.top).sum((0, 1))
+        dv, to_beta = undo_streams(dstreams, streams, v, beta, part.shift)
+        dbeta = dbeta + to_beta
     return dq, dk, dv, dbeta
 
 

@@ -1,19 +1,26 @@
-"""The softmax prior's read of one token after a cache: two matrix-vector products instead of an attention call."""
+"""The softmax prior's read of one token after a cache: two matrix-vector products instead of an attention call, in
+torch, or with all that belongs to the token in one compiled kernel."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from femixer.kernels.attend import Geometry, pieces
-from femixer.kernels.backend import native, one_token
+from femixer.kernels.backend import native
 from femixer.kernels.precision import without_autocast
 from femixer.kernels.softmax import softmax_read
 from femixer.kernels.streams import FAR_BELOW, LOG2_E, SMALL_BETA, far_below, least_log
 from femixer.state import Growing
+
+# A cached exponential may exceed its shift by this many nats before the shift is renewed.
+CACHE_HEADROOM = 40.0
+# Of the compiled kernel: of sums, temperatures, differences to the shift and cached exponentials.
+LIMITS = math.exp(least_log(torch.float32)), SMALL_BETA, FAR_BELOW, CACHE_HEADROOM
 
 
 def softmax_step(
@@ -24,10 +31,6 @@ def softmax_step(
     cached: the values [B, G, S, D], or [B, G, S, 2D] where the cache keeps exp(beta (v - shift)) beside them;
     shift [B, G, 1, D]: otherwise, at least the largest value.
     """
-    if one_token(q) and geometry.needs_no_mask(cached_keys.length):
-        read = _compiled_step(q, cached_keys, cached, shift, beta)
-        if read is not None:
-            return read
     keys, data = cached_keys.tensor, cached.tensor
     batch, _, heads, width = q.shape
     groups = keys.shape[1]
@@ -64,36 +67,6 @@ def softmax_step(
     return results[0], None if free is None else results[1]
 
 
-def _compiled_step(
-    q: Tensor, keys: Growing, data: Growing, shift: Tensor | None, beta: Tensor | None
-) -> tuple[Tensor, Tensor | None] | None:
-    """The same, where all of the cache is seen; None if a sum is not good enough."""
-    batch, _, heads, width = q.shape
-    groups = keys.buffer.shape[1]
-    d = data.buffer.shape[3] if beta is None else beta.shape[1]
-    mean = q.new_empty(batch, 1, heads, d)
-    free = q.new_empty(batch, 1, heads, d) if beta is not None else None
-    grouped = batch, groups, heads // groups, d
-    doubtful = np.zeros((batch, groups), dtype=np.bool_)
-    native("softmax_step").read(
-        q.view(*grouped[:3], width).numpy(),
-        width**-0.5,
-        keys.buffer.numpy(),
-        data.buffer.numpy(),
-        _NOTHING if shift is None else shift.contiguous().numpy(),
-        _NO_BETA if beta is None else beta.contiguous().numpy(),
-        keys.length,
-        (math.exp(least_log(q.dtype)), SMALL_BETA, FAR_BELOW),
-        mean.view(grouped).numpy(),
-        _NOTHING if free is None else free.view(grouped).numpy(),
-        doubtful,
-    )
-    return None if doubtful.any() else (mean, free)
-
-
-_NOTHING, _NO_BETA = torch.empty(0, 0, 0, 0).numpy(), torch.empty(0, 0).numpy()
-
-
 def _read_again(
     q: Tensor, keys: Tensor, values: Tensor, beta: Tensor, geometry: Geometry
 ) -> tuple[Tensor, Tensor | None]:
@@ -102,3 +75,45 @@ def _read_again(
         runs = (geometry.run_q, geometry.run_k)
     k, v = keys.transpose(1, 2), values.transpose(1, 2)
     return softmax_read(q, k, v, beta, causal=True, window=geometry.window, bias=geometry.bias, runs=runs)
+
+
+class Step(NamedTuple):
+    """What a token reads [B, 1, H, D] and the cache's next shift [B, G, 1, D]; sound: the read is exact; fits: so are
+    the cached exponentials."""
+
+    mean: Tensor
+    free: Tensor | None
+    shift: Tensor
+    sound: bool
+    fits: bool
+
+
+def compiled_step(
+    q: Tensor, k: Tensor, v: Tensor, keys: Growing, data: Growing, shift: Tensor, beta: Tensor | None
+) -> Step:
+    """The token q [B, 1, H, E], k [B, 1, G, E], v [B, 1, G, D] is written to the end of a cache (see `softmax_step`)
+    and reads all of it: one kernel, for where `one_token` allows it."""
+    batch, _, heads, width = q.shape
+    groups, d = v.shape[2:]
+    mean = q.new_empty(batch, 1, heads, d)
+    free = q.new_empty(batch, 1, heads, d) if beta is not None else None
+    top = q.new_empty(shift.shape)
+    doubt = np.empty((batch, groups), dtype=np.int8)
+    grouped = batch, groups, heads // groups, d
+    native("softmax_step").step(
+        q.contiguous().view(*grouped[:3], width).numpy(),
+        k.contiguous().view(batch, groups, width).numpy(),
+        v.contiguous().view(batch, groups, d).numpy(),
+        keys.buffer.view(batch * groups, -1).numpy(),
+        data.buffer.view(batch * groups, -1).numpy(),
+        shift.contiguous().view(batch, groups, d).numpy(),
+        np.empty((groups, 0), dtype=np.float32) if beta is None else beta.contiguous().numpy(),
+        keys.length,
+        LIMITS,
+        top.view(batch, groups, d).numpy(),
+        mean.view(grouped).numpy(),
+        (mean if free is None else free).view(grouped).numpy(),
+        doubt,
+    )
+    worst = doubt.max()
+    return Step(mean, free, top, worst == 0, worst < 2)

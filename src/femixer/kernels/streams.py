@@ -1,4 +1,4 @@
-"""The two streams of a one-pass read, v and exp(beta (v - top)), and the logarithm that turns their sum into F.
+"""The two streams of a one-pass read, v and exp(beta (v - top)), and the logarithm that turns their sums into F.
 
 Axes: B batch, T queries, S keys, H heads, G key/value heads, D value width.
 """
@@ -6,10 +6,12 @@ Axes: B batch, T queries, S keys, H heads, G key/value heads, D value width.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from femixer.kernels.backend import array, eager_kernels, memory, native
 
 # Sums below exp(-60) in float32 begin to lose terms to underflow; gradients divide by them.
 UNDERFLOW_MARGIN = 27.0
@@ -55,6 +57,10 @@ class Range(NamedTuple):
 
 
 def value_range(v: Tensor, run_k: Tensor | None) -> Range:
+    if run_k is None and eager_kernels(v):
+        bottom, top = v.new_empty(2, v.shape[0], 1, *v.shape[2:])
+        native("streams").span(*memory(v), v.shape[1], *map(array, (bottom[:, 0], top[:, 0])))
+        return Range(bottom, top)
     if run_k is None:
         return Range(v.amin(1, keepdim=True), v.amax(1, keepdim=True))
     padding = (run_k < 0)[..., None, None]
@@ -87,6 +93,10 @@ def value_streams(v: Tensor, beta: Tensor | None, shift: Shift | None) -> Tensor
     """[v, exp(beta (v - top)) - base] of width 2D; v alone without beta."""
     if beta is None or shift is None:
         return v
+    if eager_kernels(v):
+        streams = v.new_empty(*v.shape[:-1], 2 * v.shape[-1])
+        native("streams").streams(*memory(v), *_arrays(beta, shift), array(streams))
+        return streams
     # Padding may lie above top: its weight is zero, but its exponential must not overflow.
     exponent = (v - shift.top).clamp_(max=0).mul_(beta)
     return torch.cat([v, exp_minus(exponent, shift.base)], -1)
@@ -98,17 +108,93 @@ def least_log(dtype: torch.dtype) -> float:
 
 def logarithm(total: Tensor, beta: Tensor, shift: Shift, span: Range) -> tuple[Tensor, Tensor]:
     """F = top + log(total + base) / beta [B, T, H, D], and the heads [B, H] for which that is not good to 1e-5."""
-    repeats = total.shape[2] // beta.shape[0]
     exact = torch.zeros(total.shape[0], total.shape[2], dtype=torch.bool, device=total.device)
     least = math.exp(least_log(total.dtype))
     # The smallest sum settles the common case; a base of 1 only makes sums larger.
     if bool(total.amin() < least):
         exact |= ((total if shift.base is None else total + shift.base) < least).any(-1).any(1)
     log_total = log_plus(total, shift.base)
-    free = torch.addcdiv(shift.top, log_total, beta.repeat_interleave(repeats, 0), out=log_total)
+    free = torch.addcdiv(
+        shift.top, log_total, beta.repeat_interleave(total.shape[2] // beta.shape[0], 0), out=log_total
+    )
+    return free, _or_doubtful(exact, free, beta, shift, span)
+
+
+def _or_doubtful(exact: Tensor, free: Tensor, beta: Tensor, shift: Shift, span: Range) -> Tensor:
+    """`exact` [B, H], and the heads that lose digits to a small temperature or to a top far above F."""
+    repeats = free.shape[2] // beta.shape[0]
     height = span.top - span.bottom
     cold = (beta < SMALL_BETA) & (beta * height > NARROW)
     if bool((cold | (height > FAR_BELOW)).any()):
         exact |= cold.any(-1)[:, 0].repeat_interleave(repeats, 1)
         exact |= far_below(free, shift.top).any(-1).any(1)
-    return free, exact
+    return exact
+
+
+def read_sums(sums: Tensor, beta: Tensor, shift: Shift, span: Range) -> tuple[Tensor, Tensor, Tensor]:
+    """From the sums (mu | total - base) [B, T, H, 2D] to mu and F [B, T, H, D], and the heads [B, H] for which F is not
+    good to 1e-5."""
+    b, t, h, d = *sums.shape[:3], sums.shape[3] // 2
+    repeats = h // beta.shape[0]
+    shift = shift.per_head(repeats)
+    if eager_kernels(sums):
+        # Not one tensor for both: results of an operator may not share memory.
+        mean, free = (sums.new_empty(b, t, h, d) for _ in range(2))
+        stretches = native("streams").stretches(t)
+        lowest = sums.new_empty(b * stretches, h, d)
+        inputs = (*memory(sums), *_arrays(beta.repeat_interleave(repeats, 0), shift))
+        native("streams").read(*inputs, *map(array, (mean, free, lowest)))
+        exact = (lowest < math.exp(least_log(sums.dtype))).any(-1).view(b, stretches, h).any(1)
+        return mean, free, _or_doubtful(exact, free, beta, shift, span)
+    mean, total = (x.clone(memory_format=torch.contiguous_format) for x in sums.split(d, -1))
+    free, exact = logarithm(total, beta, shift, span)
+    # Rounding, or a sum beyond sight, may put F below the mean.
+    return mean, torch.maximum(free, mean, out=free), exact
+
+
+def undo_read(
+    to_mean: Tensor, to_free: Tensor, mean: Tensor, free: Tensor, beta: Tensor, shift: Shift, apart: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From mu and F back to the sums (mu | total - base): their gradient, their values, and dbeta of the logarithm.
+
+    total = exp(beta (F - top)), dF/dtotal = 1 / (beta total), dF/dbeta = -(F - top) / beta. Heads that stand `apart`
+    [B, H] take no part.
+    """
+    repeats = free.shape[2] // beta.shape[0]
+    temperature, shift = (beta if repeats == 1 else beta.repeat_interleave(repeats, 0)), shift.per_head(repeats)
+    if eager_kernels(free):
+        b, t, h, d = free.shape
+        inner, sums = free.new_empty(2, b, t, h, 2 * d)
+        dbeta = free.new_empty(b * native("streams").stretches(t), h, d)
+        hidden = torch.zeros(b, h, dtype=torch.bool) if apart is None else apart.contiguous()
+        inputs = (*memory(to_mean, to_free, mean, free), *_arrays(temperature, shift), hidden.numpy())
+        native("streams").undo(*inputs, *map(array, (inner, sums, dbeta)))
+        return inner, sums, dbeta.sum(0).unflatten(0, (-1, repeats)).sum(1)
+    below_top = free - shift.top
+    slope = to_free / temperature
+    if apart is not None:
+        to_mean, below_top, slope = (x.masked_fill(apart[:, None, :, None], 0) for x in (to_mean, below_top, slope))
+    dbeta = -(slope * below_top).sum((0, 1)).unflatten(0, (-1, repeats)).sum(1)
+    total = exp_minus(below_top.mul_(temperature), shift.base)
+    slope.div_(total if shift.base is None else total + shift.base)
+    return torch.cat([to_mean, slope], -1), torch.cat([mean, total], -1), dbeta
+
+
+def undo_streams(to_streams: Tensor, streams: Tensor, v: Tensor, beta: Tensor, shift: Shift) -> tuple[Tensor, Tensor]:
+    """Gradients of v [B, S, G, D] and beta from that of its streams."""
+    b, s, groups, d = v.shape
+    if eager_kernels(v):
+        dv, dbeta = v.new_empty(v.shape), v.new_empty(b * native("streams").stretches(s), groups, d)
+        inputs = (*memory(to_streams, streams, v), *_arrays(beta, shift))
+        native("streams").through(*inputs, *map(array, (dv, dbeta)))
+        return dv, dbeta.sum(0)
+    exponentials = streams[..., d:] if shift.base is None else streams[..., d:] + shift.base
+    weighted = to_streams[..., d:] * exponentials
+    dv = torch.addcmul(to_streams[..., :d], weighted, beta)
+    return dv, weighted.mul_(v - shift.top).sum((0, 1))
+
+
+def _arrays(beta: Tensor, shift: Shift) -> tuple[Any, Any, Any]:
+    """beta [heads, D], top and base [B, heads, D] as the compiled kernels read them."""
+    base = torch.zeros_like(shift.top) if shift.base is None else shift.base
+    return array(beta.contiguous()), array(shift.top[:, 0].contiguous()), array(base[:, 0].contiguous())

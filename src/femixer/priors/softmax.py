@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from femixer.kernels.attend import Geometry
+from femixer.kernels.backend import one_token
 from femixer.kernels.softmax import softmax_read
-from femixer.kernels.softmax_step import softmax_step
+from femixer.kernels.softmax_step import CACHE_HEADROOM, compiled_step, softmax_step
 from femixer.layout import Layout, runs_together
 from femixer.priors.base import Prior, Widths
 from femixer.projection import Columns
@@ -19,8 +20,6 @@ from femixer.state import Growing
 
 ScoreBias = Callable[[Tensor, Tensor], Tensor]
 CACHES = ("value", "exp")
-# A cached exponential may exceed its shift by this many nats before the shift is renewed.
-CACHE_HEADROOM = 40.0
 # A windowed cache is cut when it is this much longer than twice the window.
 FORGET_LATE = 64
 
@@ -83,13 +82,13 @@ def _beside(v: Tensor, exponent: Tensor) -> Tensor:
 
 
 class Cache(NamedTuple):
-    """Rotated keys and the values of the past [B, G, S, .]; their positions [1 or B, S]; their runs [B, S] where there
-    was padding or a segment."""
+    """Rotated keys and the values of the past [B, G, S, .]; their runs [B, S] where there was padding or a segment;
+    positions [1 or B, S] where a score bias asks for them."""
 
     keys: Growing
     stream: Stream
     run: Tensor | None
-    position: Tensor
+    position: Tensor | None
 
 
 class SoftmaxPrior(Prior):
@@ -150,8 +149,10 @@ class SoftmaxPrior(Prior):
             bias = self._bias(layout.position, layout.position, dtype)
             mean, free = softmax_read(q, k, v, beta, causal=self.causal, window=self.window, bias=bias, runs=runs)
             return mean, free, None
+        if state is not None and self._sees_all(state, layout) and one_token(inputs["q"]):
+            return self._step(q, k, v, beta, state)
         cache = self._append(state, k, v, beta, layout)
-        bias = self._bias(layout.position, cache.position, dtype)
+        bias = None if cache.position is None else self._bias(layout.position, cache.position, dtype)
         runs = None if cache.run is None else (cache.run[:, -q.shape[1] :], cache.run)
         if q.shape[1] == 1 and not torch.is_grad_enabled():
             if bias is not None:
@@ -161,35 +162,59 @@ class SoftmaxPrior(Prior):
             stream = cache.stream
             mean, free = softmax_step(q, cache.keys, stream.data, stream.shift, beta, geometry)
         else:
-            keys, values = cache.keys.tensor.transpose(1, 2), cache.stream.values.transpose(1, 2)
-            mean, free = softmax_read(q, keys, values, beta, causal=True, window=self.window, bias=bias, runs=runs)
+            mean, free = self._whole(q, cache, beta, bias, runs)
         return mean, free, self._forget(cache)
+
+    def _whole(
+        self, q: Tensor, cache: Cache, beta: Tensor | None, bias: Tensor | None, runs: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The read of the cache's last tokens."""
+        keys, values = cache.keys.tensor.transpose(1, 2), cache.stream.values.transpose(1, 2)
+        return softmax_read(q, keys, values, beta, causal=True, window=self.window, bias=bias, runs=runs)
+
+    def _sees_all(self, cache: Cache, layout: Layout) -> bool:
+        """Whether the next token sees all of a cache that is not empty, by scores alone."""
+        if cache.run is not None or layout.run is not None or self.score_bias is not None:
+            return False
+        return cache.keys.length > 0 and (self.window is None or self.window > cache.keys.length)
+
+    def _step(
+        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, cache: Cache
+    ) -> tuple[Tensor, Tensor | None, Cache]:
+        """One more token, written and read by one kernel."""
+        stream = cache.stream
+        assert stream.shift is not None  # the cache is not empty
+        keys, data = cache.keys.longer(1), stream.data.longer(1)
+        step = compiled_step(q, k, v, keys, data, stream.shift, beta)
+        stream = stream._replace(data=data, shift=step.shift)
+        if not step.fits:
+            stream = Stream.of(stream.values, beta, True)
+        cache = cache._replace(keys=keys, stream=stream)
+        mean, free = (step.mean, step.free) if step.sound else self._whole(q, cache, beta, None, None)
+        return mean, free, cache
 
     def _append(self, cache: Cache | None, k: Tensor, v: Tensor, beta: Tensor | None, layout: Layout) -> Cache:
         batch = k.shape[0]
         keys, v = k.transpose(1, 2), v.transpose(1, 2)
-        position = layout.position
+        position = None if self.score_bias is None else layout.position
         if cache is None:
             stream = Stream.of(v, beta, self.cache == "exp")
             return Cache(Growing.of(keys.contiguous()), stream, layout.run, position)
         run = runs_together(cache.run, cache.keys.length, layout.run, k)
-        if cache.position.shape[0] != position.shape[0]:
-            cache = cache._replace(position=cache.position.expand(batch, -1))
-            position = position.expand(batch, -1)
-        return Cache(
-            cache.keys.append(keys),
-            cache.stream.append(v, beta),
-            run,
-            torch.cat([cache.position, position], 1),
-        )
+        if position is not None and cache.position is not None:
+            before = cache.position
+            if before.shape[0] != position.shape[0]:
+                before, position = before.expand(batch, -1), position.expand(batch, -1)
+            position = torch.cat([before, position], 1)
+        return Cache(cache.keys.append(keys), cache.stream.append(v, beta), run, position)
 
     def _forget(self, cache: Cache) -> Cache:
         """With a window, keep the last real tokens that a later query can see; seldom, so that it costs little."""
         window, length = self.window, cache.keys.length
         if window is None or length < 2 * window + FORGET_LATE:
             return cache
-        index = torch.arange(length - window, length, device=cache.position.device)
-        index = index.expand(cache.keys.tensor.shape[0], -1)
+        keys = cache.keys.tensor
+        index = torch.arange(length - window, length, device=keys.device).expand(keys.shape[0], -1)
         run = None
         if cache.run is not None:
             # Each row keeps its own; rows with fewer real tokens are filled up with padding.
@@ -198,7 +223,9 @@ class SoftmaxPrior(Prior):
             missing = index < 0
             index = index.clamp_min(0)
             run = cache.run.gather(1, index).masked_fill(missing, -1)
-        position = cache.position.expand(len(index), -1).gather(1, index)
+        position = cache.position
+        if position is not None:
+            position = position.expand(len(index), -1).gather(1, index)
         return Cache(cache.keys.take(index), cache.stream.take(index), run, position)
 
     def weights(

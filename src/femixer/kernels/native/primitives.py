@@ -109,6 +109,7 @@ def _bitcast(source: Any, target: Any) -> Any:
 
 
 _float_of = _bitcast(types.int32, types.float32)
+_bits32_of = _bitcast(types.float32, types.int32)
 _double_of = _bitcast(types.int64, types.float64)
 _bits_of = _bitcast(types.float64, types.int64)
 
@@ -157,6 +158,28 @@ def exp32(x):  # type: ignore[no-untyped-def]
     scale, rest = _exp_parts(min(max(x, LEAST), MOST))
     # Asked in this way, what is not a number stays that.
     return f32(0.0) if x <= LEAST else scale * rest + scale
+
+
+@inline
+def exp_less32(x, base):  # type: ignore[no-untyped-def]
+    """exp(x) - base for a base of 0 or 1, without cancellation."""
+    scale, rest = _exp_parts(min(max(x, LEAST), MOST))
+    return -base if x <= LEAST else scale * rest + (scale - base)
+
+
+@inline
+def log_plus32(x, base):  # type: ignore[no-untyped-def]
+    """log(x + base) for a base of 0 or 1 and normal x + base > 0, without cancellation."""
+    y = x + base
+    # Mantissa in [sqrt(1/2), sqrt(2)): the exponent's last step is decided by the bits of sqrt(1/2).
+    exponent = (_bits32_of(y) - np.int32(0x3F3504F3)) >> np.int32(23)
+    m = _float_of(_bits32_of(y) - (exponent << np.int32(23)))
+    less = x + (base - f32(1.0)) if exponent == 0 else m - f32(1.0)
+    s = less / (f32(2.0) + less)
+    z = s * s
+    series = z * (f32(1 / 3) + z * (f32(1 / 5) + z * (f32(1 / 7) + z * f32(1 / 9))))
+    # The largest part is exact in few bits, so that the sum rounds once.
+    return f32(exponent) * LN2_HIGH + (f32(exponent) * LN2_LOW + f32(2.0) * s * series + f32(2.0) * s)
 
 
 @inline

@@ -12,7 +12,7 @@ import math
 import numpy as np
 from numba import prange
 
-from femixer.kernels.native.primitives import copy, exp, job, kernel, largest, log
+from femixer.kernels.native.primitives import exp, inline, job, kernel, largest, log, u64
 from femixer.layout import PADDING, START
 
 # Beyond these log odds a share is kept as a logarithm only: float32 exponentials end there.
@@ -22,6 +22,8 @@ FAR = 80.0
 LANES = 128  # channels that one thread works on at a time
 # Rows of the scratch array: what goes on from token to token, the token's own, and the temperatures.
 TOTAL, MEAN, FREE, BEFORE, ODDS, FAR_ODDS, W, C, KEY, GATE, VALUE, WARM, COLD = range(13)
+# The way back has more of them.
+AT_TOTAL, AT_MEAN, AT_FREE, TO_TOTAL, TO_MEAN, TO_FREE, TO_ODDS, TO_KEY, TO_VALUE, READ, BETA_SUM, ROWS = range(13, 25)
 
 
 @kernel
@@ -37,7 +39,7 @@ def _forward(b, low, key, gate, v, beta, marks, state, mean, free, log_total, la
 
     log(w / c) = key - gate - log total',   mean = c mean' + w v,   exp(beta F) = c exp(beta F') + w exp(beta v)
     """
-    length, n = v.shape[1], min(LANES, v.shape[2] - low)
+    length, n, low = v.shape[1], u64(min(LANES, v.shape[2] - low)), u64(low)
     # One array, so that the compiler sees that its rows do not overlap.
     r = np.zeros((13, LANES))
     r[TOTAL] = -math.inf
@@ -50,27 +52,27 @@ def _forward(b, low, key, gate, v, beta, marks, state, mean, free, log_total, la
     for t in range(length):
         if marks.size:
             if marks[b, t] == PADDING:
-                mean[b, t, low : low + n] = 0.0
-                log_total[b, t, low : low + n] = 0.0
-                if beta.size:
-                    free[b, t, low : low + n] = 0.0
+                for i in range(n):
+                    mean[b, t, low + i] = 0.0
+                    log_total[b, t, low + i] = 0.0
+                    if beta.size:
+                        free[b, t, low + i] = 0.0
                 continue
             if marks[b, t] == START:
                 r[TOTAL], r[MEAN], r[FREE] = -math.inf, 0.0, 0.0
-        copy(v[b, t, low : low + n], r[VALUE])
-        if key.size:
-            copy(key[b, t, low : low + n], r[KEY])
-        if gate.size:
-            copy(gate[b, t, low : low + n], r[GATE])
+        _fetch(v, b, t, low, n, r, VALUE)
+        _fetch(key, b, t, low, n, r, KEY)
+        _fetch(gate, b, t, low, n, r, GATE)
         _advance(r, v, beta.size > 0)
         if beta.size:
             if largest(r[FAR_ODDS]) > DISTANT:
                 _far(r, n)
-            for i in range(LANES):
-                r[BEFORE, i] = max(r[FREE, i], r[MEAN, i])
-            copy(r[BEFORE, :n], free[b, t, low : low + n])
-        copy(r[MEAN, :n], mean[b, t, low : low + n])
-        copy(r[TOTAL, :n], log_total[b, t, low : low + n])
+            for i in range(n):
+                free[b, t, low + i] = max(r[FREE, i], r[MEAN, i])
+        for i in range(n):
+            mean[b, t, low + i] = r[MEAN, i]
+        for i in range(n):
+            log_total[b, t, low + i] = r[TOTAL, i]
     for i in range(n):
         last[0, b, low + i], last[1, b, low + i] = r[TOTAL, i], r[MEAN, i]
         if beta.size:
@@ -146,18 +148,17 @@ def _backward(  # type: ignore[no-untyped-def]
 
     mean = c mean' + w v,   d log total = c d(log total' + gate) + w d key,   dF = o dF' + r dv + (r - w) dx / beta
 
-    with x = key - gate - log total' the log odds of w; a prime marks the row before.
+    with x = key - gate - log total' the log odds of w; a prime marks the row before, and is what MEAN, FREE and TOTAL
+    hold here. AT_ are the gradients of what goes on to the next row, TO_ those of a token's own.
     """
-    length, n = v.shape[1], min(LANES, v.shape[2] - low)
-    at_log, at_mean, at_free = np.zeros(LANES), np.zeros(LANES), np.zeros(LANES)
-    total0, mean0, free0 = np.zeros(LANES), np.zeros(LANES), np.zeros(LANES)
-    odds, to_odds, w, c = np.zeros(LANES), np.zeros(LANES), np.zeros(LANES), np.zeros(LANES)
-    r, o, grad = np.zeros(LANES), np.zeros(LANES), np.zeros(LANES)
-    beta_sum = np.zeros(LANES)
+    length, n, low = v.shape[1], u64(min(LANES, v.shape[2] - low)), u64(low)
+    r = np.zeros((ROWS, LANES))
     for i in range(n):
-        at_log[i], at_mean[i] = to_last[0, b, low + i], to_last[1, b, low + i]
+        r[AT_TOTAL, i], r[AT_MEAN, i] = to_last[0, b, low + i], to_last[1, b, low + i]
+        r[WARM, i] = beta[low + i] if beta.size else 1.0
+        r[COLD, i] = 1.0 / r[WARM, i]
         if beta.size:
-            at_free[i] = to_last[2, b, low + i]
+            r[AT_FREE, i] = to_last[2, b, low + i]
     for u in range(length):
         t = length - 1 - u
         if marks.size and marks[b, t] == PADDING:
@@ -173,72 +174,78 @@ def _backward(  # type: ignore[no-untyped-def]
             while before >= 0 and marks[b, before] == PADDING:
                 before -= 1
         if marks.size and marks[b, t] == START:
-            total0[:], mean0[:], free0[:] = -math.inf, 0.0, 0.0
+            r[TOTAL], r[MEAN], r[FREE] = -math.inf, 0.0, 0.0
         elif before < 0:
             for i in range(n):
-                total0[i], mean0[i] = state[0, b, low + i], state[1, b, low + i]
+                r[TOTAL, i], r[MEAN, i] = state[0, b, low + i], state[1, b, low + i]
                 if beta.size:
-                    free0[i] = state[2, b, low + i]
+                    r[FREE, i] = state[2, b, low + i]
         else:
-            for i in range(n):
-                total0[i] = log_total[b, before, low + i]
-            for i in range(n):
-                mean0[i] = mean[b, before, low + i]
-            if beta.size:
-                for i in range(n):
-                    free0[i] = free[b, before, low + i]
+            _fetch(log_total, b, before, low, n, r, TOTAL)
+            _fetch(mean, b, before, low, n, r, MEAN)
+            _fetch(free, b, before, low, n, r, FREE)
+        _fetch(v, b, t, low, n, r, VALUE)
+        _fetch(key, b, t, low, n, r, KEY)
+        _fetch(gate, b, t, low, n, r, GATE)
+        _fetch(free, b, t, low, n, r, READ)
+        _fetch(to_mean, b, t, low, n, r, TO_MEAN)
+        _fetch(to_log, b, t, low, n, r, TO_TOTAL)
+        _fetch(to_free, b, t, low, n, r, TO_FREE)
+        _retreat(r, n, v, beta.size > 0)
         for i in range(n):
-            odds[i] = -total0[i]
+            d_v[b, t, low + i] = r[TO_VALUE, i]
         if key.size:
             for i in range(n):
-                odds[i] += key[b, t, low + i]
+                d_key[b, t, low + i] = r[TO_KEY, i]
         if gate.size:
             for i in range(n):
-                odds[i] -= gate[b, t, low + i]
-        for i in range(n):
-            factor = exp(v.dtype.type(-abs(odds[i])))
-            inverse = 1.0 / (1.0 + factor)
-            w[i] = inverse if odds[i] > 0 else factor * inverse
-            c[i] = factor * inverse if odds[i] > 0 else inverse
-        for i in range(n):
-            at_mean[i] += to_mean[b, t, low + i]
-        for i in range(n):
-            at_log[i] += to_log[b, t, low + i]
-        x = v[b, t]
-        for i in range(n):
-            to_odds[i] = at_mean[i] * w[i] * c[i] * (x[low + i] - mean0[i])
-            grad[i] = w[i] * at_mean[i]
-        if beta.size:
-            for i in range(n):
-                log_odds = odds[i] + beta[low + i] * (x[low + i] - free0[i])
-                factor = exp(v.dtype.type(-abs(log_odds)))
-                inverse = 1.0 / (1.0 + factor)
-                r[i] = inverse if log_odds > 0 else factor * inverse
-                o[i] = factor * inverse if log_odds > 0 else inverse
-            f = free[b, t]
-            for i in range(n):
-                at_free[i] += to_free[b, t, low + i]
-            for i in range(n):
-                cold = at_free[i] / beta[low + i]
-                to_odds[i] += cold * (r[i] - w[i])
-                grad[i] += r[i] * at_free[i]
-                beta_sum[i] += cold * (r[i] * (x[low + i] - f[low + i]) + o[i] * (free0[i] - f[low + i]))
-                at_free[i] *= o[i]
-        out = d_v[b, t]
-        for i in range(n):
-            out[low + i] = grad[i]
-        if key.size:
-            out = d_key[b, t]
-            for i in range(n):
-                out[low + i] = w[i] * at_log[i] + to_odds[i]
-        for i in range(n):
-            at_mean[i] *= c[i]
-            at_log[i] = c[i] * at_log[i] - to_odds[i]
-        if gate.size:
-            out = d_gate[b, t]
-            for i in range(n):
-                out[low + i] = at_log[i]
+                d_gate[b, t, low + i] = r[AT_TOTAL, i]
     for i in range(n):
-        d_state[0, b, low + i], d_state[1, b, low + i] = at_log[i], at_mean[i]
+        d_state[0, b, low + i], d_state[1, b, low + i] = r[AT_TOTAL, i], r[AT_MEAN, i]
         if beta.size:
-            d_state[2, b, low + i], d_beta[b, low + i] = at_free[i], beta_sum[i]
+            d_state[2, b, low + i], d_beta[b, low + i] = r[AT_FREE, i], r[BETA_SUM, i]
+
+
+@inline
+def _fetch(source, b, t, low, n, r, row):  # type: ignore[no-untyped-def]
+    """A token's part of what there is."""
+    if source.size:
+        for i in range(n):
+            r[row, i] = source[b, t, low + i]
+
+
+@job
+def _retreat(r, n, v, energies):  # type: ignore[no-untyped-def]
+    """Go back by the token whose key, gate and value are in r, with the results of the row before."""
+    for i in range(n):
+        odds = r[KEY, i] - r[GATE, i] - r[TOTAL, i]
+        factor = exp(v.dtype.type(-abs(odds)))
+        inverse = 1.0 / (1.0 + factor)
+        newer, rest = inverse, factor * inverse
+        r[ODDS, i] = odds
+        r[W, i] = newer if odds > 0 else rest
+        r[C, i] = rest if odds > 0 else newer
+    for i in range(n):
+        at_mean, w, c = r[AT_MEAN, i] + r[TO_MEAN, i], r[W, i], r[C, i]
+        r[TO_ODDS, i] = at_mean * w * c * (r[VALUE, i] - r[MEAN, i])
+        r[TO_VALUE, i] = w * at_mean
+        r[AT_MEAN, i] = c * at_mean
+    if energies:
+        for i in range(n):
+            value, last, now = r[VALUE, i], r[FREE, i], r[READ, i]
+            odds = r[ODDS, i] + r[WARM, i] * (value - last)
+            factor = exp(v.dtype.type(-abs(odds)))
+            inverse = 1.0 / (1.0 + factor)
+            newer, rest = inverse, factor * inverse
+            share = newer if odds > 0 else rest
+            other = rest if odds > 0 else newer
+            at_free = r[AT_FREE, i] + r[TO_FREE, i]
+            cold = at_free * r[COLD, i]
+            r[TO_ODDS, i] += cold * (share - r[W, i])
+            r[TO_VALUE, i] += share * at_free
+            r[BETA_SUM, i] += cold * (share * (value - now) + other * (last - now))
+            r[AT_FREE, i] = other * at_free
+    for i in range(n):
+        at_total, to_odds = r[AT_TOTAL, i] + r[TO_TOTAL, i], r[TO_ODDS, i]
+        r[TO_KEY, i] = r[W, i] * at_total + to_odds
+        r[AT_TOTAL, i] = r[C, i] * at_total - to_odds
