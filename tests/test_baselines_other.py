@@ -252,7 +252,9 @@ class TestHyena:
 
     def test_filters_of_any_length_agree_where_they_overlap(self):
         m = build(Hyena, length=5)
-        assert torch.equal(m.filter(31)[:7], m.filter(7))
+        torch.testing.assert_close(
+            m.filter(31)[:7], m.filter(7), rtol=1e-9, atol=1e-12
+        )  # other products round otherwise
 
     def test_the_filter_starts_of_order_one_and_falls(self):
         torch.manual_seed(0)

@@ -53,7 +53,8 @@ def attention_and_mixer(**options: object) -> tuple[Attention, FreeEnergyMixer]:
 def test_attention_is_the_mixer_without_parts(kv_heads: int, causal: bool, rope: bool) -> None:
     attention, mixer = attention_and_mixer(kv_heads=kv_heads, causal=causal, rope=rope)
     x = torch.randn(3, 13, 24)
-    torch.testing.assert_close(attention(x), mixer(x), rtol=1e-6, atol=1e-6)
+    wanted = attention(x)
+    torch.testing.assert_close(wanted, mixer(x), rtol=1e-6, atol=1e-6 * wanted.abs().max().item())
 
 
 @pytest.mark.parametrize("kv_heads", [6, 2])
@@ -188,8 +189,8 @@ def test_flops_are_those_worked_out_by_hand() -> None:
     assert forward[None] == forward[""] == projections + attention
     # [v, exp(beta v)] is as wide as attention's values, inside femixer's own operator.
     assert forward["LTG"] == projections + attention
-    # The conditioner's own projection is a compiled kernel where it is as narrow as here.
-    assert forward["CLTG"] == forward["LTG"] + 2 * tokens * 4 * (2 * 24 + 3 * 12)
+    # The conditioner is compiled kernels where it is as narrow as here.
+    assert forward["CLTG"] == forward["LTG"]
     rival = found[Entry(Mixer(), "eager")]
     # The backward pass has two products for each of the forward; attention computes its scores once more.
     assert measure.flops(rival.train_and_clear) == 3 * projections + attention * 7 // 2

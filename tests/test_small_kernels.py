@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from matrix import assert_close, noise
 from torch import Tensor
 
-from femixer import FreeEnergyMixer
-from femixer.conditioner import TimeDecayConditioner
+from femixer import FreeEnergyMixer, projection
+from femixer.conditioner import NormalizedLinear, TimeDecayConditioner
 from femixer.kernels import backend, short
 from femixer.kernels.softmax import softmax_read
 from femixer.layout import Past, arrange
 from femixer.models.norm import RMSNorm
-from femixer.projection import Modulate
+from femixer.rotary import rotated
 
 GRADIENTS = ("q", "k", "v", "beta")
 
@@ -130,14 +130,56 @@ def test_the_conditioner_and_its_gradients_are_plain_torch_s(length, dim, channe
         assert_close({"x": fast / scale}, {"x": exact / scale}, 1e-5)
 
 
-@pytest.mark.parametrize(("rows", "width", "channels", "scaled"), [(7, 5, 1, 5), (1031, 13, 4, 9), (3, 6, 8, 0)])
-def test_modulation_by_few_features_has_the_gradients_of_plain_torch(rows, width, channels, scaled):
+@pytest.mark.parametrize(
+    ("rows", "widths", "channels", "scaled"),
+    [(7, (5,), 1, 5), (1031, (4, 5, 4), 4, 9), (3, (6,), 8, 0), (257, (3, 7, 5), 11, 10)],
+)
+def test_modulation_and_its_gradients_are_the_definitions(monkeypatch, rows, widths, channels, scaled):
+    monkeypatch.setattr(projection, "NUMBERS", 1000)  # many features go through several stretches of rows
+    width = sum(widths)
     x, f, m = noise(1, rows, width), noise(1, rows, channels, seed=1), noise(width, channels, seed=2)
-    weights = noise(1, rows, width, seed=3)
-    results = []
+    weights, results = noise(1, rows, width, seed=3), []
     for dtype in (torch.float64, torch.float32):
-        leaves = [t.to(dtype).requires_grad_() for t in (x, f, m)]
-        results.append(torch.autograd.grad((Modulate.apply(*leaves, scaled) * weights.to(dtype)).sum(), leaves))
+        x, f, m = leaves = [t.to(dtype).requires_grad_() for t in (x, f, m)]
+        if dtype == torch.float64:
+            eta = f @ m.mT
+            y = torch.cat([(x * (1 + eta))[..., :scaled], (x + eta)[..., scaled:]], -1)
+        else:
+            y = torch.cat(projection.Modulate.apply(*leaves, scaled, widths), -1)
+        results.append((y, *torch.autograd.grad((y * weights.to(dtype)).sum(), leaves)))
+    for exact, fast in zip(*results, strict=True):
+        assert_close({"x": fast}, {"x": exact}, 3e-6)
+
+
+@pytest.mark.parametrize(("tokens", "dim", "outputs"), [(1, 5, 3), (67, 53, 24), (67, 53, 25), (5, 64, 72)])
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+def test_a_normalized_projection_and_its_gradients_are_the_definitions(tokens, dim, outputs, offset):
+    x, weights = noise(3, tokens, dim) + offset, noise(3, tokens, outputs, seed=3)
+    weight, bias = noise(outputs, dim, seed=1), noise(outputs, seed=2)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    y = F.linear(F.layer_norm(x, (dim,), eps=1e-5), weight, bias)
+    exact = (y, *torch.autograd.grad((y * weights).sum(), leaves))
+    leaves = [t.detach().float().requires_grad_() for t in leaves]
+    y = NormalizedLinear.apply(*leaves)
+    fast = (y, *torch.autograd.grad((y * weights.float()).sum(), leaves))
+    for wanted, seen in zip(exact, fast, strict=True):
+        scale = wanted.detach().abs().max().item()
+        assert_close({"x": seen / scale}, {"x": wanted / scale}, 3e-5 if offset else 3e-6)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "width"), [(2, 13, (3, 1), 10), (1, 1, (5, 5), 6), (3, 67, (4, 2), 64)]
+)
+def test_turned_features_and_their_gradients_are_the_definitions(batch, length, heads, width):
+    whole = noise(batch, length, sum(heads) * width + 3)  # q and k lie side by side, in front of something else
+    position = torch.randint(0, 10000, (batch, length), generator=torch.Generator().manual_seed(0))
+    weights, results = noise(batch, length, sum(heads), width, seed=1), []
+    for dtype in (torch.float64, torch.float32):
+        leaf = whole.to(dtype).requires_grad_()
+        q, k, _ = leaf.split([*(h * width for h in heads), 3], -1)
+        y = torch.cat(rotated(q, k, position, width, 10000.0, dtype, floor=1e-6), 2)
+        results.append((y, *torch.autograd.grad((y * weights.to(dtype)).sum(), leaf)))
+    assert (results[0][0] >= 1e-6).all()
     for exact, fast in zip(*results, strict=True):
         assert_close({"x": fast}, {"x": exact}, 3e-6)
 

@@ -128,40 +128,63 @@ class Features(torch.autograd.Function):
 
 
 class NormalizedLinear(torch.autograd.Function):
-    """LN(x) Wᵀ + b. The normalized tokens are made again in the backward instead of being kept."""
+    """LN(x) Wᵀ + b. The normalized tokens are never stored whole."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        if weight.shape[0] <= FEW and eager_kernels(x):
+        if not eager_kernels(x):
+            return F.linear(F.layer_norm(x, x.shape[-1:], eps=EPS), weight, bias)
+        if weight.shape[0] <= FEW:
             out = x.new_empty(*x.shape[:-1], weight.shape[0])
             native("conditioner").normalized_linear(rows(x), *map(array, (weight, bias)), EPS, rows(out))
             return out
-        return F.linear(F.layer_norm(x, x.shape[-1:], eps=EPS), weight, bias)
+        _, scale = _moments(x)
+        out = x @ _centred(weight).mT
+        return torch.addcmul(bias, out, scale, out=out)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _ = inputs
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(*inputs, output)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
+        x, weight, bias, output = ctx.saved_tensors
         shape = list(x.shape[-1:])
         flat = grad.flatten(0, -2)
-        if weight.shape[0] <= FEW and eager_kernels(x):
+        if not eager_kernels(x):
+            with without_autocast(x.device):
+                normalized, mean, rstd = torch.native_layer_norm(x, shape, None, None, EPS)
+                dweight = flat.mT @ normalized.flatten(0, -2)
+                dx, _, _ = torch.ops.aten.native_layer_norm_backward(
+                    grad @ weight, x, shape, mean, rstd, None, None, [True, False, False]
+                )
+            return dx, dweight, flat.sum(0)
+        if weight.shape[0] <= FEW:
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
             tasks = x.new_empty(-(-flat.shape[0] // ROWS), *weight.shape)
             given = (rows(grad), rows(x), array(weight), EPS)
             native("conditioner").normalized_linear_backward(*given, rows(dx), array(tasks))
             return dx, tasks.sum(0), flat.sum(0)
-        with without_autocast(x.device):
-            normalized, mean, rstd = torch.native_layer_norm(x, shape, None, None, EPS)
-            dweight = flat.mT @ normalized.flatten(0, -2)
-            dx, _, _ = torch.ops.aten.native_layer_norm_backward(
-                grad @ weight, x, shape, mean, rstd, None, None, [True, False, False]
-            )
-        return dx, dweight, flat.sum(0)
+        mean, scale = _moments(x)
+        # What the norm takes out of dx points along LN(x), by (grad W) LN(x) = grad (y - b).
+        along = (grad * (output - bias)).sum(-1, keepdim=True).mul_(scale).mul_(scale).div_(shape[0])
+        scaled = grad * scale
+        dx = scaled @ _centred(weight)
+        native("conditioner").subtract_centred(rows(x), *(array(a.view(-1)) for a in (mean, along)), rows(dx))
+        return dx, _centred(scaled.flatten(0, -2).mT @ x.flatten(0, -2)), flat.sum(0)
+
+
+def _centred(weight: Tensor) -> Tensor:
+    """Rows less their means: LN(x) Wᵀ = scale x centred(W)ᵀ, whatever the mean of x."""
+    return weight - weight.mean(1, keepdim=True)
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and one over the standard deviation of tokens [..., dim], as [..., 1]."""
+    mean, scale = (x.new_empty(*x.shape[:-1], 1) for _ in range(2))
+    native("conditioner").moments(rows(x), EPS, *(array(a.view(-1)) for a in (mean, scale)))
+    return mean, scale
 
 
 def context(decay: Tensor, u: Tensor, layout: Layout, initial: Tensor, causal: bool) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +13,8 @@ from torch.autograd.function import once_differentiable
 from femixer.kernels.backend import array, eager_kernels, native, one_token
 from femixer.kernels.precision import without_autocast
 
-# Numbers modulated at a time: their eta stays in the cache instead of going through memory.
-NUMBERS = 2**18
+# Numbers modulated at a time: enough for a matrix product to be fast, and their eta stays in the cache.
+NUMBERS = 2**20
 # Up to this many features modulation is a compiled kernel: products with so narrow a matrix cost more.
 FEW = 8
 # Rows whose gradients of the matrix this kernel sums up before their sums are.
@@ -58,17 +60,17 @@ class Projection(nn.Module):
             nn.init.zeros_(self.modulation)
 
     def forward(self, x: Tensor, features: Tensor | None = None) -> dict[str, Tensor]:
-        projected = self.linear(x)
+        projected, widths = self.linear(x), [c.width for c in self.columns.values()]
         if self.modulation is not None:
             assert features is not None
             if projected.dtype == self.modulation.dtype == features.dtype and one_token(projected):
                 rows = (projected.view(x.shape[0], -1), features.view(x.shape[0], -1), self.modulation.detach())
                 native("token").modulate(*(r.numpy() for r in rows), self.scaled)
             elif torch.is_grad_enabled():
-                projected = Modulate.apply(projected, features, self.modulation, self.scaled)
+                pieces = Modulate.apply(projected, features, self.modulation, self.scaled, widths)
+                return dict(zip(self.columns, pieces, strict=True))
             else:
                 projected = modulate(projected, features, self.modulation, self.scaled, out=projected)
-        widths = [c.width for c in self.columns.values()]
         return dict(zip(self.columns, projected.split(widths, -1), strict=True))
 
 
@@ -84,53 +86,64 @@ def modulate(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, out: Tens
             inputs = (x.contiguous() for x in (rows, f, m.mT))
             native("modulation").forward(*map(array, inputs), scaled, array(y))
             return out
-        for at in _stretches(rows):
-            eta, here = f[at] @ m.mT, rows[at]
-            if scaled == m.shape[0]:
-                torch.addcmul(here, here, eta, out=y[at])
-                continue
+        for at, eta in _etas(f, m):
+            here = rows[at]
             torch.addcmul(here[:, :scaled], here[:, :scaled], eta[:, :scaled], out=y[at, :scaled])
-            torch.add(here[:, scaled:], eta[:, scaled:], out=y[at, scaled:])
+            if scaled < m.shape[0]:
+                torch.add(here[:, scaled:], eta[:, scaled:], out=y[at, scaled:])
         return out
 
 
 class Modulate(torch.autograd.Function):
-    """`modulate` with a backward that makes eta again."""
+    """`modulate`, cut into pieces of some widths, with a backward that makes eta again."""
 
     @staticmethod
-    def forward(x: Tensor, features: Tensor, matrix: Tensor, scaled: int) -> Tensor:
-        return modulate(x, features, matrix, scaled, out=torch.empty_like(x))
+    def forward(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, widths: list[int]) -> tuple[Tensor, ...]:
+        return modulate(x, features, matrix, scaled, out=torch.empty_like(x)).split(widths, -1)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, features, matrix, ctx.scaled = inputs
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, features, matrix, ctx.scaled, ctx.widths = inputs
         ctx.save_for_backward(x, features, matrix)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         x, features, matrix = ctx.saved_tensors
         scaled = ctx.scaled
         rows, f, m = x.flatten(0, -2), features.flatten(0, -2).to(x.dtype), matrix.to(x.dtype)
-        g = grad.flatten(0, -2)
+        pieces = [g.flatten(0, -2) for g in grads]
         with without_autocast(x.device):
             if few(x, f):
-                dx, df, dm = _few_backward(g, rows, f, m, scaled)
+                dx, df, dm = _few_backward(torch.cat(pieces, -1), rows, f, m, scaled)
             elif torch.compiler.is_compiling():
-                eta = f @ m.mT
+                g, eta = torch.cat(pieces, -1), f @ m.mT
                 dx = torch.cat([g[:, :scaled] * (1 + eta[:, :scaled]), g[:, scaled:]], -1)
                 to_eta = torch.cat([g[:, :scaled] * rows[:, :scaled], g[:, scaled:]], -1)
                 df, dm = to_eta @ m, to_eta.mT @ f
             else:
                 dx, df, dm = torch.empty_like(rows), torch.empty_like(f), torch.zeros_like(m)
-                for at in _stretches(rows):
-                    eta = f[at] @ m.mT
-                    torch.addcmul(g[at, :scaled], g[at, :scaled], eta[:, :scaled], out=dx[at, :scaled])
-                    dx[at, scaled:] = g[at, scaled:]
-                    eta.copy_(g[at])[:, :scaled].mul_(rows[at, :scaled])
+                ends = list(itertools.accumulate(ctx.widths))
+                for at, eta in _etas(f, m):
+                    for g, width, end in zip(pieces, ctx.widths, ends, strict=True):
+                        columns, g = slice(end - width, end), g[at]
+                        if end <= scaled:
+                            torch.addcmul(g, g, eta[:, columns], out=dx[at, columns])
+                            torch.mul(g, rows[at, columns], out=eta[:, columns])
+                        else:
+                            dx[at, columns] = eta[:, columns] = g
                     torch.mm(eta, m, out=df[at])
                     dm.addmm_(eta.mT, f[at])
-        return dx.view_as(x), df.view_as(features).to(features.dtype), dm.to(matrix.dtype), None
+        return dx.view_as(x), df.view_as(features).to(features.dtype), dm.to(matrix.dtype), None, None
+
+
+def _etas(f: Tensor, m: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Stretches of rows and their eta = f mᵀ, one after the other in the same memory."""
+    step = max(1, NUMBERS // max(1, m.shape[0]))
+    memory = f.new_empty(min(step, f.shape[0]), m.shape[0])
+    for start in range(0, f.shape[0], step):
+        at = slice(start, min(start + step, f.shape[0]))
+        yield at, torch.mm(f[at], m.mT, out=memory[: at.stop - start])
 
 
 def few(x: Tensor, features: Tensor) -> bool:
@@ -147,9 +160,3 @@ def _few_backward(
     inputs = (x.contiguous() for x in (grad, rows, features, matrix.mT))
     native("modulation").backward(*map(array, inputs), scaled, *map(array, (dx, df, dm)))
     return dx, df, dm.sum(0).mT
-
-
-def _stretches(rows: Tensor) -> list[slice]:
-    """Of rows [n, width]."""
-    step = max(1, NUMBERS // max(1, rows.shape[1]))
-    return [slice(start, start + step) for start in range(0, rows.shape[0], step)]

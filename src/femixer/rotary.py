@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from femixer.kernels.backend import native, one_token
+from femixer.kernels.backend import array, eager_kernels, memory, native, one_token
 
 
 class Grid(NamedTuple):
@@ -51,21 +52,57 @@ def check_base(rope_base: float) -> None:
 
 
 def rotated(
-    q: Tensor, k: Tensor, position: Tensor, width: int, base: float, dtype: torch.dtype
+    q: Tensor, k: Tensor, position: Tensor, width: int, base: float, dtype: torch.dtype, floor: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """q [B, T, H E] and k [B, T, G E] at their positions [B or 1, T], as heads [B, T, H, E] and [B, T, G, E].
+    """q [B, T, H E] and k [B, T, G E] at their positions [B or 1, T], as heads [B, T, H, E] and [B, T, G, E]; with
+    `floor` as features max(., 0) + floor.
 
     Rotated in float32 at least, returned in `dtype`.
     """
     grid = _here.grid
     if grid is None and dtype == torch.float32 and one_token(q):
-        return _rotate_token(q, position, width, base), _rotate_token(k, position, width, base)
+        return tuple(_floored(_rotate_token(x, position, width, base), floor) for x in (q, k))  # type: ignore[return-value]
     wide = torch.promote_types(dtype, torch.float32)
     if grid is None:
         cos, sin = rotary_angles(position, width, base, wide)
     else:
         cos, sin = grid_angles(grid, position, width, base, wide)
-    return tuple(rotate(x.unflatten(-1, (-1, width)).to(wide), cos, sin).to(dtype) for x in (q, k))  # type: ignore[return-value]
+    q, k = (x.unflatten(-1, (-1, width)) for x in (q, k))
+    if floor is not None and q.dtype == k.dtype == dtype and eager_kernels(q) and eager_kernels(k):
+        turn = Features.apply if torch.is_grad_enabled() else Features.forward
+        return tuple(turn(x, cos, sin, floor) for x in (q, k))  # type: ignore[return-value]
+    return tuple(_floored(rotate(x.to(wide), cos, sin).to(dtype), floor) for x in (q, k))  # type: ignore[return-value]
+
+
+def _floored(x: Tensor, floor: float | None) -> Tensor:
+    return x if floor is None else x.relu() + floor
+
+
+class Features(torch.autograd.Function):
+    """max(`rotate`, 0) + floor as one compiled kernel each way."""
+
+    @staticmethod
+    def forward(x: Tensor, cos: Tensor, sin: Tensor, floor: float) -> Tensor:
+        out = x.new_empty(x.shape)
+        native("rotary").forward(*memory(x, out), tuple(x.shape), *_pairs(cos, sin), floor)
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, cos, sin, ctx.floor = inputs
+        ctx.save_for_backward(cos, sin, output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin, features = ctx.saved_tensors
+        out = grad.new_empty(grad.shape)
+        native("rotary").backward(*memory(grad, features, out), tuple(grad.shape), *_pairs(cos, sin), ctx.floor)
+        return out, None, None, None
+
+
+def _pairs(cos: Tensor, sin: Tensor) -> tuple[Any, Any]:
+    return array(cos[:, :, 0]), array(sin[:, :, 0])
 
 
 def _rotate_token(x: Tensor, position: Tensor, width: int, base: float) -> Tensor:

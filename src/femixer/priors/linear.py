@@ -46,10 +46,10 @@ class LinearPrior(DirectedPrior):
     def tracks(self, inputs: dict[str, Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
         if self.rope:
             width, base = self.widths.key, self.rope_base
-            q, k = rotated(inputs["q"], inputs["k"], layout.position, width, base, dtype)
+            q, k = rotated(inputs["q"], inputs["k"], layout.position, width, base, dtype, EPSILON)
         else:
-            q, k = (inputs[name].to(dtype).unflatten(-1, (-1, self.widths.key)) for name in ("q", "k"))
-        return {"q": q.relu() + EPSILON, "k": k.relu() + EPSILON}
+            q, k = (inputs[name].to(dtype).unflatten(-1, (-1, self.widths.key)).relu() + EPSILON for name in ("q", "k"))
+        return {"q": q, "k": k}
 
     def scan(
         self,

@@ -12,7 +12,7 @@ import numpy as np
 from numba import prange
 
 from femixer.kernels.native.narrow import add_outer, combine, products
-from femixer.kernels.native.primitives import f32, job, kernel, sigmoid32, softplus32, summing
+from femixer.kernels.native.primitives import f32, inline, job, kernel, sigmoid32, softplus32, summing
 
 START, END, PADDING = 1, 2, 4
 LANES = 32
@@ -275,18 +275,13 @@ def _normalized_linear_backward(grad, x, weight, eps, to_x, to_weight):  # type:
             shares[:] = f32(0.0)
 
 
-@summing
+@inline
 def _centre(x, row, eps, out, k):  # type: ignore[no-untyped-def]
     """x[row] less its mean, as out[k], and one over its standard deviation."""
-    total, squares = f32(0.0), f32(0.0)
-    for i in range(x.shape[1]):
-        total += x[row, i]
-    mean = total / f32(x.shape[1])
+    mean = _mean(x, row)
     for i in range(x.shape[1]):
         out[k, i] = x[row, i] - mean
-    for i in range(x.shape[1]):
-        squares += out[k, i] * out[k, i]
-    return f32(1.0) / math.sqrt(squares / f32(x.shape[1]) + eps)
+    return f32(1.0) / math.sqrt(_variance(x, row, mean) + eps)
 
 
 @summing
@@ -297,3 +292,48 @@ def _means(g, z, k):  # type: ignore[no-untyped-def]
         mean += g[i]
         along += g[i] * z[k, i]
     return mean / f32(g.size), along / f32(g.size)
+
+
+@kernel
+def moments(x, eps, means, scales):  # type: ignore[no-untyped-def]
+    """Mean and one over the standard deviation of rows x [n, dim]."""
+    for task in prange(-(-x.shape[0] // LANES)):
+        _moments(task * LANES, min((task + 1) * LANES, x.shape[0]), x, f32(eps), means, scales)
+
+
+@summing
+def _mean(x, row):  # type: ignore[no-untyped-def]
+    total = f32(0.0)
+    for i in range(x.shape[1]):
+        total += x[row, i]
+    return total / f32(x.shape[1])
+
+
+@summing
+def _variance(x, row, mean):  # type: ignore[no-untyped-def]
+    total = f32(0.0)
+    for i in range(x.shape[1]):
+        total += (x[row, i] - mean) * (x[row, i] - mean)
+    return total / f32(x.shape[1])
+
+
+@job
+def _moments(first, last, x, eps, means, scales):  # type: ignore[no-untyped-def]
+    for row in range(first, last):
+        means[row] = _mean(x, row)
+        scales[row] = f32(1.0) / math.sqrt(_variance(x, row, means[row]) + eps)
+
+
+@kernel
+def subtract_centred(x, means, factors, out):  # type: ignore[no-untyped-def]
+    """out [n, dim] -= factor (x - mean)."""
+    for task in prange(-(-x.shape[0] // LANES)):
+        _subtract_centred(task * LANES, min((task + 1) * LANES, x.shape[0]), x, means, factors, out)
+
+
+@job
+def _subtract_centred(first, last, x, means, factors, out):  # type: ignore[no-untyped-def]
+    for row in range(first, last):
+        mean, factor = means[row], factors[row]
+        for i in range(x.shape[1]):
+            out[row, i] -= factor * (x[row, i] - mean)

@@ -1,0 +1,65 @@
+"""Compiled kernels of `femixer.rotary`: heads turned by the angles of their positions, as features that are never
+negative, max(., 0) + floor, float32.
+
+Tensors [B, T, heads, E] are given as their memory and a line of strides (backend.memory); cos and sin are [B or 1, T,
+E / 2]. Channels (2 i, 2 i + 1) are a pair.
+"""
+
+from __future__ import annotations
+
+from numba import prange
+
+from femixer.kernels.native.primitives import f32, inline, job, kernel, u64
+
+# Tokens of a task.
+TOKENS = 32
+ONE, TWO = u64(1), u64(2)
+
+
+@kernel
+def forward(x, out, at, shape, cos, sin, floor):  # type: ignore[no-untyped-def]
+    for task in prange(-(-shape[0] * shape[1] // TOKENS)):
+        _forward(task * TOKENS, x, out, at, shape, cos, sin, f32(floor))
+
+
+@job
+def _forward(first, x, out, at, shape, cos, sin, floor):  # type: ignore[no-untyped-def]
+    length = shape[1]
+    for row in range(first, min(first + TOKENS, shape[0] * length)):
+        b, t = row // length, row % length
+        c, s = cos[min(b, cos.shape[0] - 1), t], sin[min(b, cos.shape[0] - 1), t]
+        for h in range(shape[2]):
+            start, to = _start(at, 0, b, t, h), _start(at, 1, b, t, h)
+            for i in range(u64(c.size)):
+                real, imaginary = x[start + TWO * i], x[start + TWO * i + ONE]
+                out[to + TWO * i] = max(real * c[i] - imaginary * s[i], f32(0.0)) + floor
+                out[to + TWO * i + ONE] = max(real * s[i] + imaginary * c[i], f32(0.0)) + floor
+
+
+@kernel
+def backward(grad, features, out, at, shape, cos, sin, floor):  # type: ignore[no-untyped-def]
+    """The gradient of x from that of its features."""
+    for task in prange(-(-shape[0] * shape[1] // TOKENS)):
+        _backward(task * TOKENS, grad, features, out, at, shape, cos, sin, f32(floor))
+
+
+@job
+def _backward(first, grad, features, out, at, shape, cos, sin, floor):  # type: ignore[no-untyped-def]
+    length, zero = shape[1], f32(0.0)
+    for row in range(first, min(first + TOKENS, shape[0] * length)):
+        b, t = row // length, row % length
+        c, s = cos[min(b, cos.shape[0] - 1), t], sin[min(b, cos.shape[0] - 1), t]
+        for h in range(shape[2]):
+            start, of, to = _start(at, 0, b, t, h), _start(at, 1, b, t, h), _start(at, 2, b, t, h)
+            for i in range(u64(c.size)):
+                real, imaginary = grad[start + TWO * i], grad[start + TWO * i + ONE]
+                first_seen, second_seen = features[of + TWO * i] > floor, features[of + TWO * i + ONE] > floor
+                real, imaginary = real if first_seen else zero, imaginary if second_seen else zero
+                out[to + TWO * i] = real * c[i] + imaginary * s[i]
+                out[to + TWO * i + ONE] = imaginary * c[i] - real * s[i]
+
+
+@inline
+def _start(at, line, b, t, h):  # type: ignore[no-untyped-def]
+    """Where a token's head begins in memory."""
+    return u64(b * at[line, 0] + t * at[line, 1] + h * at[line, 2])
