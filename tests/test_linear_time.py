@@ -359,6 +359,28 @@ class TestState:
             assert x.untyped_storage().nbytes() == x.nbytes, tuple(x.shape)
 
     @EVERY_CASE
+    @pytest.mark.parametrize("marks", ["none", "mask", "segments"])
+    def test_long_sequences_are_mixed_in_stretches_without_gradients(
+        self, case: Case, marks: str, monkeypatch: pytest.MonkeyPatch
+    ):
+        m, x = stir(case.build(dtype=torch.float64)), tokens(3, 23, DIM)
+        given: dict[str, Any] = {}
+        if marks == "mask":
+            given["mask"] = noise(3, 23, seed=5) > -0.5
+        elif marks == "segments":
+            given["segments"] = (torch.arange(23) // 7).expand(3, -1) - (noise(3, 23, seed=5) < -1).long() * 100
+        with torch.no_grad():
+            past = m(noise(3, 4, DIM, seed=9), return_state=True)[1]
+            whole, after = m(x, **given, state=past, return_state=True)
+            monkeypatch.setattr("femixer.mixer.STRETCH", 5 * 3 * DIM)
+            lengths: list[int] = []
+            m.out_proj.register_forward_hook(lambda _, inputs, __: lengths.append(inputs[0].shape[1]))
+            parts, end = m(x, **given, state=past, return_state=True)
+            assert lengths == ([5, 5, 5, 5, 3] if m.prior.reads_on else [23])
+            later = [m(x[:, :1], state=state) for state in (end, after)]
+        assert_close({"y": parts, "next": later[0]}, {"y": whole, "next": later[1]}, 1e-10)
+
+    @EVERY_CASE
     def test_a_step_after_a_million_tokens_is_a_step(self, case: Case):
         m = stir(case.build())
         x = tokens(length=11, dim=DIM, dtype=torch.float32)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from femixer.inspection import Inspection
 
 PARTS = "CLTG"
+# Numbers of x that are taken through the layer at a time, where a prior reads on as fast as at once and nothing is kept
+# for gradients: what the layer makes of more of them would go through memory between its steps.
+STRETCH = 2**21
 
 
 class Projected(NamedTuple):
@@ -142,16 +145,35 @@ class FreeEnergyMixer(MixerLayer):
         """
         self.check_inputs(x, mask, segments, state, return_state)
         before = State.start(self._owner, x) if state is None else state
+        step = max(1, STRETCH // max(1, x.shape[0] * self.dim))
+        if x.shape[1] > step and self.causal and self.prior.reads_on and not recording():
+            y, after = self._mix_in_stretches(x, mask, segments, before, step)
+        else:
+            y, after = self._mix(x, mask, segments, before, return_state)
+        return (y, after) if return_state else y
+
+    def _mix_in_stretches(
+        self, x: Tensor, mask: Tensor | None, segments: Tensor | None, state: State, step: int
+    ) -> tuple[Tensor, State]:
+        pieces = []
+        for start in range(0, x.shape[1], step):
+            here = [None if given is None else given[:, start : start + step] for given in (mask, segments)]
+            piece, state = self._mix(x[:, start : start + step], here[0], here[1], state, True)
+            pieces.append(piece)
+        return torch.cat(pieces, 1), state
+
+    def _mix(
+        self, x: Tensor, mask: Tensor | None, segments: Tensor | None, before: State, keep: bool
+    ) -> tuple[Tensor, State]:
+        """-> (y, the state after x, if it is to be kept)."""
         layout, past = arrange(x, mask, segments, before.past)
         inputs, v, lam, gate, context = self._project(x, layout, before.conditioner)
-        mean, free, memory = self.prior.read(inputs, v, self._beta(), layout, before.prior, return_state)
+        mean, free, memory = self.prior.read(inputs, v, self._beta(), layout, before.prior, keep)
         read = gated_read(mean, free, lam, gate)
         y = self.out_proj(self.dropout(read.flatten(-2).to(x.dtype)))
         if layout.padding is not None:
             y = y.masked_fill(layout.padding[..., None], 0)
-        if not return_state:
-            return y
-        return y, before.next(past, memory, context)
+        return y, before.next(past, memory, context) if keep else before
 
     def _project(self, x: Tensor, layout: Layout, context: Tensor | None) -> Projected:
         if layout.padding is not None:
@@ -208,3 +230,8 @@ def _check_arguments(
         raise TypeError(f"value_dim={value_dim!r} must be an integer or None")
     if prior_options is not None and not isinstance(prior_options, dict):
         raise TypeError(f"prior_options={prior_options!r} must be a dict of the prior's options or None")
+
+
+def recording() -> bool:
+    """Whether autograd or a compiler watches."""
+    return torch.is_grad_enabled() or torch.compiler.is_compiling()

@@ -24,6 +24,7 @@ class DirectedPrior(Prior):
     weights are (`log_scores`)."""
 
     normalize = True
+    reads_on = True
 
     def tracks(self, inputs: dict[str, Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
         """Tensors [B, T, ...] that the scan needs besides the values."""

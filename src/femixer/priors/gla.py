@@ -38,7 +38,7 @@ class GLAPrior(LinearPrior):
         super().__init__(heads, kv_heads, widths, causal=causal, rope=rope, rope_base=rope_base, **made)
         if decay not in DECAYS:
             raise ValueError(f"decay={decay!r} is unknown; choose one of {', '.join(DECAYS)}")
-        self.decay = decay
+        self.decay, self.reads_on = decay, decay == "channel"
         self.gates = 1 if decay == "head" else widths.key
         self.rank = min(16, max(1, kv_heads * widths.key // 32)) if decay == "channel" else kv_heads
         self.decay_bias = nn.Parameter(torch.empty(kv_heads, self.gates, **made))

@@ -24,6 +24,8 @@ class LinearPrior(DirectedPrior):
     """Rotary positions, grouped key/value heads; causal or encoder. RoPE followed by ReLU is not relative: positions
     count the real tokens of a segment. A subclass may add log decays as the track "gate" [B, T, G, E or 1]."""
 
+    reads_on = False  # whole sequences are read by matrix products
+
     def __init__(
         self,
         heads: int,
