@@ -115,7 +115,7 @@ class Modulate(torch.autograd.Function):
         pieces = [g.flatten(0, -2) for g in grads]
         with without_autocast(x.device):
             if few(x, f):
-                dx, df, dm = _few_backward(torch.cat(pieces, -1), rows, f, m, scaled)
+                dx, df, dm = _few_backward(pieces, rows, f, m, scaled)
             elif torch.compiler.is_compiling():
                 g, eta = torch.cat(pieces, -1), f @ m.mT
                 dx = torch.cat([g[:, :scaled] * (1 + eta[:, :scaled]), g[:, scaled:]], -1)
@@ -151,12 +151,13 @@ def few(x: Tensor, features: Tensor) -> bool:
 
 
 def _few_backward(
-    grad: Tensor, rows: Tensor, features: Tensor, matrix: Tensor, scaled: int
+    grads: list[Tensor], rows: Tensor, features: Tensor, matrix: Tensor, scaled: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of rows [n, width], features [n, C] and matrix [width, C]."""
     tasks = -(-rows.shape[0] // ROWS)
     dx, df = torch.empty_like(rows), torch.empty_like(features)
     dm = rows.new_empty(tasks, features.shape[1], rows.shape[1])
-    inputs = (x.contiguous() for x in (grad, rows, features, matrix.mT))
-    native("modulation").backward(*map(array, inputs), scaled, *map(array, (dx, df, dm)))
+    pieces = tuple(array(g.contiguous()) for g in grads)
+    inputs = (x.contiguous() for x in (rows, features, matrix.mT))
+    native("modulation").backward(pieces, *map(array, inputs), scaled, *map(array, (dx, df, dm)))
     return dx, df, dm.sum(0).mT

@@ -244,19 +244,19 @@ def _read_backward(
         padding = (run_q < 0)[..., None, None]
         grad_mean = grad_mean.masked_fill(padding, 0)
         grad_free = None if grad_free is None else grad_free.masked_fill(padding, 0)
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     dbeta = q.new_empty(0) if beta is None else torch.zeros_like(beta)
-    if bool(exact.all()):
-        for x in (dq, dk, dv):
-            x.zero_()
+    apart = bool(exact.any())
+    if apart and bool(exact.all()):
+        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     else:
         shift = None if beta is None else shift_of(value_range(v, run_k), beta)
         if shift is not None and run_q is not None:
             # A padding row's F is zero, which may lie anywhere to the others; at top nothing over- or underflows.
             free = torch.where((run_q < 0)[..., None, None], shift.per_head(q.shape[2] // k.shape[2]).top, free)
-        apart = bool(exact.any())
         # Masks are made once, so where they are needed all heads go together.
         together = _head_slices(q, k) if geometry.needs_no_mask(k.shape[1]) else [(slice(None), slice(None))]
+        if len(together) > 1:
+            dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         for hs, gs in together:
             part = Part(
                 q[:, :, hs],
@@ -271,13 +271,16 @@ def _read_backward(
             )
             to_free = None if grad_free is None else grad_free[:, :, hs]
             results = _one_pass_backward(part, grad_mean[:, :, hs], to_free, pieces(q, k, geometry), scale)
-            dq[:, :, hs], dk[:, :, gs], dv[:, :, gs] = results[:3]
+            if len(together) == 1:
+                dq, dk, dv = (x.contiguous() for x in results[:3])
+            else:
+                dq[:, :, hs], dk[:, :, gs], dv[:, :, gs] = results[:3]
             if results[3] is not None:
                 dbeta[gs] = results[3]
     dbias = q.new_empty(0)
     if bias_grad and bias is not None:
         dbias = torch.zeros_like(bias, memory_format=torch.contiguous_format)
-    if bool(exact.any()):
+    if apart:
         for job in blocked.jobs(exact, q, k, v, beta, geometry, scale):
             to_free = None if grad_free is None else job.take(grad_free)
             result = blocked.gradients(job.sequences, job.take(grad_mean), to_free)

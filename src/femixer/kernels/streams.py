@@ -58,9 +58,10 @@ class Range(NamedTuple):
 
 def value_range(v: Tensor, run_k: Tensor | None) -> Range:
     if run_k is None and eager_kernels(v):
-        bottom, top = v.new_empty(2, v.shape[0], 1, *v.shape[2:])
-        native("streams").span(*memory(v), v.shape[1], *map(array, (bottom[:, 0], top[:, 0])))
-        return Range(bottom, top)
+        b, s, groups, d = v.shape
+        bottom, top = v.new_empty(2, b, native("streams").stretches(s), groups, d)
+        native("streams").span(*memory(v), s, *map(array, (bottom.flatten(0, 1), top.flatten(0, 1))))
+        return Range(bottom.amin(1, keepdim=True), top.amax(1, keepdim=True))
     if run_k is None:
         return Range(v.amin(1, keepdim=True), v.amax(1, keepdim=True))
     padding = (run_k < 0)[..., None, None]

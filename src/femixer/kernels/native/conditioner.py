@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numba import prange
 
-from femixer.kernels.native.narrow import add_outer, combine, products
+from femixer.kernels.native.narrow import add_outer, combine, products, take
 from femixer.kernels.native.primitives import f32, inline, job, kernel, sigmoid32, softplus32, summing
 
 START, END, PADDING = 1, 2, 4
@@ -236,12 +236,15 @@ def normalized_linear(x, weight, bias, eps, out):  # type: ignore[no-untyped-def
 
 @job
 def _normalized_linear(first, last, x, weight, bias, eps, out):  # type: ignore[no-untyped-def]
-    centred = np.empty((1, x.shape[1]), dtype=f32)
-    for row in range(first, last):
-        scale = _centre(x, row, eps, centred, 0)
-        products(weight, centred, 0, out, row)
-        for o in range(out.shape[1]):
-            out[row, o] = out[row, o] * scale + bias[o]
+    centred, y = np.zeros((4, x.shape[1]), dtype=f32), np.empty((4, weight.shape[0]), dtype=f32)
+    scale = np.empty(4, dtype=f32)
+    for start in range(first, last, 4):
+        for k in range(min(4, last - start)):
+            scale[k] = _centre(x, start + k, eps, centred, k)
+        products(weight, centred, y)
+        for k in range(min(4, last - start)):
+            for o in range(y.shape[1]):
+                out[start + k, o] = y[k, o] * scale[k] + bias[o]
 
 
 @kernel
@@ -256,23 +259,21 @@ def normalized_linear_backward(grad, x, weight, eps, to_x, to_weight):  # type: 
 @job
 def _normalized_linear_backward(grad, x, weight, eps, to_x, to_weight):  # type: ignore[no-untyped-def]
     """With z = LN(x), g the gradient of z: dx = (g - mean(g) - z mean(g z)) / std, dW = sum of grad zᵀ over rows."""
-    z, g = np.zeros((4, x.shape[1]), dtype=f32), np.empty(x.shape[1], dtype=f32)
-    shares = np.zeros((4, weight.shape[0]), dtype=f32)
+    z, g = np.zeros((4, x.shape[1]), dtype=f32), np.empty((4, x.shape[1]), dtype=f32)
+    shares = np.empty((4, weight.shape[0]), dtype=f32)
     to_weight[:] = f32(0.0)
-    for row in range(x.shape[0]):
-        k = row % 4
-        scale = _centre(x, row, eps, z, k)
-        combine(grad, row, weight, g)
-        for i in range(g.size):
-            z[k, i] *= scale
-        mean, along = _means(g, z, k)
-        for i in range(g.size):
-            to_x[row, i] = (g[i] - mean - z[k, i] * along) * scale
-        for o in range(weight.shape[0]):
-            shares[k, o] = grad[row, o]
-        if k == 3 or row == x.shape[0] - 1:
-            add_outer(shares, z, to_weight)
-            shares[:] = f32(0.0)
+    for start in range(0, x.shape[0], 4):
+        take(grad, start, x.shape[0], shares)
+        combine(shares, weight, g)
+        for k in range(min(4, x.shape[0] - start)):
+            row = start + k
+            scale = _centre(x, row, eps, z, k)
+            for i in range(z.shape[1]):
+                z[k, i] *= scale
+            mean, along = _means(g, z, k)
+            for i in range(z.shape[1]):
+                to_x[row, i] = (g[k, i] - mean - z[k, i] * along) * scale
+        add_outer(shares, z, to_weight)  # rows that are missing have no gradient
 
 
 @inline
@@ -286,12 +287,12 @@ def _centre(x, row, eps, out, k):  # type: ignore[no-untyped-def]
 
 @summing
 def _means(g, z, k):  # type: ignore[no-untyped-def]
-    """Of g and of g z[k]."""
+    """Of g[k] and of g[k] z[k]."""
     mean, along = f32(0.0), f32(0.0)
-    for i in range(g.size):
-        mean += g[i]
-        along += g[i] * z[k, i]
-    return mean / f32(g.size), along / f32(g.size)
+    for i in range(g.shape[1]):
+        mean += g[k, i]
+        along += g[k, i] * z[k, i]
+    return mean / f32(g.shape[1]), along / f32(g.shape[1])
 
 
 @kernel

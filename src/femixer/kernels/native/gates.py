@@ -4,8 +4,8 @@ Every tensor [B, T, H, D] is given as its memory from its first element on, a li
 batch, tokens and heads; the channels of a head lie side by side. Empty arrays stand for nothing: no temperature, no
 gate. What is computed is in `femixer.gates`.
 
-A task gathers some tokens side by side in the rows of a scratch array. Loops are then long whatever the width of a
-head, and the compiler sees that what they read and write does not overlap.
+A task is some tokens. What it reads of a tensor is one row of numbers, gathered where it is not one in memory: loops
+are then long whatever the width of a head. Each loop is a function of its own, which the compiler vectorises.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from femixer.kernels.native.primitives import (
     u64,
 )
 
-# Lines of `at`, and the first rows of the scratch array.
+# Lines of `at`, and the rows of the scratch array where what is read is gathered.
 MEAN, FREE, LAM, GATE, GRAD = range(5)
-# Its other rows: the read; softplus of the gate's logits; and, the same for a whole head, one over its root mean square
-# and what the gradient has along it.
-READ, POSITIVE, SCALE, ALONG = range(5, 9)
+# Its other rows: the read; softplus of the gate's logits and its slope; sigmoid of lam, and free less mean.
+READ, POSITIVE, SLOPE, SHARE, ABOVE = range(5, 10)
 # Numbers of a task.
 NUMBERS = 2048
 
@@ -47,21 +46,41 @@ def forward(mean, free, lam, gate, at, eps, out):  # type: ignore[no-untyped-def
 @job
 def _forward(first, step, mean, free, lam, gate, at, eps, out):  # type: ignore[no-untyped-def]
     count = min(step, out.shape[0] * out.shape[1] - first)
-    size, to = _extent(first, count, out)
-    y, r = out.reshape(-1), np.empty((9, size), dtype=f32)
-    _load(first, count, out, mean, free, lam, gate, at, r)
+    y = _part(out, out, first, count)
+    r = np.empty((POSITIVE + 1, y.size), dtype=f32)
+    mu = _row(mean, MEAN, first, count, out, at, r)
     if lam.size:
-        for i in range(size):
-            r[MEAN, i] += sigmoid32(r[LAM, i]) * (r[FREE, i] - r[MEAN, i])
-    if not gate.size:
-        for i in range(size):
-            y[to + i] = r[MEAN, i]
-        return
-    for i in range(size):
-        r[POSITIVE, i] = softplus32(r[GATE, i])
-    _scale(r, u64(out.shape[3]), eps)
-    for i in range(size):
-        y[to + i] = r[MEAN, i] * r[POSITIVE, i] * r[SCALE, i]
+        _mix(mu, _row(free, FREE, first, count, out, at, r), _row(lam, LAM, first, count, out, at, r), y)
+    else:
+        y[:] = mu
+    if gate.size:
+        _softplus(_row(gate, GATE, first, count, out, at, r), r[POSITIVE])
+        _scale(r[POSITIVE], out.shape[3], eps, y)
+
+
+@job
+def _mix(mean, free, lam, y):  # type: ignore[no-untyped-def]
+    for i in range(u64(y.size)):
+        y[i] = mean[i] + sigmoid32(lam[i]) * (free[i] - mean[i])
+
+
+@job
+def _softplus(x, y):  # type: ignore[no-untyped-def]
+    for i in range(u64(y.size)):
+        y[i] = softplus32(x[i])
+
+
+@summing
+def _scale(positive, channels, eps, y):  # type: ignore[no-untyped-def]
+    """y times the positive numbers of each head, which are brought to a root mean square of 1."""
+    n = u64(channels)
+    for start in range(u64(0), u64(y.size), n):
+        total = f32(0.0)
+        for i in range(n):
+            total += positive[start + i] * positive[start + i]
+        scale = f32(1.0) / math.sqrt(total / f32(n) + eps)
+        for i in range(n):
+            y[start + i] *= positive[start + i] * scale
 
 
 @kernel
@@ -75,70 +94,67 @@ def backward(mean, free, lam, gate, grad, at, eps, to_mean, to_free, to_lam, to_
 @job
 def _backward(first, step, mean, free, lam, gate, grad, at, eps, to_mean, to_free, to_lam, to_gate):  # type: ignore[no-untyped-def]
     count = min(step, to_mean.shape[0] * to_mean.shape[1] - first)
-    size, to = _extent(first, count, to_mean)
-    d_mean, d_free, d_lam, d_gate = to_mean.reshape(-1), to_free.reshape(-1), to_lam.reshape(-1), to_gate.reshape(-1)
-    r = np.empty((9, size), dtype=f32)
-    _load(first, count, to_mean, mean, free, lam, gate, at, r)
-    _gather(grad, GRAD, first, count, to_mean, at, r)
+    to_read = _part(to_mean, to_mean, first, count)
+    r = np.empty((ABOVE + 1, to_read.size), dtype=f32)
+    read = _row(mean, MEAN, first, count, to_mean, at, r)
     if lam.size:
-        for i in range(size):
-            r[LAM, i] = sigmoid32(r[LAM, i])
-            r[FREE, i] -= r[MEAN, i]
-            r[MEAN, i] += r[LAM, i] * r[FREE, i]
+        logits = _row(lam, LAM, first, count, to_mean, at, r)
+        _parts(read, _row(free, FREE, first, count, to_mean, at, r), logits, r[SHARE], r[ABOVE], r[READ])
+        read = r[READ]
+    by = _row(grad, GRAD, first, count, to_mean, at, r)
     if gate.size:
-        _through_gate(r, u64(to_mean.shape[3]), eps)
-        for i in range(size):
-            d_gate[to + i] = r[GATE, i]
+        _slopes(_row(gate, GATE, first, count, to_mean, at, r), r[POSITIVE], r[SLOPE])
+        d_gate = _part(to_gate, to_mean, first, count)
+        _through_gate(read, r[POSITIVE], r[SLOPE], by, to_mean.shape[3], eps, d_gate, to_read)
+    else:
+        to_read[:] = by
     if lam.size:
-        for i in range(size):
-            through = r[GRAD, i] * r[LAM, i]
-            d_free[to + i] = through
-            r[GRAD, i] -= through
-        for i in range(size):
-            d_lam[to + i] = r[FREE, i] * r[GRAD, i] * r[LAM, i]
-    for i in range(size):
-        d_mean[to + i] = r[GRAD, i]
+        d_free, d_lam = _part(to_free, to_mean, first, count), _part(to_lam, to_mean, first, count)
+        _divide(r[SHARE], r[ABOVE], to_read, d_free, d_lam)
 
 
-@inline
-def _through_gate(r, channels, eps):  # type: ignore[no-untyped-def]
-    """GATE receives the gradient of the logits, GRAD that of the read, which is in MEAN.
+@job
+def _parts(mean, free, lam, share, above, read):  # type: ignore[no-untyped-def]
+    for i in range(u64(read.size)):
+        share[i] = sigmoid32(lam[i])
+        above[i] = free[i] - mean[i]
+        read[i] = mean[i] + share[i] * above[i]
+
+
+@job
+def _slopes(x, y, slope):  # type: ignore[no-untyped-def]
+    for i in range(u64(y.size)):
+        y[i], slope[i] = softplus_slope32(x[i])
+
+
+@job
+def _divide(share, above, to_read, to_free, to_lam):  # type: ignore[no-untyped-def]
+    """From the gradient of the read to those of mean, in its place, free and lam."""
+    for i in range(u64(to_read.size)):
+        to_free[i] = to_read[i] * share[i]
+        to_read[i] -= to_free[i]
+        to_lam[i] = above[i] * to_read[i] * share[i]
+
+
+@summing
+def _through_gate(read, positive, slope, grad, channels, eps, to_gate, to_read):  # type: ignore[no-untyped-def]
+    """The gradients of the logits and of the read.
 
     d g / d positive = scale (1 - g gᵀ / D): the norm takes out what points along g.
     """
-    size = u64(r.shape[1])
-    for i in range(size):
-        r[POSITIVE, i], r[GATE, i] = softplus_slope32(r[GATE, i])
-    _scale(r, channels, eps)
-    for i in range(size):
-        r[GRAD, i] *= r[SCALE, i]
-        r[READ, i] = r[MEAN, i] * r[GRAD, i]
-    _along(r, channels)
-    for i in range(size):
-        g = r[POSITIVE, i] * r[SCALE, i] * r[SCALE, i]
-        r[GATE, i] *= r[READ, i] - g * r[ALONG, i]
-        r[GRAD, i] *= r[POSITIVE, i]
-
-
-@summing
-def _scale(r, channels, eps):  # type: ignore[no-untyped-def]
-    for start in range(u64(0), u64(r.shape[1]), channels):
-        total = f32(0.0)
-        for i in range(start, start + channels):
-            total += r[POSITIVE, i] * r[POSITIVE, i]
-        scale = f32(1.0) / math.sqrt(total / f32(channels) + eps)
-        for i in range(start, start + channels):
-            r[SCALE, i] = scale
-
-
-@summing
-def _along(r, channels):  # type: ignore[no-untyped-def]
-    for start in range(u64(0), u64(r.shape[1]), channels):
-        total = f32(0.0)
-        for i in range(start, start + channels):
-            total += r[READ, i] * r[POSITIVE, i]
-        for i in range(start, start + channels):
-            r[ALONG, i] = total / f32(channels)
+    n = u64(channels)
+    for start in range(u64(0), u64(read.size), n):
+        total = along = f32(0.0)
+        for i in range(n):
+            p = positive[start + i]
+            total += p * p
+            along += p * (read[start + i] * grad[start + i])
+        scale = f32(1.0) / math.sqrt(total / f32(n) + eps)
+        along *= scale * scale / f32(n)
+        for i in range(n):
+            p, g = positive[start + i], grad[start + i]
+            to_gate[start + i] = slope[start + i] * scale * (read[start + i] * g - p * along)
+            to_read[start + i] = g * scale * p
 
 
 @job
@@ -147,34 +163,30 @@ def _tokens(like):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _extent(first, count, like):  # type: ignore[no-untyped-def]
-    """Numbers of some tokens, and where the first of them lies."""
-    return u64(count * like.shape[2] * like.shape[3]), u64(first * like.shape[2] * like.shape[3])
+def _part(x, like, first, count):  # type: ignore[no-untyped-def]
+    """Some tokens of a contiguous tensor, which has the shape of `like`, as a row."""
+    width = like.shape[2] * like.shape[3]
+    return x.reshape(-1)[first * width : (first + count) * width]
 
 
 @inline
-def _load(first, count, like, mean, free, lam, gate, at, r):  # type: ignore[no-untyped-def]
-    _gather(mean, MEAN, first, count, like, at, r)
-    if lam.size:
-        _gather(free, FREE, first, count, like, at, r)
-        _gather(lam, LAM, first, count, like, at, r)
-    if gate.size:
-        _gather(gate, GATE, first, count, like, at, r)
-
-
-@inline
-def _gather(x, line, first, count, like, at, r):  # type: ignore[no-untyped-def]
-    """Some tokens of x, which has the shape of `like`, as a row."""
-    length, heads, size = like.shape[1], like.shape[2], u64(like.shape[3])
-    if at[line, 2] == like.shape[3]:  # heads lie side by side too
-        heads, size = 1, u64(heads * like.shape[3])
-    b, t, to = first // length, first % length, u64(0)
+def _row(x, line, first, count, like, at, r):  # type: ignore[no-untyped-def]
+    """The same of any tensor; what is not a row in memory is gathered in r[line]."""
+    length, heads, size = like.shape[1], like.shape[2], like.shape[3]
+    b, t = first // length, first % length
+    if at[line, 2] == size or heads == 1:  # heads lie side by side too
+        heads, size = 1, heads * size
+        if (at[line, 1] == size and t + count <= length) or count == 1:  # and tokens
+            start = b * at[line, 0] + t * at[line, 1]
+            return x[start : start + count * size]
+    row, to, n = r[line], u64(0), u64(size)
     for _ in range(count):
         for h in range(heads):
             start = u64(b * at[line, 0] + t * at[line, 1] + h * at[line, 2])
-            for i in range(size):
-                r[line, to + i] = x[start + i]
-            to += size
+            for i in range(n):
+                row[to + i] = x[start + i]
+            to += n
         t += 1
         if t == length:
             b, t = b + 1, 0
+    return row

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
-from femixer.kernels.native.narrow import add_outer, combine, products
-from femixer.kernels.native.primitives import f32, job, kernel
+from femixer.kernels.native.narrow import add_outer, combine, products, take
+from femixer.kernels.native.primitives import f32, inline, job, kernel
 
 # Rows of a task of the forward pass.
 ROWS = 32
@@ -25,47 +25,62 @@ def forward(x, f, m, scaled, out):  # type: ignore[no-untyped-def]
 
 @job
 def _forward(first, last, x, f, m, scaled, out):  # type: ignore[no-untyped-def]
-    eta = np.empty(x.shape[1], dtype=f32)
-    for row in range(first, last):
-        combine(f, row, m, eta)
-        for j in range(scaled):
-            eta[j] = x[row, j] + x[row, j] * eta[j]
-        for j in range(scaled, eta.size):
-            eta[j] += x[row, j]
-        for j in range(eta.size):
-            out[row, j] = eta[j]
+    eta, features = np.empty((4, x.shape[1]), dtype=f32), np.empty((4, f.shape[1]), dtype=f32)
+    for start in range(first, last, 4):
+        take(f, start, last, features)
+        combine(features, m, eta)
+        for k in range(min(4, last - start)):
+            row = start + k
+            for j in range(scaled):
+                eta[k, j] = x[row, j] + x[row, j] * eta[k, j]
+            for j in range(scaled, eta.shape[1]):
+                eta[k, j] += x[row, j]
+            for j in range(eta.shape[1]):
+                out[row, j] = eta[k, j]
 
 
 @kernel
-def backward(grad, x, f, m, scaled, dx, df, dm):  # type: ignore[no-untyped-def]
+def backward(grads, x, f, m, scaled, dx, df, dm):  # type: ignore[no-untyped-def]
     """Gradients of x and f, and those of m from each task, [tasks, C, width].
 
-    Rows are divided evenly among the tasks.
+    grads: a tuple of arrays [n, .], of the columns one after the other. Rows are divided evenly among the tasks.
     """
     step = -(-x.shape[0] // dm.shape[0])
     for task in prange(dm.shape[0]):
-        _backward(task * step, min((task + 1) * step, x.shape[0]), grad, x, f, m, scaled, dx, df, dm[task])
+        _backward(task * step, min((task + 1) * step, x.shape[0]), grads, x, f, m, scaled, dx, df, dm[task])
 
 
 @job
-def _backward(first, last, grad, x, f, m, scaled, dx, df, dm):  # type: ignore[no-untyped-def]
+def _backward(first, last, grads, x, f, m, scaled, dx, df, dm):  # type: ignore[no-untyped-def]
     dm[:] = f32(0.0)
-    eta, to_eta = np.empty(x.shape[1], dtype=f32), np.zeros((4, x.shape[1]), dtype=f32)
-    features = np.zeros((4, f.shape[1]), dtype=f32)
-    for row in range(first, last):
-        k = (row - first) % 4
-        combine(f, row, m, eta)
-        for j in range(scaled):
-            dx[row, j] = grad[row, j] + grad[row, j] * eta[j]
-        for j in range(scaled):
-            to_eta[k, j] = grad[row, j] * x[row, j]
-        for j in range(scaled, eta.size):
-            dx[row, j] = grad[row, j]
-        for j in range(scaled, eta.size):
-            to_eta[k, j] = grad[row, j]
-        products(m, to_eta, k, df, row)
-        for c in range(f.shape[1]):
-            features[k, c] = f[row, c]
-        if k == 3 or row == last - 1:
-            add_outer(features, to_eta, dm)
-            features[:] = f32(0.0)
+    eta, grad = np.empty((4, x.shape[1]), dtype=f32), np.zeros((4, x.shape[1]), dtype=f32)
+    features, to_features = np.empty((4, f.shape[1]), dtype=f32), np.empty((4, f.shape[1]), dtype=f32)
+    for start in range(first, last, 4):
+        take(f, start, last, features)
+        combine(features, m, eta)
+        count = min(4, last - start)
+        for k in range(count):
+            row = start + k
+            _beside(grads, row, grad, k)
+            for j in range(scaled):
+                dx[row, j] = grad[k, j] + grad[k, j] * eta[k, j]
+            for j in range(scaled, eta.shape[1]):
+                dx[row, j] = grad[k, j]
+            for j in range(scaled):
+                grad[k, j] *= x[row, j]  # of eta
+        products(m, grad, to_features)
+        for k in range(count):
+            for c in range(f.shape[1]):
+                df[start + k, c] = to_features[k, c]
+        add_outer(features, grad, dm)  # rows that are missing have no features
+
+
+@inline
+def _beside(pieces, row, out, k):  # type: ignore[no-untyped-def]
+    """out[k] = the row of all pieces, side by side."""
+    at = 0
+    for p in range(len(pieces)):
+        piece = pieces[p]
+        for j in range(piece.shape[1]):
+            out[k, at + j] = piece[row, j]
+        at += piece.shape[1]

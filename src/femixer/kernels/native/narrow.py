@@ -1,6 +1,6 @@
 """Products of rows with a matrix m [C, width] of few rows, for compiled kernels, float32.
 
-Rows of m are taken four at a time: then a number is loaded and stored once for four products.
+Rows are taken four at a time, on both sides: then a number is loaded and stored once for sixteen products.
 """
 
 from __future__ import annotations
@@ -9,38 +9,42 @@ from femixer.kernels.native.primitives import f32, inline, summing
 
 
 @inline
-def combine(f, row, m, out):  # type: ignore[no-untyped-def]
-    """out [width] = f[row] m, for f [n, C]."""
+def combine(f, m, out):  # type: ignore[no-untyped-def]
+    """out [4, width] = f m, for f [4, C]."""
     fours = m.shape[0] - m.shape[0] % 4
-    for j in range(out.size):
-        out[j] = f32(0.0)
+    for j in range(out.shape[1]):
+        out[0, j] = out[1, j] = out[2, j] = out[3, j] = f32(0.0)
     for c in range(0, fours, 4):
-        f0, f1, f2, f3 = f[row, c], f[row, c + 1], f[row, c + 2], f[row, c + 3]
-        for j in range(out.size):
-            out[j] += f0 * m[c, j] + f1 * m[c + 1, j] + f2 * m[c + 2, j] + f3 * m[c + 3, j]
+        p0, p1, p2, p3 = f[0, c], f[0, c + 1], f[0, c + 2], f[0, c + 3]
+        q0, q1, q2, q3 = f[1, c], f[1, c + 1], f[1, c + 2], f[1, c + 3]
+        r0, r1, r2, r3 = f[2, c], f[2, c + 1], f[2, c + 2], f[2, c + 3]
+        s0, s1, s2, s3 = f[3, c], f[3, c + 1], f[3, c + 2], f[3, c + 3]
+        for j in range(out.shape[1]):
+            m0, m1, m2, m3 = m[c, j], m[c + 1, j], m[c + 2, j], m[c + 3, j]
+            out[0, j] += p0 * m0 + p1 * m1 + p2 * m2 + p3 * m3
+            out[1, j] += q0 * m0 + q1 * m1 + q2 * m2 + q3 * m3
+            out[2, j] += r0 * m0 + r1 * m1 + r2 * m2 + r3 * m3
+            out[3, j] += s0 * m0 + s1 * m1 + s2 * m2 + s3 * m3
     for c in range(fours, m.shape[0]):
-        f0 = f[row, c]
-        for j in range(out.size):
-            out[j] += f0 * m[c, j]
+        p0, q0, r0, s0 = f[0, c], f[1, c], f[2, c], f[3, c]
+        for j in range(out.shape[1]):
+            out[0, j] += p0 * m[c, j]
+            out[1, j] += q0 * m[c, j]
+            out[2, j] += r0 * m[c, j]
+            out[3, j] += s0 * m[c, j]
 
 
 @summing
-def products(m, a, k, out, row):  # type: ignore[no-untyped-def]
-    """out[row] = m a[k], for a [., width] and out [n, C]."""
-    fours = m.shape[0] - m.shape[0] % 4
-    for c in range(0, fours, 4):
+def products(m, a, out):  # type: ignore[no-untyped-def]
+    """out [4, C] = a mᵀ, for a [4, width]."""
+    for c in range(m.shape[0]):
         s0, s1, s2, s3 = f32(0.0), f32(0.0), f32(0.0), f32(0.0)
         for j in range(a.shape[1]):
-            s0 += m[c, j] * a[k, j]
-            s1 += m[c + 1, j] * a[k, j]
-            s2 += m[c + 2, j] * a[k, j]
-            s3 += m[c + 3, j] * a[k, j]
-        out[row, c], out[row, c + 1], out[row, c + 2], out[row, c + 3] = s0, s1, s2, s3
-    for c in range(fours, m.shape[0]):
-        s0 = f32(0.0)
-        for j in range(a.shape[1]):
-            s0 += m[c, j] * a[k, j]
-        out[row, c] = s0
+            s0 += m[c, j] * a[0, j]
+            s1 += m[c, j] * a[1, j]
+            s2 += m[c, j] * a[2, j]
+            s3 += m[c, j] * a[3, j]
+        out[0, c], out[1, c], out[2, c], out[3, c] = s0, s1, s2, s3
 
 
 @inline
@@ -50,3 +54,11 @@ def add_outer(f, a, total):  # type: ignore[no-untyped-def]
         f0, f1, f2, f3 = f[0, c], f[1, c], f[2, c], f[3, c]
         for j in range(total.shape[1]):
             total[c, j] += f0 * a[0, j] + f1 * a[1, j] + f2 * a[2, j] + f3 * a[3, j]
+
+
+@inline
+def take(x, first, last, out):  # type: ignore[no-untyped-def]
+    """Rows first to last of x, four at most, as out [4, .]; zeros where there are fewer."""
+    for k in range(4):
+        for j in range(out.shape[1]):
+            out[k, j] = x[first + k, j] if first + k < last else f32(0.0)

@@ -1,7 +1,8 @@
 """Compiled kernels of `femixer.kernels.streams`, float32; what is computed is there.
 
 Tensors [B, T, heads, channels] that are read are given as their memory and a line of strides (backend.memory); what is
-written is contiguous. A task is a stretch of one sequence's tokens; sums over tokens are per task, [tasks, heads, D].
+written is contiguous. A task is a stretch of one sequence's tokens; what is summed or compared over tokens is so per
+task, [tasks, heads, D].
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
-from femixer.kernels.native.primitives import exp_less32, f32, inline, job, kernel, log_plus32, u64
+from femixer.kernels.native.primitives import ask_for, exp_less32, f32, inline, job, kernel, log_plus32, u64
 
 # Tokens of a task.
 TOKENS = 32
+# Memory is asked for this many tokens ahead: the processor does not foresee reads that are often far apart.
+AHEAD = 8
 
 
 @job
@@ -23,23 +26,32 @@ def stretches(length):  # type: ignore[no-untyped-def]
 
 @kernel
 def span(v, at, length, bottom, top):  # type: ignore[no-untyped-def]
-    """Smallest and largest value of each channel [B, G, D]."""
-    for task in prange(top.shape[0] * top.shape[1]):
-        _span(task // top.shape[1], task % top.shape[1], v, at, length, bottom, top)
+    """Smallest and largest value of each channel [tasks, G, D]."""
+    per_sequence = stretches(length)
+    for task in prange(top.shape[0]):
+        _span(task // per_sequence, task % per_sequence * TOKENS, v, at, length, bottom[task], top[task])
 
 
 @job
-def _span(b, h, v, at, length, bottom, top):  # type: ignore[no-untyped-def]
-    first = _start(at, 0, b, 0, h)
-    for d in range(u64(top.shape[2])):
-        bottom[b, h, d] = v[first + d]
-        top[b, h, d] = v[first + d]
-    for t in range(1, length):
-        start = _start(at, 0, b, t, h)
-        for d in range(u64(top.shape[2])):
-            bottom[b, h, d] = min(bottom[b, h, d], v[start + d])
-        for d in range(u64(top.shape[2])):
-            top[b, h, d] = max(top[b, h, d], v[start + d])
+def _span(b, first, v, at, length, bottom, top):  # type: ignore[no-untyped-def]
+    heads, n = top.shape
+    if at[0, 2] == n:  # heads lie side by side too
+        heads, n = 1, heads * n
+    low, high = bottom.reshape(heads, n), top.reshape(heads, n)
+    low[:] = f32(np.inf)
+    high[:] = f32(-np.inf)
+    for t in range(first, min(first + TOKENS, length)):
+        for h in range(heads):
+            _fetch(v, at, 0, b, t, h, n)
+            start = _start(at, 0, b, t, h)
+            _widen(v[start : start + u64(n)], low[h], high[h])
+
+
+@job
+def _widen(x, low, high):  # type: ignore[no-untyped-def]
+    for i in range(u64(x.size)):
+        low[i] = min(low[i], x[i])
+        high[i] = max(high[i], x[i])
 
 
 @kernel
@@ -55,6 +67,7 @@ def _streams(b, first, v, at, beta, top, base, out):  # type: ignore[no-untyped-
     n, y = u64(top.shape[2]), out.reshape(-1)
     for t in range(first, min(first + TOKENS, out.shape[1])):
         for h in range(out.shape[2]):
+            _fetch(v, at, 0, b, t, h, n)
             start, to = _start(at, 0, b, t, h), _row(out, b, t, h)
             for d in range(n):
                 y[to + d] = v[start + d]
@@ -104,10 +117,16 @@ def undo(to_mean, to_free, mean, free, at, beta, top, base, apart, inner, sums, 
 def _undo(b, first, to_mean, to_free, mean, free, at, beta, top, base, apart, inner, sums, d_beta):  # type: ignore[no-untyped-def]
     n, x, y = u64(top.shape[2]), inner.reshape(-1), sums.reshape(-1)
     below = np.empty(top.shape[2], dtype=f32)
+    spread = at[3, 1] != inner.shape[2] * top.shape[2]  # some heads of many
     d_beta[:] = f32(0.0)
     for t in range(first, min(first + TOKENS, inner.shape[1])):
         for h in range(inner.shape[2]):
             to = _row(inner, b, t, h)
+            if spread:
+                _fetch(to_mean, at, 0, b, t, h, n)
+                _fetch(to_free, at, 1, b, t, h, n)
+                _fetch(mean, at, 2, b, t, h, n)
+                _fetch(free, at, 3, b, t, h, n)
             from_mean, from_free = _start(at, 2, b, t, h), _start(at, 3, b, t, h)
             by_mean, by_free = _start(at, 0, b, t, h), _start(at, 1, b, t, h)
             for d in range(n):
@@ -145,6 +164,9 @@ def _through(b, first, to_streams, streams, v, at, beta, top, base, d_v, d_beta)
     d_beta[:] = f32(0.0)
     for t in range(first, min(first + TOKENS, d_v.shape[1])):
         for h in range(d_v.shape[2]):
+            _fetch(to_streams, at, 0, b, t, h, n + n)
+            _fetch(streams, at, 1, b, t, h, n + n)
+            _fetch(v, at, 2, b, t, h, n)
             by, of, start = _start(at, 0, b, t, h), _start(at, 1, b, t, h), _start(at, 2, b, t, h)
             for d in range(n):
                 weighted[d] = to_streams[by + n + d] * (streams[of + n + d] + base[b, h, d])
@@ -158,6 +180,14 @@ def _through(b, first, to_streams, streams, v, at, beta, top, base, d_v, d_beta)
 def _start(at, line, b, t, h):  # type: ignore[no-untyped-def]
     """Where a token's head begins in memory."""
     return u64(b * at[line, 0] + t * at[line, 1] + h * at[line, 2])
+
+
+@inline
+def _fetch(x, at, line, b, t, h, n):  # type: ignore[no-untyped-def]
+    """Ask for n channels of the same head of a token to come."""
+    ahead = _start(at, line, b, t + AHEAD, h)
+    for i in range(ahead, ahead + u64(n), u64(16)):  # lines of 64 bytes
+        ask_for(x, i)
 
 
 @inline
