@@ -363,7 +363,7 @@ class TestState:
     def test_long_sequences_are_mixed_in_stretches_without_gradients(
         self, case: Case, marks: str, monkeypatch: pytest.MonkeyPatch
     ):
-        m, x = stir(case.build(dtype=torch.float64)), tokens(3, 23, DIM)
+        m, x = stir(case.build(dtype=torch.float64)), tokens(3, 23, DIM).requires_grad_()
         given: dict[str, Any] = {}
         if marks == "mask":
             given["mask"] = noise(3, 23, seed=5) > -0.5
@@ -374,9 +374,12 @@ class TestState:
             whole, after = m(x, **given, state=past, return_state=True)
             monkeypatch.setattr("femixer.mixer.STRETCH", 5 * 3 * DIM)
             lengths: list[int] = []
+            sees: list[bool] = []
             m.out_proj.register_forward_hook(lambda _, inputs, __: lengths.append(inputs[0].shape[1]))
+            m.conditioner.register_forward_pre_hook(lambda _, inputs: sees.append(inputs[0].requires_grad))
             parts, end = m(x, **given, state=past, return_state=True)
             assert lengths == ([5, 5, 5, 5, 3] if m.prior.reads_on else [23])
+            assert not m.prior.reads_on or not any(sees)  # a slice of x without gradients would still say it had some
             later = [m(x[:, :1], state=state) for state in (end, after)]
         assert_close({"y": parts, "next": later[0]}, {"y": whole, "next": later[1]}, 1e-10)
 

@@ -7,16 +7,16 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from matrix import assert_close, noise
+from matrix import assert_close, noise, stir
 from torch import Tensor
 
-from femixer import FreeEnergyMixer, projection
+from femixer import FreeEnergyMixer, projection, rotary
 from femixer.conditioner import NormalizedLinear, TimeDecayConditioner
 from femixer.kernels import backend, short
 from femixer.kernels.softmax import softmax_read
 from femixer.layout import Past, arrange
 from femixer.models.norm import RMSNorm
-from femixer.rotary import rotated
+from femixer.rotary import Turn, rotated
 
 GRADIENTS = ("q", "k", "v", "beta")
 
@@ -177,11 +177,28 @@ def test_turned_features_and_their_gradients_are_the_definitions(batch, length, 
     for dtype in (torch.float64, torch.float32):
         leaf = whole.to(dtype).requires_grad_()
         q, k, _ = leaf.split([*(h * width for h in heads), 3], -1)
-        y = torch.cat(rotated(q, k, position, width, 10000.0, dtype, floor=1e-6), 2)
+        y = torch.cat(rotated(q, k, Turn(position, width, 10000.0, floor=1e-6), dtype), 2)
         results.append((y, *torch.autograd.grad((y * weights.to(dtype)).sum(), leaf)))
     assert (results[0][0] >= 1e-6).all()
     for exact, fast in zip(*results, strict=True):
         assert_close({"x": fast}, {"x": exact}, 3e-6)
+
+
+@pytest.mark.parametrize("prior", ["softmax", "linear", "gla"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_queries_and_keys_are_modulated_and_turned_at_once_without_gradients(monkeypatch, prior, masked):
+    """320 wide, so that the conditioner has more features than the kernels for few of them take."""
+    monkeypatch.setattr(projection, "NUMBERS", 10_000)
+    mixer = stir(FreeEnergyMixer(320, 5, prior=prior, kv_heads=1, value_dim=160, dtype=torch.float64))
+    x, mask = noise(2, 67, 320), torch.ones(2, 67, dtype=torch.bool)
+    mask[0, 3:9] = mask[1, :20] = not masked  # positions differ between the rows
+    wanted, calls = mixer(x, mask=mask), []
+    monkeypatch.setattr(projection, "modulate_and_turn", lambda *a: (calls.append(1), rotary.modulate_and_turn(*a)))
+    mixer.float()
+    with torch.no_grad():
+        y = mixer(x.float(), mask=mask)
+    assert calls
+    assert_close({"y": y}, {"y": wanted}, 3e-5)
 
 
 @pytest.mark.parametrize("shape", [(7, 5, 13), (2, 1, 64), (1031, 3), (8,)])

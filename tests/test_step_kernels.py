@@ -10,7 +10,7 @@ from femixer.gates import gated_read, outer_gate
 from femixer.kernels import backend
 from femixer.layout import Layout
 from femixer.models.norm import RMSNorm
-from femixer.rotary import rotated
+from femixer.rotary import Turn, rotated
 from femixer.state import Growing
 
 VARIANTS = {
@@ -202,8 +202,8 @@ def test_angles_far_out_are_as_good_as_near():
     scores = []
     with torch.no_grad():
         for far in (0, 1_000_000):
-            a, _ = rotated(q, k, torch.tensor([[far + 7]]), 8, 10000.0, torch.float32)
-            _, b = rotated(q, k, torch.tensor([[far]]), 8, 10000.0, torch.float32)
+            a, _ = rotated(q, k, Turn(torch.tensor([[far + 7]]), 8, 10000.0), torch.float32)
+            _, b = rotated(q, k, Turn(torch.tensor([[far]]), 8, 10000.0), torch.float32)
             scores.append((a * b).sum(-1))
     torch.testing.assert_close(scores[1], scores[0], atol=2e-6, rtol=1e-5)
 

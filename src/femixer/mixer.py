@@ -14,6 +14,7 @@ from femixer.layer import MixerLayer
 from femixer.layout import Layout, Past, arrange
 from femixer.priors import Prior, build_prior, prior_class
 from femixer.projection import Columns, Projection
+from femixer.rotary import Turn
 from femixer.state import State
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ class FreeEnergyMixer(MixerLayer):
     def _mix_in_stretches(
         self, x: Tensor, mask: Tensor | None, segments: Tensor | None, state: State, step: int
     ) -> tuple[Tensor, State]:
-        pieces = []
+        x, pieces = x.detach(), []
         for start in range(0, x.shape[1], step):
             here = [None if given is None else given[:, start : start + step] for given in (mask, segments)]
             piece, state = self._mix(x[:, start : start + step], here[0], here[1], state, True)
@@ -167,7 +168,8 @@ class FreeEnergyMixer(MixerLayer):
     ) -> tuple[Tensor, State]:
         """-> (y, the state after x, if it is to be kept)."""
         layout, past = arrange(x, mask, segments, before.past)
-        inputs, v, lam, gate, context = self._project(x, layout, before.conditioner)
+        turn = self.prior.turn(layout.position)
+        inputs, v, lam, gate, context = self._project(x, layout, before.conditioner, turn)
         mean, free, memory = self.prior.read(inputs, v, self._beta(), layout, before.prior, keep)
         read = gated_read(mean, free, lam, gate)
         y = self.out_proj(self.dropout(read.flatten(-2).to(x.dtype)))
@@ -175,13 +177,13 @@ class FreeEnergyMixer(MixerLayer):
             y = y.masked_fill(layout.padding[..., None], 0)
         return y, before.next(past, memory, context) if keep else before
 
-    def _project(self, x: Tensor, layout: Layout, context: Tensor | None) -> Projected:
+    def _project(self, x: Tensor, layout: Layout, context: Tensor | None, turn: Turn | None = None) -> Projected:
         if layout.padding is not None:
             x = x.masked_fill(layout.padding[..., None], 0)
         features = None
         if self.conditioner is not None:
             features, context = self.conditioner(x, layout, context)
-        inputs = {} if self.prior_proj is None else self.prior_proj(x, features)
+        inputs = {} if self.prior_proj is None else self.prior_proj(x, features, turn)
         values = {
             name: piece.unflatten(-1, (-1, self.widths.value)) for name, piece in self.value_proj(x, features).items()
         }

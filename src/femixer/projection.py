@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from femixer.kernels.backend import array, eager_kernels, native, one_token
 from femixer.kernels.precision import without_autocast
+from femixer.rotary import Turn, modulate_and_turn
 
 # Numbers modulated at a time: enough for a matrix product to be fast, and their eta stays in the cache.
 NUMBERS = 2**20
@@ -59,7 +60,8 @@ class Projection(nn.Module):
         if self.modulation is not None:
             nn.init.zeros_(self.modulation)
 
-    def forward(self, x: Tensor, features: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(self, x: Tensor, features: Tensor | None = None, turn: Turn | None = None) -> dict[str, Tensor]:
+        """With `turn`, columns that are not additive may come as heads [B, T, heads, E] that are turned already."""
         projected, widths = self.linear(x), [c.width for c in self.columns.values()]
         if self.modulation is not None:
             assert features is not None
@@ -69,6 +71,13 @@ class Projection(nn.Module):
             elif torch.is_grad_enabled():
                 pieces = Modulate.apply(projected, features, self.modulation, self.scaled, widths)
                 return dict(zip(self.columns, pieces, strict=True))
+            elif turn is not None and eager_kernels(projected) and not few(projected, features):
+                modulate_and_turn(projected, _etas(features.flatten(0, 1), self.modulation), self.scaled, turn)
+                pieces = zip(self.columns.items(), projected.split(widths, -1), strict=True)
+                return {
+                    name: piece if columns.additive else piece.unflatten(-1, (-1, turn.width))
+                    for (name, columns), piece in pieces
+                }
             else:
                 projected = modulate(projected, features, self.modulation, self.scaled, out=projected)
         return dict(zip(self.columns, projected.split(widths, -1), strict=True))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -51,27 +52,48 @@ def check_base(rope_base: float) -> None:
         raise ValueError(f"rope_base={rope_base!r} must be a positive number")
 
 
-def rotated(
-    q: Tensor, k: Tensor, position: Tensor, width: int, base: float, dtype: torch.dtype, floor: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """q [B, T, H E] and k [B, T, G E] at their positions [B or 1, T], as heads [B, T, H, E] and [B, T, G, E]; with
-    `floor` as features max(., 0) + floor.
+class Turn(NamedTuple):
+    """How a prior turns its queries and keys: the arguments of `rotated`."""
+
+    position: Tensor
+    width: int
+    base: float
+    floor: float | None = None
+
+    def angles(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos, sin [B or 1, T, 1, width / 2]"""
+        grid = _here.grid
+        if grid is None:
+            return rotary_angles(self.position, self.width, self.base, dtype)
+        return grid_angles(grid, self.position, self.width, self.base, dtype)
+
+
+def rotated(q: Tensor, k: Tensor, turn: Turn, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """q [B, T, H E] and k [B, T, G E] at their positions [B or 1, T], as heads [B, T, H, E] and [B, T, G, E]; with a
+    floor as features max(., 0) + floor. Heads that are turned already (`modulate_and_turn`) are given back.
 
     Rotated in float32 at least, returned in `dtype`.
     """
-    grid = _here.grid
-    if grid is None and dtype == torch.float32 and one_token(q):
-        return tuple(_floored(_rotate_token(x, position, width, base), floor) for x in (q, k))  # type: ignore[return-value]
+    if q.dim() == 4:
+        return q, k
+    if _here.grid is None and dtype == torch.float32 and one_token(q):
+        return tuple(_floored(_rotate_token(x, turn), turn.floor) for x in (q, k))  # type: ignore[return-value]
     wide = torch.promote_types(dtype, torch.float32)
-    if grid is None:
-        cos, sin = rotary_angles(position, width, base, wide)
-    else:
-        cos, sin = grid_angles(grid, position, width, base, wide)
-    q, k = (x.unflatten(-1, (-1, width)) for x in (q, k))
-    if floor is not None and q.dtype == k.dtype == dtype and eager_kernels(q) and eager_kernels(k):
-        turn = Features.apply if torch.is_grad_enabled() else Features.forward
-        return tuple(turn(x, cos, sin, floor) for x in (q, k))  # type: ignore[return-value]
-    return tuple(_floored(rotate(x.to(wide), cos, sin).to(dtype), floor) for x in (q, k))  # type: ignore[return-value]
+    cos, sin = turn.angles(wide)
+    q, k = (x.unflatten(-1, (-1, turn.width)) for x in (q, k))
+    if turn.floor is not None and q.dtype == k.dtype == dtype and eager_kernels(q) and eager_kernels(k):
+        features = Features.apply if torch.is_grad_enabled() else Features.forward
+        return tuple(features(x, cos, sin, turn.floor) for x in (q, k))  # type: ignore[return-value]
+    return tuple(_floored(rotate(x.to(wide), cos, sin).to(dtype), turn.floor) for x in (q, k))  # type: ignore[return-value]
+
+
+def modulate_and_turn(x: Tensor, etas: Iterable[tuple[slice, Tensor]], scaled: int, turn: Turn) -> None:
+    """x [B, T, width] in place, float32: heads in the first `scaled` columns, times 1 + eta, are turned; others plus
+    eta. etas: of stretches of all tokens."""
+    cos, sin = _pairs(*turn.angles(x.dtype))
+    rows, floor = x.flatten(0, 1), -1.0 if turn.floor is None else turn.floor
+    for at, eta in etas:
+        native("rotary").modulate(array(rows[at]), array(eta), at.start, scaled, cos, sin, floor)
 
 
 def _floored(x: Tensor, floor: float | None) -> Tensor:
@@ -105,7 +127,8 @@ def _pairs(cos: Tensor, sin: Tensor) -> tuple[Any, Any]:
     return array(cos[:, :, 0]), array(sin[:, :, 0])
 
 
-def _rotate_token(x: Tensor, position: Tensor, width: int, base: float) -> Tensor:
+def _rotate_token(x: Tensor, turn: Turn) -> Tensor:
+    position, width, base, _ = turn
     batch, heads = x.shape[0], x.shape[2] // width
     out = x.new_empty(batch, 1, heads, width)
     rows = x.contiguous().view(batch, -1).numpy()

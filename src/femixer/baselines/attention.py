@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from femixer.baselines.base import Baseline
 from femixer.layout import Layout, runs_together
-from femixer.rotary import check_base, rotated
+from femixer.rotary import Turn, check_base, rotated
 from femixer.state import Growing
 
 
@@ -81,7 +81,7 @@ class Attention(Baseline):
         q, k = self.query_key_proj(x).split(widths, -1)
         v = self.value_proj(x).unflatten(-1, (-1, self.width))
         if self.rope:
-            q, k = rotated(q, k, position, self.width, self.rope_base, q.dtype)
+            q, k = rotated(q, k, Turn(position, self.width, self.rope_base), q.dtype)
         else:
             q, k = (part.unflatten(-1, (-1, self.width)) for part in (q, k))
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -15,7 +15,7 @@ from femixer.layout import Layout
 from femixer.options import check
 from femixer.priors.base import Widths
 from femixer.priors.softmax import SoftmaxPrior, reading_dtype
-from femixer.rotary import check_base, rotated
+from femixer.rotary import Turn, check_base, rotated
 
 
 class DiffTransformer(Baseline):
@@ -83,5 +83,5 @@ class DiffTransformer(Baseline):
         """Queries and keys [B, T, H, E]; maps 2 j and 2 j + 1 are those of differential head j."""
         q, k = self.query_key_proj(x).chunk(2, -1)
         if self.rope:
-            return rotated(q, k, layout.position, self.width, self.rope_base, dtype)
+            return rotated(q, k, Turn(layout.position, self.width, self.rope_base), dtype)
         return q.unflatten(-1, (-1, self.width)).to(dtype), k.unflatten(-1, (-1, self.width)).to(dtype)

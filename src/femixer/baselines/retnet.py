@@ -14,7 +14,7 @@ from femixer.kernels.linear_attention import linear_attention
 from femixer.kernels.precision import without_autocast
 from femixer.layout import Layout
 from femixer.options import check
-from femixer.rotary import check_base, rotated
+from femixer.rotary import Turn, check_base, rotated
 
 
 class RetNet(Baseline):
@@ -57,7 +57,7 @@ class RetNet(Baseline):
         q, k, v, g = self.in_proj(x).split(self.widths, -1)
         dtype = torch.promote_types(v.dtype, torch.float32)
         with without_autocast(x.device):
-            q, k = rotated(q, k, layout.position, self.width, self.rope_base, dtype)
+            q, k = rotated(q, k, Turn(layout.position, self.width, self.rope_base), dtype)
             head = torch.arange(self.heads, dtype=torch.float64, device=x.device)
             gate = torch.log1p(-(2.0 ** (-5 - head))).expand(1, x.shape[1], -1)
             v = v.unflatten(-1, (self.heads, -1))

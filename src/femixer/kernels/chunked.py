@@ -12,14 +12,14 @@ Axes: B batch, T tokens, H heads, G key/value heads, E key width, D value width;
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from femixer.kernels import fast_weights
-from femixer.kernels.backend import array, compiled, native
+from femixer.kernels.backend import array, compiled, memory, native
 from femixer.kernels.fast_weights import FastWeights
 from femixer.kernels.reading import Reading
 from femixer.kernels.streams import (
@@ -244,7 +244,7 @@ def _natively(
     free = v.new_empty(0, 0, 0, 0) if beta is None else torch.empty_like(mean)
     doubts = torch.zeros(q.shape[0], q.shape[2], dtype=torch.long)
     padding = torch.empty(0, 0, dtype=torch.bool) if padding is None else padding
-    arguments = [array(x) for x in (*_complete(q, k, gate, v, beta, shift), padding)]
+    arguments = [*_complete(q, k, gate, v, beta, shift), array(padding)]
     limits = math.exp(least_log(v.dtype)), FAR_BELOW
     results = [array(x) for x in (mean, free, log_total, doubts)]
     native("chunked").forward(*arguments, exclusive, *limits, *results)
@@ -257,13 +257,13 @@ def _natively(
 
 def _complete(
     q: Tensor, k: Tensor, gate: Tensor | None, v: Tensor, beta: Tensor | None, shift: Shift | None
-) -> list[Tensor]:
-    """What the compiled kernels read; empty tensors for what is not there."""
+) -> list[Any]:
+    """What the compiled kernels read; empty arrays for what is not there."""
     nothing = v.new_empty(0, 0, 0)
     top, base = (None, None) if shift is None else shift
     line = [nothing if x is None else x[:, 0] for x in (top, base)]
-    whole = (q, k, nothing if gate is None else gate, v, v.new_empty(0, 0) if beta is None else beta, *line)
-    return [x.contiguous() for x in whole]
+    whole = (nothing if gate is None else gate, v.new_empty(0, 0) if beta is None else beta, *line)
+    return [*memory(q, k, v), (*q.shape, *v.shape[2:]), *(array(x.contiguous()) for x in whole)]
 
 
 def _by_products(
@@ -404,10 +404,10 @@ def _gradients_natively(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, gate, v and beta, by the compiled kernel, without those of heads that were read exactly."""
     repeats = q.shape[2] // v.shape[2]
-    d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(q), torch.zeros_like(mean)
+    d_q, d_k, d_v = (v.new_zeros(x.shape) for x in (q, q, mean))
     d_gate = v.new_zeros(*q.shape[:3] if gate is not None else (0, 0, 0))
     d_beta = v.new_zeros(q.shape[0], q.shape[2], v.shape[3])
-    arguments = [array(x) for x in _complete(q, k, gate, v, beta, shift)]
+    arguments = _complete(q, k, gate, v, beta, shift)
     gradients = (to_mean, free if to_free is None else to_free, to_log)
     rest = [array(x) for x in (mean, free, log_total, exact, *gradients, d_q, d_k, d_gate, d_v, d_beta)]
     native("chunked").backward(*arguments, exclusive, *rest)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from femixer.layout import Layout
 from femixer.projection import Columns
+from femixer.rotary import Turn
 
 
 class Widths(NamedTuple):
@@ -62,13 +63,18 @@ class Prior(nn.Module):
         """What the prior wants projected from the tokens, by name."""
         raise TypeError(f"{type(self).__name__} must define columns()")
 
+    def turn(self, position: Tensor) -> Turn | None:
+        """How queries and keys turn at their positions [B or 1, T], where they do."""
+        return None
+
     def read(
         self, inputs: dict[str, Tensor], v: Tensor, beta: Tensor | None, layout: Layout, state: Any, keep: bool
     ) -> tuple[Tensor, Tensor | None, Any]:
         """-> (E_p[v], log E_p[exp(beta v)] / beta, next state), each read [B, T, H, D].
 
-        inputs: the projections [B, T, width]; v [B, T, G, D] with G key/value heads; beta [G, D], None for the mean
-        only; state of the tokens before; keep: whether a next state is wanted.
+        inputs: the projections [B, T, width], queries and keys perhaps as heads [B, T, heads, E] that are turned
+        already; v [B, T, G, D] with G key/value heads; beta [G, D], None for the mean only; state of the tokens before;
+        keep: whether a next state is wanted.
         """
         raise TypeError(f"{type(self).__name__} must define read()")
 

@@ -14,7 +14,7 @@ from femixer.layout import Layout
 from femixer.priors.base import Widths
 from femixer.priors.directed import DirectedPrior, decay_between
 from femixer.projection import Columns
-from femixer.rotary import check_base, rotated
+from femixer.rotary import Turn, check_base, rotated
 
 # Small against features of order one; large enough that the sum of two products of it is a normal number.
 EPSILON = 1e-6
@@ -45,10 +45,13 @@ class LinearPrior(DirectedPrior):
         width = self.widths.key
         return {"q": Columns(self.heads * width), "k": Columns(self.kv_heads * width)}
 
+    def turn(self, position: Tensor) -> Turn | None:
+        return Turn(position, self.widths.key, self.rope_base, EPSILON) if self.rope else None
+
     def tracks(self, inputs: dict[str, Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
-        if self.rope:
-            width, base = self.widths.key, self.rope_base
-            q, k = rotated(inputs["q"], inputs["k"], layout.position, width, base, dtype, EPSILON)
+        turn = self.turn(layout.position)
+        if turn is not None:
+            q, k = rotated(inputs["q"], inputs["k"], turn, dtype)
         else:
             q, k = (inputs[name].to(dtype).unflatten(-1, (-1, self.widths.key)).relu() + EPSILON for name in ("q", "k"))
         return {"q": q, "k": k}

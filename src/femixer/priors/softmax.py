@@ -15,7 +15,7 @@ from femixer.kernels.softmax_step import CACHE_HEADROOM, compiled_step, softmax_
 from femixer.layout import Layout, runs_together
 from femixer.priors.base import Prior, Widths
 from femixer.projection import Columns
-from femixer.rotary import check_base, rotated
+from femixer.rotary import Turn, check_base, rotated
 from femixer.state import Growing
 
 ScoreBias = Callable[[Tensor, Tensor], Tensor]
@@ -127,11 +127,14 @@ class SoftmaxPrior(Prior):
         width = self.widths.key
         return {"q": Columns(self.heads * width), "k": Columns(self.kv_heads * width)}
 
+    def turn(self, position: Tensor) -> Turn | None:
+        return Turn(position, self.widths.key, self.rope_base) if self.rope else None
+
     def _heads(self, inputs: dict[str, Tensor], position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Queries [B, T, H, E] and keys [B, T, G, E] at their positions."""
-        q, k = inputs["q"], inputs["k"]
-        if self.rope:
-            return rotated(q, k, position, self.widths.key, self.rope_base, dtype)
+        q, k, turn = inputs["q"], inputs["k"], self.turn(position)
+        if turn is not None:
+            return rotated(q, k, turn, dtype)
         return q.unflatten(-1, (-1, self.widths.key)).to(dtype), k.unflatten(-1, (-1, self.widths.key)).to(dtype)
 
     def _bias(self, query: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -3,7 +3,8 @@
 One head of one sequence at a time, in chunks: all that a chunk needs stays in the cache. Its matrices are flat, row by
 row, with zeros for tokens that are missing in the last chunk and for channels up to a multiple of four.
 
-Arrays: q [B, T, H, E]; k [B, T, G, E]; gate [B, T, G]; v [B, T, G, D]; beta [G, D]; top, base [B, G, D] (see
+Arrays: q [B, T, H, E], k [B, T, G, E] and v [B, T, G, D] are given as their memory and the lines of `at` with their
+strides (backend.memory), shape = (B, T, H, E, G, D); gate [B, T, G]; beta [G, D]; top, base [B, G, D] (see
 femixer.kernels.streams); mean, free [B, T, H, D]; log_total [B, T, H]. Empty arrays stand for nothing. In a chunk x
 [C, W] are the streams v and exp(beta (v - top)) - base side by side.
 """
@@ -22,6 +23,8 @@ WIPE = -1000.0  # a gate that ends a segment
 ONE, FOUR = u64(1), u64(4)
 # Where the first factor of a product is not zero.
 ALL, LOWER, UPPER = range(3)
+# Lines of `at`.
+Q, K, V = range(3)
 
 
 @job
@@ -76,13 +79,13 @@ def _transpose(source, rows, width, target):  # type: ignore[no-untyped-def]
 
 
 @job
-def _load(size, source, b, h, start, target, width):  # type: ignore[no-untyped-def]
-    """A chunk of [B, T, H, E]."""
-    n, length = u64(source.shape[3]), u64(source.shape[1])
+def _load(size, source, at, line, b, h, start, length, n, target, width):  # type: ignore[no-untyped-def]
+    """A chunk of n channels of a head."""
     target[:] = 0.0
     for t in range(min(size, length - start)):
+        first = u64(b * at[line, 0] + np.int64(start + t) * at[line, 1] + h * at[line, 2])
         for i in range(n):
-            target[t * width + i] = source[b, start + t, h, i]
+            target[t * width + i] = source[first + i]
 
 
 @job
@@ -94,20 +97,20 @@ def _store(size, source, b, h, start, target, width):  # type: ignore[no-untyped
 
 
 @job
-def _load_streams(size, v, beta, top, base, b, g, start, x, width):  # type: ignore[no-untyped-def]
-    n, length, zero = u64(v.shape[3]), u64(v.shape[1]), v.dtype.type(0.0)
-    _load(size, v, b, g, start, x, width)
+def _load_streams(size, v, at, beta, top, base, b, g, start, length, n, x, width):  # type: ignore[no-untyped-def]
+    zero = v.dtype.type(0.0)
+    _load(size, v, at, V, b, g, start, length, n, x, width)
     for t in range(min(size, length - start) if beta.size else u64(0)):
-        at = t * width
+        row = t * width
         for i in range(n):
             # Padding may lie above top: its weight is zero, but its exponential must not overflow.
-            x[at + n + i] = min(x[at + i] - top[b, g, i], zero) * beta[g, i]
+            x[row + n + i] = min(x[row + i] - top[b, g, i], zero) * beta[g, i]
         if base.size:
             for i in range(n):
-                x[at + n + i] = exp(x[at + n + i]) - np.float64(base[b, g, i])
+                x[row + n + i] = exp(x[row + n + i]) - np.float64(base[b, g, i])
         else:
             for i in range(n):
-                x[at + n + i] = exp(x[at + n + i])
+                x[row + n + i] = exp(x[row + n + i])
 
 
 @job
@@ -143,32 +146,32 @@ def _weigh(size, scores, decay, gated, exclusive):  # type: ignore[no-untyped-de
 
 @kernel
 def forward(  # type: ignore[no-untyped-def]
-    q, k, gate, v, beta, top, base, padding, exclusive, least, far, mean, free, log_total, doubts
+    q, k, v, at, shape, gate, beta, top, base, padding, exclusive, least, far, mean, free, log_total, doubts
 ):  # fmt: skip
     """doubts [B, H]: how many numbers overflow, have a sum below `least`, or an F `far` times its size below top."""
-    for index in prange(q.shape[0] * q.shape[2]):
+    for index in prange(shape[0] * shape[2]):
         _forward(
-            index // q.shape[2], index % q.shape[2], q, k, gate, v, beta, top, base, padding, exclusive, least, far,
-            mean, free, log_total, doubts,
+            index // shape[2], index % shape[2], q, k, v, at, shape, gate, beta, top, base, padding, exclusive, least,
+            far, mean, free, log_total, doubts,
         )  # fmt: skip
 
 
 @job
 def _forward(  # type: ignore[no-untyped-def]
-    b, h, q, k, gate, v, beta, top, base, padding, exclusive, least, far, mean, free, log_total, doubts
+    b, h, q, k, v, at, shape, gate, beta, top, base, padding, exclusive, least, far, mean, free, log_total, doubts
 ):  # fmt: skip
-    length, g = u64(q.shape[1]), h // (q.shape[2] // k.shape[2])
-    size = min(CHUNK, _up_to_four(q.shape[1]))
-    depth, width = _up_to_four(q.shape[3]), _up_to_four(v.shape[3] * 2 if beta.size else v.shape[3])
+    length, g, channels, d = u64(shape[1]), h // (shape[2] // shape[4]), u64(shape[3]), u64(shape[5])
+    size = min(CHUNK, _up_to_four(shape[1]))
+    depth, width = _up_to_four(shape[3]), _up_to_four(shape[5] * 2 if beta.size else shape[5])
     query, key, turned = _matrices(size, depth, q)
     x, y, _ = _matrices(size, width, q)
     scores, decay, _ = _matrices(size, size, q)
     into, out = np.ones(size, q.dtype), np.ones(size, q.dtype)
     state, totals = np.zeros(depth * width, q.dtype), np.zeros(depth, q.dtype)
     for start in range(u64(0), length, size):
-        _load(size, q, b, h, start, query, depth)
-        _load(size, k, b, g, start, key, depth)
-        _load_streams(size, v, beta, top, base, b, g, start, x, width)
+        _load(size, q, at, Q, b, h, start, length, channels, query, depth)
+        _load(size, k, at, K, b, g, start, length, channels, key, depth)
+        _load_streams(size, v, at, beta, top, base, b, g, start, length, d, x, width)
         if gate.size:
             _decays(size, gate, b, g, start, decay, into, out)
         _transpose(key, size, depth, turned)
@@ -238,26 +241,27 @@ def _finish(y, at, inverse, beta, top, base, least, far, b, t, h, g, mean, free)
 
 @kernel
 def backward(  # type: ignore[no-untyped-def]
-    q, k, gate, v, beta, top, base, exclusive, mean, free, log_total, left_out, to_mean, to_free, to_log,
+    q, k, v, at, shape, gate, beta, top, base, exclusive, mean, free, log_total, left_out, to_mean, to_free, to_log,
     d_q, d_k, d_gate, d_v, d_beta,
 ):  # fmt: skip
     """Gradients of every head: d_q, d_k [B, T, H, E], d_gate [B, T, H], d_v [B, T, H, D], d_beta [B, H, D]; those of
     heads that are left_out [B, H] are not written."""
-    for index in prange(q.shape[0] * q.shape[2]):
-        if not left_out[index // q.shape[2], index % q.shape[2]]:
+    for index in prange(shape[0] * shape[2]):
+        if not left_out[index // shape[2], index % shape[2]]:
             _backward(
-                index // q.shape[2], index % q.shape[2], q, k, gate, v, beta, top, base, exclusive,
+                index // shape[2], index % shape[2], q, k, v, at, shape, gate, beta, top, base, exclusive,
                 mean, free, log_total, to_mean, to_free, to_log, d_q, d_k, d_gate, d_v, d_beta,
             )  # fmt: skip
 
 
 @job
 def _backward(  # type: ignore[no-untyped-def]
-    b, h, q, k, gate, v, beta, top, base, exclusive, mean, free, log_total, to_mean, to_free, to_log,
+    b, h, q, k, v, at, shape, gate, beta, top, base, exclusive, mean, free, log_total, to_mean, to_free, to_log,
     d_q, d_k, d_gate, d_v, d_beta,
 ):  # fmt: skip
-    g, size = h // (q.shape[2] // k.shape[2]), min(CHUNK, _up_to_four(q.shape[1]))
-    depth, width = _up_to_four(q.shape[3]), _up_to_four(v.shape[3] * 2 if beta.size else v.shape[3])
+    length, g, channels, d = u64(shape[1]), h // (shape[2] // shape[4]), u64(shape[3]), u64(shape[5])
+    size = min(CHUNK, _up_to_four(shape[1]))
+    depth, width = _up_to_four(shape[3]), _up_to_four(shape[5] * 2 if beta.size else shape[5])
     query, key, turned = _matrices(size, depth, q)
     past, future, _ = _matrices(size, depth, q)
     x, n, d_x = _matrices(size, width, q)
@@ -266,12 +270,12 @@ def _backward(  # type: ignore[no-untyped-def]
     into, out = np.ones(size, q.dtype), np.ones(size, q.dtype)
     after, before = np.zeros(size, q.dtype), np.zeros(size, q.dtype)
     # States [W, E] and [E] before every chunk, then the gradient of the state after it.
-    chunks = int((u64(q.shape[1]) + size - ONE) // size)
+    chunks = int((length + size - ONE) // size)
     states, totals = np.zeros((chunks + 1, width * depth), q.dtype), np.zeros((chunks + 1, depth), q.dtype)
     for c in range(chunks):
         start, state, total = u64(c) * size, states[c + 1], totals[c + 1]
-        _load(size, k, b, g, start, key, depth)
-        _load_streams(size, v, beta, top, base, b, g, start, x, width)
+        _load(size, k, at, K, b, g, start, length, channels, key, depth)
+        _load_streams(size, v, at, beta, top, base, b, g, start, length, d, x, width)
         if gate.size:
             _decays(size, gate, b, g, start, decay, into, out)
             _scale_rows(size, key, out, depth)
@@ -283,9 +287,9 @@ def _backward(  # type: ignore[no-untyped-def]
     back_total = np.zeros(depth, q.dtype)
     for c in range(chunks - 1, -1, -1):
         start, state, total = u64(c) * size, states[c], totals[c]
-        _load(size, q, b, h, start, query, depth)
-        _load(size, k, b, g, start, key, depth)
-        _load_streams(size, v, beta, top, base, b, g, start, x, width)
+        _load(size, q, at, Q, b, h, start, length, channels, query, depth)
+        _load(size, k, at, K, b, g, start, length, channels, key, depth)
+        _load_streams(size, v, at, beta, top, base, b, g, start, length, d, x, width)
         if gate.size:
             _decays(size, gate, b, g, start, decay, into, out)
         whole = into[size - ONE]
@@ -325,7 +329,7 @@ def _backward(  # type: ignore[no-untyped-def]
         _transpose(back, width, depth, turned_back)
         _add_product(d_x, scores, ONE, size, n, size, size, width, UPPER)
         _add_product(d_x, key, depth, ONE, turned_back, size, depth, width, ALL)
-        _to_values(size, v, beta, top, base, x, d_x, b, h, g, start, width, d_v, d_beta)
+        _to_values(size, beta, top, base, x, d_x, b, h, g, start, width, d_v, d_beta)
         for i in range(width * depth):
             back[i] *= whole
         _add_product(back, n, ONE, width, query, width, size, depth, ALL)
@@ -411,8 +415,8 @@ def _to_gates(size, gate, after, before, through, b, h, g, start, d_gate):  # ty
 
 
 @job
-def _to_values(size, v, beta, top, base, x, d_x, b, h, g, start, width, d_v, d_beta):  # type: ignore[no-untyped-def]
-    d, length = u64(v.shape[3]), u64(v.shape[1])
+def _to_values(size, beta, top, base, x, d_x, b, h, g, start, width, d_v, d_beta):  # type: ignore[no-untyped-def]
+    d, length = u64(d_v.shape[3]), u64(d_v.shape[1])
     for s in range(min(size, length - start)):
         t, at = start + s, s * width
         if beta.size:

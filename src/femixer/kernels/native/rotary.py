@@ -1,8 +1,8 @@
-"""Compiled kernels of `femixer.rotary`: heads turned by the angles of their positions, as features that are never
-negative, max(., 0) + floor, float32.
+"""Compiled kernels of `femixer.rotary`: heads turned by the angles of their positions, float32.
 
-Tensors [B, T, heads, E] are given as their memory and a line of strides (backend.memory); cos and sin are [B or 1, T,
-E / 2]. Channels (2 i, 2 i + 1) are a pair.
+Features of linear attention are max(., 0) + floor of what is turned, never negative. Tensors [B, T, heads, E] are given
+as their memory and a line of strides (backend.memory); cos and sin are [B or 1, T, E / 2]. Channels (2 i, 2 i + 1) are
+a pair.
 """
 
 from __future__ import annotations
@@ -57,6 +57,36 @@ def _backward(first, grad, features, out, at, shape, cos, sin, floor):  # type: 
                 real, imaginary = real if first_seen else zero, imaginary if second_seen else zero
                 out[to + TWO * i] = real * c[i] + imaginary * s[i]
                 out[to + TWO * i + ONE] = imaginary * c[i] - real * s[i]
+
+
+@kernel
+def modulate(x, eta, first, scaled, cos, sin, floor):  # type: ignore[no-untyped-def]
+    """Rows x [n, width] in place: times 1 + eta and turned in the first `scaled` columns, plus eta in the others.
+
+    The first row is the token `first` of all sequences, one after the other. floor: negative for none.
+    """
+    for task in prange(-(-x.shape[0] // TOKENS)):
+        _modulate(task * TOKENS, x, eta, first, scaled, cos, sin, f32(floor))
+
+
+@job
+def _modulate(begin, x, eta, first, scaled, cos, sin, floor):  # type: ignore[no-untyped-def]
+    y, more, width = x.reshape(-1), eta.reshape(-1), u64(x.shape[1])
+    for row in range(begin, min(begin + TOKENS, x.shape[0])):
+        b, t = (first + row) // cos.shape[1], (first + row) % cos.shape[1]
+        c, s = cos[min(b, cos.shape[0] - 1), t], sin[min(b, cos.shape[0] - 1), t]
+        start, pairs = u64(row) * width, u64(c.size)
+        for at in range(start, start + u64(scaled), TWO * pairs):
+            for i in range(pairs):
+                j = at + TWO * i
+                real, imaginary = y[j] + y[j] * more[j], y[j + ONE] + y[j + ONE] * more[j + ONE]
+                y[j] = real * c[i] - imaginary * s[i]
+                y[j + ONE] = real * s[i] + imaginary * c[i]
+        if floor >= f32(0.0):
+            for j in range(start, start + u64(scaled)):
+                y[j] = max(y[j], f32(0.0)) + floor
+        for j in range(start + u64(scaled), start + width):
+            y[j] += more[j]
 
 
 @inline
