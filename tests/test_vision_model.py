@@ -51,6 +51,15 @@ def images(batch=3, rows=3, columns=5, seed=1):
     return torch.randn(batch, CHANNELS, rows * PATCH, columns * PATCH)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own doing
+def test_compiled_models_are_the_models():
+    x = images()
+    for fields in (PRIORS["attention"], PRIORS["softmax"], {**PRIORS["softmax"], "positions": "rotary"}):
+        model = make(**fields)
+        logits = torch.compile(model, backend="aot_eager")(x).logits
+        torch.testing.assert_close(logits, model(x).logits, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("pooling", ["token", "mean"])
 @pytest.mark.parametrize("name", PRIORS)
 def test_images_of_a_batch_do_not_see_each_other(name, pooling):

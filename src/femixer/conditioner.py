@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from femixer.kernels.backend import array, eager_kernels, native, one_token, or_empty, rows
+from femixer.kernels.function import run
 from femixer.kernels.precision import without_autocast
 from femixer.kernels.recurrence import linear_recurrence
 from femixer.layout import Layout
@@ -68,15 +69,13 @@ class TimeDecayConditioner(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         with without_autocast(x.device):
             weight, bias = self.in_proj.weight.to(wide), self.in_proj.bias.to(wide)
-            project = NormalizedLinear.apply if torch.is_grad_enabled() else NormalizedLinear.forward
-            y = project(x.to(wide), weight, bias)
+            y = run(NormalizedLinear, x.to(wide), weight, bias)
             if state is None:
                 state = y.new_zeros(y.shape[0], self.channels)
             elif not torch.compiler.is_compiling() and state.is_inference() and torch.is_grad_enabled():
                 state = state.clone()  # autograd keeps no tensor that was made in inference mode
             if eager_kernels(y):
-                condition = Features.apply if torch.is_grad_enabled() else Features.forward
-                return condition(y, _marks(layout), state, self.causal)
+                return run(Features, y, _marks(layout), state, self.causal)
             s, u, a = y.chunk(3, -1)
             h = context(torch.sigmoid(-s), u, layout, state, self.causal)  # exp(-softplus(s))
             # Not a view, which would keep the whole sequence in memory.

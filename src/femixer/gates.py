@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from femixer.kernels.function import run
 from femixer.kernels.gating import GatedRead, fused
 
 EPS = 1e-6
@@ -37,21 +38,17 @@ def _inverse_rms(x: Tensor) -> Tensor:
 
 def gated_read(mean: Tensor, free: Tensor | None, lam_logits: Tensor | None, gate_logits: Tensor | None) -> Tensor:
     """Each [B, T, H, D]. Without `free` the read is the mean; without lam_logits it is the free energy."""
-    # Function.apply costs more than the gates of one token; without gradients there is nothing to keep.
-    learning = torch.is_grad_enabled()
     lam, gate = (None if x is None else x.to(mean.dtype) for x in (lam_logits, gate_logits))
     if (lam is not None or gate is not None) and fused(mean):
         start, end = (mean, free) if lam is not None or free is None else (free, None)
-        return (GatedRead.apply if learning else GatedRead.forward)(start, end, lam, gate, EPS)
+        return run(GatedRead, start, end, lam, gate, EPS)
     read = mean
     if free is not None:
         read = free
         if lam is not None:
-            interpolate = Interpolate.apply if learning else Interpolate.forward
-            read = interpolate(mean, free, lam)
+            read = run(Interpolate, mean, free, lam)
     if gate is not None:
-        scale = Scale.apply if learning else Scale.forward
-        read = scale(read, gate)
+        read = run(Scale, read, gate)
     return read
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from femixer.kernels.backend import array, eager_kernels, native, one_token
+from femixer.kernels.function import run
 from femixer.kernels.precision import without_autocast
 from femixer.rotary import Turn, modulate_and_turn
 
@@ -69,7 +70,7 @@ class Projection(nn.Module):
                 rows = (projected.view(x.shape[0], -1), features.view(x.shape[0], -1), self.modulation.detach())
                 native("token").modulate(*(r.numpy() for r in rows), self.scaled)
             elif torch.is_grad_enabled():
-                pieces = Modulate.apply(projected, features, self.modulation, self.scaled, widths)
+                pieces = run(Modulate, projected, features, self.modulation, self.scaled, widths)
                 return dict(zip(self.columns, pieces, strict=True))
             elif turn is not None and eager_kernels(projected) and not few(projected, features):
                 modulate_and_turn(projected, _etas(features.flatten(0, 1), self.modulation), self.scaled, turn)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from femixer.kernels.backend import array, eager_kernels, memory, native, one_token
+from femixer.kernels.function import run
 
 
 class Grid(NamedTuple):
@@ -27,7 +28,8 @@ class Grid(NamedTuple):
 class _Here(threading.local):
     """Per thread, so that models which run side by side do not see each other's images."""
 
-    grid: Grid | None = None
+    def __init__(self) -> None:
+        self.grid: Grid | None = None  # set from the start: a compiler's guards look at what is there
 
 
 _here = _Here()
@@ -82,8 +84,7 @@ def rotated(q: Tensor, k: Tensor, turn: Turn, dtype: torch.dtype) -> tuple[Tenso
     cos, sin = turn.angles(wide)
     q, k = (x.unflatten(-1, (-1, turn.width)) for x in (q, k))
     if turn.floor is not None and q.dtype == k.dtype == dtype and eager_kernels(q) and eager_kernels(k):
-        features = Features.apply if torch.is_grad_enabled() else Features.forward
-        return tuple(features(x, cos, sin, turn.floor) for x in (q, k))  # type: ignore[return-value]
+        return run(Features, q, cos, sin, turn.floor), run(Features, k, cos, sin, turn.floor)
     return tuple(_floored(rotate(x.to(wide), cos, sin).to(dtype), turn.floor) for x in (q, k))  # type: ignore[return-value]
 
 

@@ -9,6 +9,7 @@ import warnings
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,18 +92,22 @@ def memory(*tensors: Tensor | None) -> list[Any]:
     """Tensors [B, T, heads, channels] as compiled kernels read them where they are not contiguous: the memory of each
     from its first element on, empty for None, and the strides [tensors, 3] of all. The channels lie side by side."""
     flat: list[Any] = []
-    strides = torch.zeros(len(tensors), 3, dtype=torch.int64).numpy()
+    strides = np.zeros((len(tensors), 3), dtype=np.int64)
     for line, x in enumerate(tensors):
         if x is None:
             flat.append(_NOTHING)
             continue
         x = x.detach()
-        if x.stride(3) != 1 and x.shape[3] != 1:
+        if x.is_contiguous() or (x.stride(3) != 1 and x.shape[3] != 1):
             x = x.contiguous()
-        strides[line] = step = x.stride()[:3]
-        extent = (x.shape[0] - 1) * step[0] + (x.shape[1] - 1) * step[1] + (x.shape[2] - 1) * step[2] + x.shape[3]
+            flat.append(x.view(-1).numpy())
+            strides[line] = x.stride()[:3]
+            continue
+        batch, length, heads, width = x.shape
+        strides[line] = by_batch, by_token, by_head = x.stride()[:3]
+        extent = (batch - 1) * by_batch + (length - 1) * by_token + (heads - 1) * by_head + width
         flat.append(x.as_strided((extent,), (1,)).numpy())
     return [*flat, strides]
 
 
-_NOTHING = torch.empty(0, dtype=torch.float32).numpy()
+_NOTHING = np.empty(0, dtype=np.float32)

@@ -19,9 +19,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from femixer.kernels import blocked, short
 from femixer.kernels.attend import Geometry, Piece, attend, attend_backward, pieces
+from femixer.kernels.function import run
 from femixer.kernels.precision import without_autocast
 from femixer.kernels.streams import Shift, read_sums, shift_of, undo_read, undo_streams, value_range, value_streams
 
@@ -55,7 +57,10 @@ def softmax_read(
         nothing = q.new_zeros(*q.shape[:-1], v.shape[-1])
         return nothing, None if beta is None else nothing
     with without_autocast(q.device):
-        mean, free, _, _ = _read(q, k, v, beta, bias, run_q, run_k, causal, window, scale)
+        # What only pretends to be a tensor needs the operator, which knows the shapes of its results.
+        eager = type(q) is Tensor and q.device.type != "meta" and not torch.compiler.is_compiling()
+        arguments = q, k, v, beta, bias, run_q, run_k, causal, window, scale
+        mean, free, *_ = run(Read, *arguments) if eager else _read(*arguments)
     return mean, None if beta is None else free
 
 
@@ -78,8 +83,7 @@ def _fold(x: Tensor, groups: int, width: int) -> Tensor:
     return x.transpose(1, 2)[..., :width]
 
 
-@torch.library.custom_op("femixer::softmax_read", mutates_args=())
-def _read(
+def _read_now(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -90,13 +94,15 @@ def _read(
     causal: bool,
     window: int | None,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> (mean, free energy [B, T, H, D], log-normalizers [B, H, T], heads read by `blocked` [B, H])."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """-> (mean, free energy [B, T, H, D], log-normalizers [B, H, T], heads read by `blocked` [B, H], top and base of
+    the streams' shift)."""
     (b, _, h, e), d = q.shape, v.shape[-1]
     geometry = Geometry(bias, run_q, run_k, causal, window)
     exact = torch.zeros(b, h, dtype=torch.bool, device=q.device)
+    top, base = (q.new_zeros(0 if beta is None else (b, 1, *v.shape[2:])) for _ in range(2))
     if short.is_short(q, k, v, geometry):
-        return *short.read(q, k, v, beta, geometry, scale), exact
+        return *short.read(q, k, v, beta, geometry, scale), exact, top, base
     span = shift = None
     if beta is not None:
         span = value_range(v, run_k)
@@ -130,15 +136,21 @@ def _read(
             free.masked_fill_(padding, 0)
     if padding is not None:
         mean.masked_fill_(padding, 0)
-    return mean, free, log_z, exact
+    if shift is not None:
+        top, base = shift.top, base if shift.base is None else shift.base
+    return mean, free, log_z, exact, top, base
+
+
+_read = torch.library.custom_op("femixer::softmax_read", mutates_args=())(_read_now)
 
 
 @_read.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *_: object) -> tuple[Tensor, ...]:
     b, t, h = q.shape[:3]
     mean = q.new_empty(b, t, h, v.shape[-1])
     free = q.new_empty(0) if beta is None else torch.empty_like(mean)
-    return mean, free, q.new_empty(b, t, h).transpose(1, 2), q.new_empty(b, h, dtype=torch.bool)
+    top, base = (q.new_empty(0 if beta is None else (b, 1, *v.shape[2:])) for _ in range(2))
+    return mean, free, q.new_empty(b, t, h).transpose(1, 2), q.new_empty(b, h, dtype=torch.bool), top, base
 
 
 class Part(NamedTuple):
@@ -213,8 +225,7 @@ def _one_pass_backward(
     return dq, dk, dv, dbeta
 
 
-@torch.library.custom_op("femixer::softmax_read_backward", mutates_args=())
-def _read_backward(
+def _gradients_now(
     grad_mean: Tensor,
     grad_free: Tensor | None,
     q: Tensor,
@@ -228,6 +239,8 @@ def _read_backward(
     free: Tensor,
     log_z: Tensor,
     exact: Tensor,
+    top: Tensor,
+    base: Tensor,
     causal: bool,
     window: int | None,
     scale: float,
@@ -249,7 +262,7 @@ def _read_backward(
     if apart and bool(exact.all()):
         dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     else:
-        shift = None if beta is None else shift_of(value_range(v, run_k), beta)
+        shift = None if beta is None else Shift(top, base if bool(base.any()) else None)
         if shift is not None and run_q is not None:
             # A padding row's F is zero, which may lie anywhere to the others; at top nothing over- or underflows.
             free = torch.where((run_q < 0)[..., None, None], shift.per_head(q.shape[2] // k.shape[2]).top, free)
@@ -295,7 +308,10 @@ def _read_backward(
     return dq, dk, dv, dbeta, dbias
 
 
-@_read_backward.register_fake
+_gradients = torch.library.custom_op("femixer::softmax_read_backward", mutates_args=())(_gradients_now)
+
+
+@_gradients.register_fake
 def _(
     grad_mean: Tensor,
     grad_free: Tensor | None,
@@ -320,15 +336,27 @@ def _setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
     ctx.mark_non_differentiable(*output[2:])
 
 
-def _backward(ctx, grad_mean, grad_free, *_):  # type: ignore[no-untyped-def]
-    q, k, v, beta, bias, *rest = ctx.saved_tensors
-    grad_free = None if beta is None else grad_free.contiguous()
-    bias_grad = bias is not None and ctx.needs_input_grad[4]
-    with without_autocast(q.device):
-        dq, dk, dv, dbeta, dbias = _read_backward(
-            grad_mean.contiguous(), grad_free, q, k, v, beta, bias, *rest, ctx.causal, ctx.window, ctx.scale, bias_grad
-        )
-    return dq, dk, dv, dbeta if beta is not None else None, dbias if bias_grad else None, *[None] * 5
+def _backward_by(gradients):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_mean, grad_free, *_):  # type: ignore[no-untyped-def]
+        q, k, v, beta, bias, *rest = ctx.saved_tensors
+        grad_free = None if beta is None else grad_free.contiguous()
+        bias_grad = bias is not None and ctx.needs_input_grad[4]
+        options = ctx.causal, ctx.window, ctx.scale, bias_grad
+        with without_autocast(q.device):
+            dq, dk, dv, dbeta, dbias = gradients(
+                grad_mean.contiguous(), grad_free, q, k, v, beta, bias, *rest, *options
+            )
+        return dq, dk, dv, dbeta if beta is not None else None, dbias if bias_grad else None, *[None] * 5
+
+    return backward
 
 
-_read.register_autograd(_backward, setup_context=_setup)
+_read.register_autograd(_backward_by(_gradients), setup_context=_setup)
+
+
+class Read(torch.autograd.Function):
+    """The operator without its dispatch, which takes longer than the read of a short sequence."""
+
+    forward = staticmethod(_read_now)
+    setup_context = staticmethod(_setup)
+    backward = staticmethod(once_differentiable(_backward_by(_gradients_now)))  # type: ignore[assignment]

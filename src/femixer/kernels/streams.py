@@ -123,13 +123,13 @@ def logarithm(total: Tensor, beta: Tensor, shift: Shift, span: Range) -> tuple[T
 
 def _or_doubtful(exact: Tensor, free: Tensor, beta: Tensor, shift: Shift, span: Range) -> Tensor:
     """`exact` [B, H], and the heads that lose digits to a small temperature or to a top far above F."""
-    repeats = free.shape[2] // beta.shape[0]
     height = span.top - span.bottom
+    # Few looks settle the common case.
+    if bool(height.amax() <= FAR_BELOW) and bool(beta.amin() >= SMALL_BETA):
+        return exact
     cold = (beta < SMALL_BETA) & (beta * height > NARROW)
-    if bool((cold | (height > FAR_BELOW)).any()):
-        exact |= cold.any(-1)[:, 0].repeat_interleave(repeats, 1)
-        exact |= far_below(free, shift.top).any(-1).any(1)
-    return exact
+    exact |= cold.any(-1)[:, 0].repeat_interleave(free.shape[2] // beta.shape[0], 1)
+    return exact | far_below(free, shift.top).any(-1).any(1)
 
 
 def read_sums(sums: Tensor, beta: Tensor, shift: Shift, span: Range) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,7 +143,8 @@ def read_sums(sums: Tensor, beta: Tensor, shift: Shift, span: Range) -> tuple[Te
         mean, free = (sums.new_empty(b, t, h, d) for _ in range(2))
         stretches = native("streams").stretches(t)
         lowest = sums.new_empty(b * stretches, h, d)
-        inputs = (*memory(sums), *_arrays(beta.repeat_interleave(repeats, 0), shift))
+        temperature = beta if repeats == 1 else beta.repeat_interleave(repeats, 0)
+        inputs = (*memory(sums), *_arrays(temperature, shift))
         native("streams").read(*inputs, *map(array, (mean, free, lowest)))
         exact = (lowest < math.exp(least_log(sums.dtype))).any(-1).view(b, stretches, h).any(1)
         return mean, free, _or_doubtful(exact, free, beta, shift, span)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from femixer.kernels.backend import array, eager_kernels, native, rows
+from femixer.kernels.function import run
 
 # Rows whose gradients of the weight are summed by one task.
 ROWS = 512
@@ -20,7 +21,7 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         if self.eps is None or self.weight.dtype != x.dtype or not eager_kernels(x):
             return super().forward(x)
-        return (Norm.apply if torch.is_grad_enabled() else Norm.forward)(x, self.weight, self.eps)
+        return run(Norm, x, self.weight, self.eps)
 
 
 class Norm(torch.autograd.Function):
