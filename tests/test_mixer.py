@@ -280,6 +280,38 @@ class TestInputs:
         assert torch.equal(x, before)
 
     @priors
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_a_parameter_that_is_not_a_number_shows(self, prior: str, causal: bool):
+        for length in (8, 70):  # of short and long reads
+            for name, _ in FreeEnergyMixer(16, 2, prior).named_parameters():
+                m = stir(FreeEnergyMixer(16, 2, prior, causal=causal))
+                m.get_parameter(name).data.view(-1)[0] = torch.nan
+                with torch.no_grad():
+                    assert m(noise(1, length, 16, dtype=torch.float32)).isnan().any(), f"{name}, {length} tokens"
+
+    def test_what_hooks_see_of_a_projection_stays_as_it_was(self):
+        m, kept = stir(FreeEnergyMixer(320, 5)), []
+        for projection in (m.prior_proj, m.value_proj):
+            projection.linear.register_forward_hook(lambda _, __, y: kept.append((y, y.clone())))
+        with torch.no_grad():
+            m(noise(1, 9, 320, dtype=torch.float32))
+        assert len(kept) == 2
+        assert all(torch.equal(*pair) for pair in kept)
+
+    @pytest.mark.parametrize("dim", [64, 320])
+    def test_a_backward_within_autocast(self, dim: int):
+        """A conditioner of few features, and of more than its kernels take."""
+        m, x = FreeEnergyMixer(dim, 4), noise(1, 9, dim, dtype=torch.float32)
+        with torch.autocast("cpu", torch.bfloat16):
+            m(x).sum().backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in m.parameters())
+
+    @pytest.mark.parametrize("prior", ["softmax", "linear", "gla"])
+    def test_an_encoder_with_grouped_heads_is_its_formula(self, prior: str):
+        m, x = stir(FreeEnergyMixer(24, 6, prior, kv_heads=2, causal=False, dtype=torch.float64)), tokens()
+        assert_close(outcome(m, m, x), outcome(m, lambda x: formula(m, x), x), 1e-9)
+
+    @priors
     def test_one_row_repeated_is_read_once(self, prior: str):
         m, x = stir(FreeEnergyMixer(DIM, HEADS, prior, dtype=torch.float64)), tokens(batch=1)
         assert_close({"y": m(x.expand(5, -1, -1))}, {"y": m(x).expand(5, -1, -1)}, 1e-12)

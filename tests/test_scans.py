@@ -224,6 +224,20 @@ def multiplied_out(sums: Tensor, top: Tensor, width: int) -> Tensor:
     return torch.cat([sums[..., : width + 1], sums[..., width + 1 :] * top.exp()[:, :, None]], -1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_of_grouped_heads_that_are_read_again_each_counts_once(dtype: torch.dtype):
+    """The first head sees nothing but the low value at last, far below the top: it is doubtful, the second is not."""
+    q, k, v = (torch.zeros(1, 2, heads, width, dtype=dtype) for heads, width in ((2, 2), (1, 2), (1, 1)))
+    q[:, :, 0, 0] = q[:, :, 1, 1] = k[0, 0, 0, 1] = k[0, 1, 0, 0] = 1
+    k[0, 1, 0, 1], v[0, 0] = 0.5, 100
+    beta = torch.ones(1, 1, dtype=dtype, requires_grad=True)
+    _, free, _ = chunked_read(q, k, None, v, beta, None)
+    free.sum().backward()
+    # Only the second head's last token weighs two values, 2/3 on 100 and 1/3 on 0: dF/dbeta = -log(2/3) / beta^2.
+    torch.testing.assert_close(free[0, 1, 1, 0].item(), 100 + math.log(2 / 3), rtol=1e-6, atol=0)
+    torch.testing.assert_close(beta.grad.item(), -math.log(2 / 3), rtol=1e-4, atol=0)
+
+
 class FastWeightCase:
     """fast_weight_read or chunked_read, and their definition by plain sums: values so large that float64 is."""
 

@@ -149,6 +149,41 @@ def test_what_is_not_a_number_does_not_disappear_in_a_step(which, cache):
         assert torch.isfinite(read[0, 0, 1]).all()
 
 
+def test_steps_go_on_where_a_cached_exponential_was_renewed():
+    """A value far above the shift makes the stream anew, with less room behind it than the keys have."""
+    torch.manual_seed(0)
+    mixer = FreeEnergyMixer(28, 2, parts="LTG", prior_options={"cache": "exp"}).eval()
+    with torch.no_grad():
+        mixer.value_proj.linear.weight.mul_(30)
+    x = torch.randn(1, 60, 28)
+    x[:, 30] *= 40
+    found = decoded(mixer, x, 20)
+    with torch.no_grad():
+        _, state = mixer(x[:, :29], return_state=True)
+        for t in range(29, 33):
+            _, state = mixer(x[:, t : t + 1], state=state, return_state=True)
+        whole = mixer(x)
+    assert state.prior.keys.buffer.shape[2] != state.prior.stream.data.buffer.shape[2]
+    torch.testing.assert_close(found, whole[:, 20:], atol=1e-5 * float(whole.abs().max()), rtol=1e-5)
+
+
+def test_steps_go_on_where_only_the_keys_were_recorded():
+    """With gradients the keys are joined and the values, which have none, grow in place: their rooms differ."""
+    torch.manual_seed(0)
+    mixer = FreeEnergyMixer(28, 2, parts="LTG")
+    mixer.value_proj.requires_grad_(False)
+    x = torch.randn(1, 30, 28)
+    first, state = mixer(x[:, :10], return_state=True)
+    second, state = mixer(x[:, 10:15], state=state, return_state=True)
+    outputs = [first, second]
+    with torch.no_grad():
+        for t in range(15, 30):
+            y, state = mixer(x[:, t : t + 1], state=state, return_state=True)
+            outputs.append(y)
+        assert state.prior.keys.buffer.shape[2] != state.prior.stream.data.buffer.shape[2]
+        torch.testing.assert_close(torch.cat(outputs, 1), mixer(x), atol=3e-6, rtol=1e-5)
+
+
 def test_of_two_continuations_of_one_prefix_only_one_gets_the_room_behind_it():
     """Claimed before it is written, so that threads that go on from one prefix do not write over each other."""
     prefix = Growing.of(torch.zeros(1, 1, 3, 2)).append(torch.zeros(1, 1, 1, 2))

@@ -19,6 +19,8 @@ from femixer.layout import Layout
 EPS = 1e-5
 # Up to this many outputs LN(x) Wᵀ is a compiled kernel, whose gradients of W are summed over so many rows at a time.
 FEW, ROWS = 24, 512
+# Numbers that are normalized at a time, where there are more outputs.
+NUMBERS = 2**19
 SHORTEST_SPAN, LONGEST_SPAN = 2.0, 1000.0
 
 
@@ -131,59 +133,50 @@ class NormalizedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        if not eager_kernels(x):
+        if torch.compiler.is_compiling():
             return F.linear(F.layer_norm(x, x.shape[-1:], eps=EPS), weight, bias)
-        if weight.shape[0] <= FEW:
-            out = x.new_empty(*x.shape[:-1], weight.shape[0])
+        out = x.new_empty(*x.shape[:-1], weight.shape[0])
+        if weight.shape[0] <= FEW and eager_kernels(x):
             native("conditioner").normalized_linear(rows(x), *map(array, (weight, bias)), EPS, rows(out))
             return out
-        _, scale = _moments(x)
-        out = x @ _centred(weight).mT
-        return torch.addcmul(bias, out, scale, out=out)
+        tokens, y = x.flatten(0, -2), out.flatten(0, -2)
+        for at in _stretches(tokens):
+            torch.addmm(bias, F.layer_norm(tokens[at], x.shape[-1:], eps=EPS), weight.mT, out=y[at])
+        return out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs, output)
+        x, weight, _ = inputs
+        ctx.save_for_backward(x, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, weight, bias, output = ctx.saved_tensors
-        shape = list(x.shape[-1:])
-        flat = grad.flatten(0, -2)
-        if not eager_kernels(x):
-            with without_autocast(x.device):
-                normalized, mean, rstd = torch.native_layer_norm(x, shape, None, None, EPS)
-                dweight = flat.mT @ normalized.flatten(0, -2)
-                dx, _, _ = torch.ops.aten.native_layer_norm_backward(
-                    grad @ weight, x, shape, mean, rstd, None, None, [True, False, False]
-                )
-            return dx, dweight, flat.sum(0)
-        if weight.shape[0] <= FEW:
+        x, weight = ctx.saved_tensors
+        flat, tokens, shape = grad.flatten(0, -2), x.flatten(0, -2), list(x.shape[-1:])
+        if weight.shape[0] <= FEW and eager_kernels(x):
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
             tasks = x.new_empty(-(-flat.shape[0] // ROWS), *weight.shape)
             given = (rows(grad), rows(x), array(weight), EPS)
             native("conditioner").normalized_linear_backward(*given, rows(dx), array(tasks))
             return dx, tasks.sum(0), flat.sum(0)
-        mean, scale = _moments(x)
-        # What the norm takes out of dx points along LN(x), by (grad W) LN(x) = grad (y - b).
-        along = (grad * (output - bias)).sum(-1, keepdim=True).mul_(scale).mul_(scale).div_(shape[0])
-        scaled = grad * scale
-        dx = scaled @ _centred(weight)
-        native("conditioner").subtract_centred(rows(x), *(array(a.view(-1)) for a in (mean, along)), rows(dx))
-        return dx, _centred(scaled.flatten(0, -2).mT @ x.flatten(0, -2)), flat.sum(0)
+        pieces, dweight = [], torch.zeros_like(weight)
+        with without_autocast(x.device):
+            for at in _stretches(tokens):
+                normalized, mean, rstd = torch.native_layer_norm(tokens[at], shape, None, None, EPS)
+                dweight = dweight.addmm(flat[at].mT, normalized)
+                dx, _, _ = torch.ops.aten.native_layer_norm_backward(
+                    flat[at] @ weight, tokens[at], shape, mean, rstd, None, None, [True, False, False]
+                )
+                pieces.append(dx)
+        dx = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return dx.view(x.shape), dweight, flat.sum(0)
 
 
-def _centred(weight: Tensor) -> Tensor:
-    """Rows less their means: LN(x) Wᵀ = scale x centred(W)ᵀ, whatever the mean of x."""
-    return weight - weight.mean(1, keepdim=True)
-
-
-def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and one over the standard deviation of tokens [..., dim], as [..., 1]."""
-    mean, scale = (x.new_empty(*x.shape[:-1], 1) for _ in range(2))
-    native("conditioner").moments(rows(x), EPS, *(array(a.view(-1)) for a in (mean, scale)))
-    return mean, scale
+def _stretches(tokens: Tensor) -> list[slice]:
+    """Of tokens [n, dim], as many as stay in the cache; all of them for a compiler."""
+    step = max(1, NUMBERS // tokens.shape[1]) if not torch.compiler.is_compiling() else tokens.shape[0]
+    return [slice(start, start + step) for start in range(0, max(1, tokens.shape[0]), max(1, step))]
 
 
 def context(decay: Tensor, u: Tensor, layout: Layout, initial: Tensor, causal: bool) -> Tensor:

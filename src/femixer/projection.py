@@ -64,6 +64,8 @@ class Projection(nn.Module):
     def forward(self, x: Tensor, features: Tensor | None = None, turn: Turn | None = None) -> dict[str, Tensor]:
         """With `turn`, columns that are not additive may come as heads [B, T, heads, E] that are turned already."""
         projected, widths = self.linear(x), [c.width for c in self.columns.values()]
+        if self.linear._forward_hooks or type(self.linear) is not nn.Linear:
+            projected = projected.clone()  # what is modulated in place below may be kept by others
         if self.modulation is not None:
             assert features is not None
             if projected.dtype == self.modulation.dtype == features.dtype and one_token(projected):

@@ -219,6 +219,8 @@ def _read(
     if not compiled(v):
         return _by_products(q, k, gate, v, beta, padding, span, shift, exclusive)
     mean, free, log_total, exact = _natively(q, k, gate, v, beta, padding, span, shift, exclusive)
+    if repeats > 1:  # key/value heads are read again whole
+        exact = exact.unflatten(1, (-1, repeats)).any(-1).repeat_interleave(repeats, 1)
     for b, g in _again(exact, repeats):
         heads = slice(g * repeats, (g + 1) * repeats)
         read = _exactly(*_one(b, g, repeats, q, k, gate, v, beta, marks), exclusive)

@@ -106,6 +106,7 @@ def compiled_step(
         v.contiguous().view(batch, groups, d).numpy(),
         keys.buffer.view(batch * groups, -1).numpy(),
         data.buffer.view(batch * groups, -1).numpy(),
+        data.buffer.shape[3],
         shift.contiguous().view(batch, groups, d).numpy(),
         np.empty((groups, 0), dtype=np.float32) if beta is None else beta.contiguous().numpy(),
         keys.length,

@@ -63,7 +63,8 @@ class DirectedPrior(Prior):
                 mirrored = {name: x.flip(1) for name, x in tracks.items()}
                 marks = layout.marks_reversed()
                 future = self.scan(mirrored, v.flip(1), beta, marks, None, False, exclusive=True)
-                mean, free, log_total = mix(past, future, beta)
+                per_head = None if beta is None else beta.repeat_interleave(mean.shape[2] // beta.shape[0], 0)
+                mean, free, log_total = mix(past, future, per_head)
             if not self.normalize:
                 if layout.padding is not None:
                     log_total = log_total.masked_fill(layout.padding[..., None, None], 0)

@@ -112,7 +112,7 @@ class InteractivePrior(DirectedPrior):
 
         decay = gate.masked_fill(start[..., None, None], -torch.inf).exp()
         totals, last_total = sweep(decay, write.sum(-1).expand(*gate.shape), state.sums[:, 0])
-        there = (totals > TINY) & real[..., None, None]
+        there = ~(totals <= TINY) & real[..., None, None]  # what is not a number is there, and stays that
         safe = torch.where(there, totals, 1)
         log_total = torch.where(there, safe.log(), -torch.inf)
         weighted, last_mean = sweep(decay, torch.einsum("bthk,hnk->bthn", v, write), state.sums[:, 1])
@@ -128,7 +128,7 @@ class InteractivePrior(DirectedPrior):
         decay = (gate + change[..., None]).masked_fill(start[..., None, None], -torch.inf).exp()
         energy, last_energy = sweep(decay, torch.einsum("bthk,hnk->bthn", x, write), state.sums[:, 2])
         ratio = energy / safe
-        seen = there & (ratio > 0)
+        seen = there & ~(ratio <= 0)
         free = (shift[..., None] + torch.where(seen, ratio, 1).log()) / beta.double()
         free = torch.where(seen, torch.maximum(free, mean), mean)
         top = shift[:, -1].masked_fill(shift[:, -1] < NOTHING / 2, -torch.inf)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 def _forget_outdated() -> None:
     """Delete cached kernels that are older than what they inline: numba looks only at the file of a kernel itself."""
-    shared = Path(__file__).with_name("primitives.py").stat().st_mtime
-    for path in Path(__file__).parent.glob("__pycache__/*.nb[ic]"):
+    here = Path(__file__)
+    shared = max(here.with_name(name).stat().st_mtime for name in ("primitives.py", "narrow.py"))
+    for path in here.parent.glob("__pycache__/*.nb[ic]"):
         with suppress(OSError):  # another process did it, or the folder is not ours to write
             if path.stat().st_mtime < shared:
                 path.unlink()

@@ -233,7 +233,8 @@ def _finish(y, at, inverse, beta, top, base, least, far, b, t, h, g, mean, free)
         ratio = y[at + n + i] * inverse + least_sum
         highest, average = np.float64(top[b, g, i]), np.float64(mean[b, t, h, i])
         value = highest + log(max(ratio, 1e-300)) / np.float64(beta[g, i])
-        free[b, t, h, i] = max(value, average) if inverse > 0 else 0.0
+        # Asked in this way, what is not a number stays that.
+        free[b, t, h, i] = (average if value < average else value) if inverse > 0 else 0.0
         bad = ratio < least or highest - value > far * max(abs(value), 1.0)
         doubts += 1 if bad and inverse > 0 else 0
     return doubts

@@ -276,6 +276,22 @@ def _normalized_linear_backward(grad, x, weight, eps, to_x, to_weight):  # type:
         add_outer(shares, z, to_weight)  # rows that are missing have no gradient
 
 
+@summing
+def _mean(x, row):  # type: ignore[no-untyped-def]
+    total = f32(0.0)
+    for i in range(x.shape[1]):
+        total += x[row, i]
+    return total / f32(x.shape[1])
+
+
+@summing
+def _variance(x, row, mean):  # type: ignore[no-untyped-def]
+    total = f32(0.0)
+    for i in range(x.shape[1]):
+        total += (x[row, i] - mean) * (x[row, i] - mean)
+    return total / f32(x.shape[1])
+
+
 @inline
 def _centre(x, row, eps, out, k):  # type: ignore[no-untyped-def]
     """x[row] less its mean, as out[k], and one over its standard deviation."""
@@ -293,48 +309,3 @@ def _means(g, z, k):  # type: ignore[no-untyped-def]
         mean += g[k, i]
         along += g[k, i] * z[k, i]
     return mean / f32(g.shape[1]), along / f32(g.shape[1])
-
-
-@kernel
-def moments(x, eps, means, scales):  # type: ignore[no-untyped-def]
-    """Mean and one over the standard deviation of rows x [n, dim]."""
-    for task in prange(-(-x.shape[0] // LANES)):
-        _moments(task * LANES, min((task + 1) * LANES, x.shape[0]), x, f32(eps), means, scales)
-
-
-@summing
-def _mean(x, row):  # type: ignore[no-untyped-def]
-    total = f32(0.0)
-    for i in range(x.shape[1]):
-        total += x[row, i]
-    return total / f32(x.shape[1])
-
-
-@summing
-def _variance(x, row, mean):  # type: ignore[no-untyped-def]
-    total = f32(0.0)
-    for i in range(x.shape[1]):
-        total += (x[row, i] - mean) * (x[row, i] - mean)
-    return total / f32(x.shape[1])
-
-
-@job
-def _moments(first, last, x, eps, means, scales):  # type: ignore[no-untyped-def]
-    for row in range(first, last):
-        means[row] = _mean(x, row)
-        scales[row] = f32(1.0) / math.sqrt(_variance(x, row, means[row]) + eps)
-
-
-@kernel
-def subtract_centred(x, means, factors, out):  # type: ignore[no-untyped-def]
-    """out [n, dim] -= factor (x - mean)."""
-    for task in prange(-(-x.shape[0] // LANES)):
-        _subtract_centred(task * LANES, min((task + 1) * LANES, x.shape[0]), x, means, factors, out)
-
-
-@job
-def _subtract_centred(first, last, x, means, factors, out):  # type: ignore[no-untyped-def]
-    for row in range(first, last):
-        mean, factor = means[row], factors[row]
-        for i in range(x.shape[1]):
-            out[row, i] -= factor * (x[row, i] - mean)

@@ -136,7 +136,7 @@ def _forward(  # type: ignore[no-untyped-def]
         for h in range(g * repeats, (g + 1) * repeats):
             _sums(s, q[b, t, h], y)
             out, total = mean[b, t, h], y[width]
-            if not total > TINY:
+            if total <= TINY:  # asked in this way, what is not a number stays that, here and below
                 log_total[b, t, h] = -math.inf
                 for d in range(width):
                     out[d] = 0.0
@@ -150,8 +150,9 @@ def _forward(  # type: ignore[no-untyped-def]
                 energy = free[b, t, h]
                 for d in range(width):
                     ratio = y[width + 1 + d] / total
-                    value = (shift[d] + log(max(ratio, TINY))) / np.float64(temperature[d])
-                    energy[d] = max(value, y[d] / total) if ratio > TINY else y[d] / total
+                    value = (shift[d] + log(TINY if ratio <= TINY else ratio)) / np.float64(temperature[d])
+                    average = y[d] / total
+                    energy[d] = average if ratio <= TINY or value < average else value
         if exclusive:
             _write(s, k[b, t, g], x)
 

@@ -84,12 +84,6 @@ def dot(a, m, b):  # type: ignore[no-untyped-def]
     return total
 
 
-@job
-def copy(source, target):  # type: ignore[no-untyped-def]
-    for i in range(source.size):
-        target[i] = source[i]
-
-
 @numba.njit(fastmath={*MATH, "reassoc", "nnan"}, error_model="numpy", cache=True, nogil=True)
 def largest(a):  # type: ignore[no-untyped-def]
     """The largest of numbers >= 0."""
@@ -166,7 +160,7 @@ def _(x):  # type: ignore[no-untyped-def]
         def single(x):  # type: ignore[no-untyped-def]
             scale, rest = _exp_parts(max(x, LEAST))
             value = np.float64(scale) * (1.0 + np.float64(rest))
-            return value if x > LEAST else 0.0
+            return 0.0 if x <= LEAST else value
 
         return single
     return lambda x: math.exp(x)

@@ -32,8 +32,8 @@ def _forward(first, x, out, at, shape, cos, sin, floor):  # type: ignore[no-unty
             start, to = _start(at, 0, b, t, h), _start(at, 1, b, t, h)
             for i in range(u64(c.size)):
                 real, imaginary = x[start + TWO * i], x[start + TWO * i + ONE]
-                out[to + TWO * i] = max(real * c[i] - imaginary * s[i], f32(0.0)) + floor
-                out[to + TWO * i + ONE] = max(real * s[i] + imaginary * c[i], f32(0.0)) + floor
+                out[to + TWO * i] = _positive(real * c[i] - imaginary * s[i]) + floor
+                out[to + TWO * i + ONE] = _positive(real * s[i] + imaginary * c[i]) + floor
 
 
 @kernel
@@ -84,9 +84,15 @@ def _modulate(begin, x, eta, first, scaled, cos, sin, floor):  # type: ignore[no
                 y[j + ONE] = real * s[i] + imaginary * c[i]
         if floor >= f32(0.0):
             for j in range(start, start + u64(scaled)):
-                y[j] = max(y[j], f32(0.0)) + floor
+                y[j] = _positive(y[j]) + floor
         for j in range(start + u64(scaled), start + width):
             y[j] += more[j]
+
+
+@inline
+def _positive(x):  # type: ignore[no-untyped-def]
+    """max(x, 0); what is not a number stays that."""
+    return f32(0.0) if x < f32(0.0) else x
 
 
 @inline

@@ -21,17 +21,17 @@ summing = numba.njit(fastmath={*MATH, "reassoc"}, error_model="numpy", cache=Tru
 
 
 @kernel
-def step(q, k, v, keys, data, shift, beta, seen, limits, top, mean, free, doubt):  # type: ignore[no-untyped-def]
-    """q [B, G, R, E], k [B, G, E], v [B, G, D]: a token. keys [B G, room E] and data [B G, room (D or 2 D)]: a cache of
-    `seen` tokens, of which this one is the last and is written here. shift [B, G, D]; beta [G, D], or [G, 0] where
-    only the mean is read -> top [B, G, D], the shift with this token; mean, free [B, G, R, D].
+def step(q, k, v, keys, data, wide, shift, beta, seen, limits, top, mean, free, doubt):  # type: ignore[no-untyped-def]
+    """q [B, G, R, E], k [B, G, E], v [B, G, D]: a token. keys [B G, room E] and data [B G, room wide], where wide is D
+    or 2 D and the rooms may differ: a cache of `seen` tokens, of which this one is the last and is written here.
+    shift [B, G, D]; beta [G, D], or [G, 0] where only the mean is read -> top [B, G, D], the shift with this token;
+    mean, free [B, G, R, D].
 
     doubt [B, G]: 1 where a sum, a temperature or the digits of a difference are below or beyond `limits` (least sum,
     least beta, how far below the shift), 2 where an exponential to be cached is (how many nats above the shift).
     """
     for row in prange(keys.shape[0]):
         b, g = row // q.shape[1], row % q.shape[1]
-        wide = data.shape[1] // (keys.shape[1] // q.shape[3])
         high = _append(k[b, g], v[b, g], keys[row], data[row], shift[b, g], beta[g], seen, wide, limits[3], top[b, g])
         bad = _read(q[b, g], keys[row], data[row], top[b, g], beta[g], seen, wide, limits, mean[b, g], free[b, g])
         doubt[b, g] = 2 if high else int(bad)
@@ -77,7 +77,7 @@ def _read(q, keys, data, top, beta, seen, wide, limits, mean, free):  # type: ig
                 total = sums[r, width + i] / whole[r]
                 value = top[i] + math.log(max(total, least)) / beta[i]
                 bad |= total < least or beta[i] < cold or top[i] - value > far * max(abs(value), 1.0)
-                free[r, i] = max(value, average)
+                free[r, i] = average if value < average else value
     return bad
 
 

@@ -218,18 +218,19 @@ def _forward(  # type: ignore[no-untyped-def]
         now = size - now
         for i in range(n):
             total = r[SUM + i]
-            mean[b, t, low + i] = r[SUM + ONE + i] / (total if total > TINY else 1.0)
+            # Asked in this way, what is not a number stays that, here and below.
+            mean[b, t, low + i] = r[SUM + ONE + i] / (1.0 if total <= TINY else total)
         if beta.size:
             for i in range(n):
                 total = r[SUM + i]
-                inverse = 1.0 / (total if total > TINY else 1.0)
+                inverse = 1.0 / (1.0 if total <= TINY else total)
                 average, ratio = r[SUM + ONE + i] * inverse, r[SUM + TWO + i] * inverse
-                value = max((c[TOP + i] + log(max(ratio, TINY))) / c[WARM + i], average)
-                free[b, t, low + i] = value if ratio > TINY else average
+                value = (c[TOP + i] + log(TINY if ratio <= TINY else ratio)) / c[WARM + i]
+                free[b, t, low + i] = average if ratio <= TINY or value < average else value
         for i in range(n):
             total = r[SUM + i]
-            value = log(max(total, TINY))
-            log_total[b, t, low + i] = value if total > TINY else -math.inf
+            value = log(TINY if total <= TINY else total)
+            log_total[b, t, low + i] = -math.inf if total <= TINY else value
     _store(s, now, STATE, modes, last, b, low, n)
     for i in range(n):
         last_top[b, low + i] = c[TOP + i]

@@ -101,7 +101,7 @@ def _read(b, first, sums, at, beta, top, base, mean, free, least):  # type: igno
             for d in range(n):
                 f = top[b, h, d] + free[b, t, h, d] / beta[h, d]
                 # Rounding, or a sum beyond sight, may put F below the mean.
-                free[b, t, h, d] = f if f > mean[b, t, h, d] else mean[b, t, h, d]
+                free[b, t, h, d] = mean[b, t, h, d] if f < mean[b, t, h, d] else f
 
 
 @kernel
