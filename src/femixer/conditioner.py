@@ -20,7 +20,7 @@ EPS = 1e-5
 # Up to this many outputs LN(x) Wᵀ is a compiled kernel, whose gradients of W are summed over so many rows at a time.
 FEW, ROWS = 24, 512
 # Numbers that are normalized at a time, where there are more outputs.
-NUMBERS = 2**19
+NUMBERS = 2**20
 SHORTEST_SPAN, LONGEST_SPAN = 2.0, 1000.0
 
 

@@ -60,7 +60,10 @@ def softmax_read(
         # What only pretends to be a tensor needs the operator, which knows the shapes of its results.
         eager = type(q) is Tensor and q.device.type != "meta" and not torch.compiler.is_compiling()
         arguments = q, k, v, beta, bias, run_q, run_k, causal, window, scale
-        mean, free, *_ = run(Read, *arguments) if eager else _read(*arguments)
+        if eager and not torch.is_grad_enabled():
+            mean, free, *_ = _read_into(*arguments, share=True)
+        else:
+            mean, free, *_ = run(Read, *arguments) if eager else _read(*arguments)
     return mean, None if beta is None else free
 
 
@@ -95,7 +98,25 @@ def _read_now(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """-> (mean, free energy [B, T, H, D], log-normalizers [B, H, T], heads read by `blocked` [B, H], top and base of
+    return _read_into(q, k, v, beta, bias, run_q, run_k, causal, window, scale, share=False)
+
+
+def _read_into(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    bias: Tensor | None,
+    run_q: Tensor | None,
+    run_k: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    share: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """share: mean and free energy may be parts of one tensor.
+
+    -> (mean, free energy [B, T, H, D], log-normalizers [B, H, T], heads read by `blocked` [B, H], top and base of
     the streams' shift)."""
     (b, _, h, e), d = q.shape, v.shape[-1]
     geometry = Geometry(bias, run_q, run_k, causal, window)
@@ -121,13 +142,14 @@ def _read_now(
     padding = None if run_q is None else (run_q < 0)[..., None, None]
     free = q.new_empty(0)
     if beta is None or shift is None or span is None:
-        # Always a copy: results of an operator may not share memory.
-        mean = out[..., :d].clone(memory_format=torch.contiguous_format)
+        mean = out[..., :d]
+        if not share:  # a copy: results of an operator are whole tensors of their own
+            mean = mean.clone(memory_format=torch.contiguous_format)
     else:
         sums = out[..., :used]
         if padding is not None:
             sums = sums.masked_fill(padding, 1)
-        mean, free, exact = read_sums(sums, beta, shift, span)
+        mean, free, exact = read_sums(sums, beta, shift, span, in_place=share)
         if bool(exact.any()):
             for job in blocked.jobs(exact, q, k, v, beta, geometry, scale):
                 job.put(free, blocked.free_energy(job.sequences))

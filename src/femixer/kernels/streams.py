@@ -132,20 +132,26 @@ def _or_doubtful(exact: Tensor, free: Tensor, beta: Tensor, shift: Shift, span: 
     return exact | far_below(free, shift.top).any(-1).any(1)
 
 
-def read_sums(sums: Tensor, beta: Tensor, shift: Shift, span: Range) -> tuple[Tensor, Tensor, Tensor]:
+def read_sums(
+    sums: Tensor, beta: Tensor, shift: Shift, span: Range, in_place: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """From the sums (mu | total - base) [B, T, H, 2D] to mu and F [B, T, H, D], and the heads [B, H] for which F is not
-    good to 1e-5."""
+    good to 1e-5. in_place: both may be parts of sums."""
     b, t, h, d = *sums.shape[:3], sums.shape[3] // 2
     repeats = h // beta.shape[0]
     shift = shift.per_head(repeats)
     if eager_kernels(sums):
-        # Not one tensor for both: results of an operator may not share memory.
-        mean, free = (sums.new_empty(b, t, h, d) for _ in range(2))
         stretches = native("streams").stretches(t)
         lowest = sums.new_empty(b * stretches, h, d)
         temperature = beta if repeats == 1 else beta.repeat_interleave(repeats, 0)
-        inputs = (*memory(sums), *_arrays(temperature, shift))
-        native("streams").read(*inputs, *map(array, (mean, free, lowest)))
+        arrays = _arrays(temperature, shift)
+        if in_place and sums.stride(3) == 1:
+            native("streams").settle(*memory(sums), (b, t, h, d), *arrays, array(lowest))
+            mean, free = sums.split(d, -1)
+        else:
+            # Not one tensor for both: results of an operator may not share memory.
+            mean, free = (sums.new_empty(b, t, h, d) for _ in range(2))
+            native("streams").read(*memory(sums), *arrays, *map(array, (mean, free, lowest)))
         exact = (lowest < math.exp(least_log(sums.dtype))).any(-1).view(b, stretches, h).any(1)
         return mean, free, _or_doubtful(exact, free, beta, shift, span)
     mean, total = (x.clone(memory_format=torch.contiguous_format) for x in sums.split(d, -1))

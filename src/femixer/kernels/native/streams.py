@@ -105,6 +105,31 @@ def _read(b, first, sums, at, beta, top, base, mean, free, least):  # type: igno
 
 
 @kernel
+def settle(sums, at, shape, beta, top, base, least):  # type: ignore[no-untyped-def]
+    """The same in place: the totals of sums [B, T, H, 2 D] become F. shape = (B, T, H, D)."""
+    per_sequence = stretches(shape[1])
+    for task in prange(shape[0] * per_sequence):
+        first = task % per_sequence * TOKENS
+        _settle(task // per_sequence, first, sums, at, shape, beta, top, base, least[task])
+
+
+@job
+def _settle(b, first, sums, at, shape, beta, top, base, least):  # type: ignore[no-untyped-def]
+    n = u64(shape[3])
+    least[:] = f32(np.inf)
+    for t in range(first, min(first + TOKENS, shape[1])):
+        for h in range(shape[2]):
+            start = _start(at, 0, b, t, h)
+            for d in range(n):
+                least[h, d] = min(least[h, d], sums[start + n + d] + base[b, h, d])
+            for d in range(n):
+                sums[start + n + d] = log_plus32(sums[start + n + d], base[b, h, d])
+            for d in range(n):
+                f, average = top[b, h, d] + sums[start + n + d] / beta[h, d], sums[start + d]
+                sums[start + n + d] = average if f < average else f
+
+
+@kernel
 def undo(to_mean, to_free, mean, free, at, beta, top, base, apart, inner, sums, d_beta):  # type: ignore[no-untyped-def]
     """The sums again [B, T, H, 2 D], their gradients `inner`, and what the logarithm gives to beta."""
     per_sequence = stretches(inner.shape[1])
