@@ -60,10 +60,9 @@ def softmax_read(
         # What only pretends to be a tensor needs the operator, which knows the shapes of its results.
         eager = type(q) is Tensor and q.device.type != "meta" and not torch.compiler.is_compiling()
         arguments = q, k, v, beta, bias, run_q, run_k, causal, window, scale
-        if eager and not torch.is_grad_enabled():
-            mean, free, *_ = _read_into(*arguments, share=True)
-        else:
-            mean, free, *_ = run(Read, *arguments) if eager else _read(*arguments)
+        # Results of an operator, and what autograd keeps, are whole tensors of their own.
+        share = eager and not torch.is_grad_enabled()
+        mean, free, *_ = run(Read, *arguments, share) if eager else _read(*arguments, share)
     return mean, None if beta is None else free
 
 
@@ -87,21 +86,6 @@ def _fold(x: Tensor, groups: int, width: int) -> Tensor:
 
 
 def _read_now(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    bias: Tensor | None,
-    run_q: Tensor | None,
-    run_k: Tensor | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _read_into(q, k, v, beta, bias, run_q, run_k, causal, window, scale, share=False)
-
-
-def _read_into(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -143,7 +127,7 @@ def _read_into(
     free = q.new_empty(0)
     if beta is None or shift is None or span is None:
         mean = out[..., :d]
-        if not share:  # a copy: results of an operator are whole tensors of their own
+        if not share:
             mean = mean.clone(memory_format=torch.contiguous_format)
     else:
         sums = out[..., :used]
@@ -353,7 +337,7 @@ def _(
 
 
 def _setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    *tensors, ctx.causal, ctx.window, ctx.scale = inputs
+    *tensors, ctx.causal, ctx.window, ctx.scale, _ = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(*output[2:])
 
@@ -368,7 +352,7 @@ def _backward_by(gradients):  # type: ignore[no-untyped-def]
             dq, dk, dv, dbeta, dbias = gradients(
                 grad_mean.contiguous(), grad_free, q, k, v, beta, bias, *rest, *options
             )
-        return dq, dk, dv, dbeta if beta is not None else None, dbias if bias_grad else None, *[None] * 5
+        return dq, dk, dv, dbeta if beta is not None else None, dbias if bias_grad else None, *[None] * 6
 
     return backward
 
