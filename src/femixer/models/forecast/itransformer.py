@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from femixer.baselines import Attention
 from femixer.models.forecast.config import ForecastConfig, Sizes
+from femixer.models.forecast.dropout import Dropout
 from femixer.models.forecast.forecaster import Forecaster, start_as_torch
 from femixer.models.forecast.window import normalised
 
@@ -27,7 +28,7 @@ class ITransformer(Forecaster):
         super().__init__(config)
         sizes = config.sizes()
         self.embedding = nn.Linear(config.lookback, sizes.width)
-        self.dropout = nn.Dropout(sizes.dropout)
+        self.dropout = Dropout(sizes.dropout)
         self.layers = nn.ModuleList(EncoderLayer(sizes) for _ in range(sizes.layers))
         self.norm = nn.LayerNorm(sizes.width)
         self.head = nn.Linear(sizes.width, config.horizon)
@@ -54,7 +55,7 @@ class EncoderLayer(nn.Module):
         self.attention = Attention(dim, sizes.heads, causal=False, rope=False)
         self.attention_norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.up, self.down = nn.Linear(dim, width), nn.Linear(width, dim)
-        self.dropout = nn.Dropout(sizes.dropout)
+        self.dropout = Dropout(sizes.dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         x = self.attention_norm(x + self.dropout(self.attention(x, mask=mask)))

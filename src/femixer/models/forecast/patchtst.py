@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.models.forecast.config import ForecastConfig, Sizes
+from femixer.models.forecast.dropout import Dropout
 from femixer.models.forecast.forecaster import Forecaster, start_as_torch
 from femixer.models.forecast.window import normalised
 from femixer.options import check
@@ -36,7 +37,7 @@ class PatchTST(Forecaster):
         patches = (config.lookback - PATCH) // STRIDE + 2
         self.embedding = nn.Linear(PATCH, sizes.width)
         self.positions = nn.Embedding(patches, sizes.width)
-        self.dropout = nn.Dropout(sizes.dropout)
+        self.dropout = Dropout(sizes.dropout)
         self.layers = nn.ModuleList(EncoderLayer(sizes) for _ in range(sizes.layers))
         self.head = nn.Linear(patches * sizes.width, config.horizon)
         self.post_init()
@@ -49,14 +50,17 @@ class PatchTST(Forecaster):
         norm = normalised(window, observed)
         patches = F.pad(norm.values, (0, STRIDE), mode="replicate").unfold(-1, PATCH, STRIDE)
         x = self.dropout(self.embedding(patches).flatten(0, 1) + self.positions.weight)
-        scores = None
+        scored: list[Tensor] = []
         for layer in self.layers:
-            x, scores = layer(x, scores)
+            x = layer(x, scored)
         return norm.undone(self.head(x.flatten(1)).unflatten(0, patches.shape[:2]))
 
 
 class EncoderLayer(nn.Module):
-    """x = norm(x + attention(x)), x = norm(x + W_2 gelu(x W_1)), with residual attention: scores are added up."""
+    """x = norm(x + attention(x)), x = norm(x + W_2 gelu(x W_1)), with residual attention: scores are added up.
+
+    They need not be kept for that: the sum of q_l k_l^T over layers is the product of the q_l and k_l side by side.
+    """
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -66,19 +70,22 @@ class EncoderLayer(nn.Module):
         self.out = nn.Linear(dim, dim)
         self.up, self.down = nn.Linear(dim, width), nn.Linear(width, dim)
         self.attention_norm, self.mlp_norm = nn.BatchNorm1d(dim), nn.BatchNorm1d(dim)
-        self.dropout = nn.Dropout(sizes.dropout)
+        self.dropout = Dropout(sizes.dropout)
+        # Once in the attention and once on the residual branch, as published: kept by both, or dropped.
+        self.twice = Dropout(1 - (1 - sizes.dropout) ** 2)
 
-    def forward(self, x: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x [B C, T, dim]; before: scores [B C heads, T, T] of the layer below."""
-        q, k, v = self.query_key_value(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).flatten(1, 2)
-        # The scores are by far the largest tensors here: nothing is done to them that can be done to the queries.
-        q = q * q.shape[-1] ** -0.5
-        scores = q @ k.mT if before is None else torch.baddbmm(before, q, k.mT)
-        read = (scores.softmax(-1) @ v).unflatten(0, (-1, self.heads)).transpose(1, 2).flatten(2)
-        # Twice, as published: once in the attention and once on the residual branch.
-        x = per_channel(self.attention_norm, x + self.dropout(self.dropout(self.out(read))))
+    def forward(self, x: Tensor, scored: list[Tensor]) -> Tensor:
+        """x [B C, T, dim]; scored: queries and keys [2, B C, heads, T, dim / heads] of the layers below, and of this."""
+        pair, v = self.query_key_value(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).split((2, 1))
+        scored.append(pair)
+        q, k = torch.cat(scored, -1)
+        size = v.shape[-1]
+        # One width for all three: what the kernel that never writes the scores asks for.
+        v = F.pad(v[0], (0, q.shape[-1] - size))
+        read = F.scaled_dot_product_attention(q, k, v, scale=size**-0.5)[..., :size].transpose(1, 2).flatten(2)
+        x = per_channel(self.attention_norm, x + self.twice(self.out(read)))
         hidden = self.dropout(F.gelu(self.up(x)))
-        return per_channel(self.mlp_norm, x + self.dropout(self.down(hidden))), scores
+        return per_channel(self.mlp_norm, x + self.dropout(self.down(hidden)))
 
 
 def per_channel(norm: nn.BatchNorm1d, x: Tensor) -> Tensor:
