@@ -151,6 +151,77 @@ def test_modulation_and_its_gradients_are_the_definitions(monkeypatch, rows, wid
         assert_close({"x": fast}, {"x": exact}, 3e-6)
 
 
+@pytest.mark.parametrize(
+    ("rows", "widths", "channels", "scaled", "bias"),
+    [(7, (5,), 1, 5, True), (1031, (4, 5, 3, 6), 6, 12, True), (3, (6, 1), 8, 0, False), (130, (67, 53), 5, 120, True)],
+)
+def test_projections_and_their_gradients_are_the_definitions(rows, widths, channels, scaled, bias):
+    """Of a small model that is trained: products and modulation in one function. Every second column of the matrix makes
+    factors 1 + eta of zero, or close to it."""
+    first, width = widths[0], sum(widths)
+    x, f = noise(2, rows, 11), noise(2, rows, channels, seed=1)
+    f[..., 0] = 1
+    weight, b, m = noise(width, 11, seed=2), noise(width, seed=3), noise(width, channels, seed=4)
+    m[::2] = 0
+    m[::2, 0] = torch.tensor([0, 1e-7, 3e-6, 1e-3]).double().repeat(width)[: len(m[::2])] - 1
+    x, f, weight, b, m = (t.float().double() for t in (x, f, weight, b, m))
+    weights, results = noise(2, rows, width, seed=5), []
+    for dtype in (torch.float64, torch.float32):
+        x, f, weight, b, m = leaves = [t.detach().to(dtype).requires_grad_() for t in (x, f, weight, b, m)]
+        if dtype == torch.float64:
+            y, eta = F.linear(x, weight, b if bias else None), f @ m.mT
+            y = torch.cat([(y * (1 + eta))[..., :scaled], (y + eta)[..., scaled:]], -1)
+        else:
+            parts = [(weight[at], b[at] if bias else None, m[at]) for at in _halves(first, len(widths))]
+            y = torch.cat(projection.Project.apply(x, f, scaled, list(widths), *(t for p in parts for t in p)), -1)
+        wanted = leaves if bias else [x, f, weight, m]
+        results.append((y, *torch.autograd.grad((y * weights.to(dtype)).sum(), wanted)))
+    for exact, fast in zip(*results, strict=True):
+        scale = exact.detach().abs().max().item()
+        assert_close({"x": fast / scale}, {"x": exact / scale}, 3e-6)
+
+
+def _halves(first, pieces):
+    """Columns of one projection, or of two."""
+    return [slice(None)] if pieces == 1 else [slice(0, first), slice(first, None)]
+
+
+def test_projections_that_are_watched_or_adapted_are_called_as_modules():
+    """Hooks see what the linear maps make of x, and an adapter's own map is used."""
+    mixer, x = stir(FreeEnergyMixer(32, 2)), noise(2, 9, 32, dtype=torch.float32)
+    wanted, seen = mixer(x), []
+    handle = mixer.value_proj.linear.register_forward_hook(lambda _, __, y: seen.append(y.detach().clone()))
+    assert_close({"y": mixer(x)}, {"y": wanted}, 1e-5)
+    assert_close({"y": seen[0]}, {"y": mixer.value_proj.linear(x)}, 1e-6)
+    handle.remove()
+    assert not mixer.value_proj.linear._forward_hooks and len(seen) == 2
+
+    class Adapter(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    mixer.prior_proj.linear.__class__ = Adapter
+    twice = mixer(x)
+    mixer.prior_proj.linear.__class__ = torch.nn.Linear
+    with torch.no_grad():
+        for parameter in mixer.prior_proj.linear.parameters():
+            parameter.mul_(2)
+    assert_close({"y": twice}, {"y": mixer(x)}, 1e-5)
+    assert (twice - wanted).abs().max() > 1e-3
+
+
+def test_what_a_projection_kept_may_come_back_as_copies():
+    """As from hooks that keep saved tensors elsewhere: pieces of one tensor are tensors of their own then."""
+    mixer, x = stir(FreeEnergyMixer(32, 2)), noise(2, 9, 32, dtype=torch.float32)
+    gradients = []
+    for copied in (False, True):
+        mixer.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone() if copied else t, lambda t: t):
+            mixer(x).square().sum().backward()
+        gradients.append({name: p.grad.clone() for name, p in mixer.named_parameters()})
+    assert_close(gradients[1], gradients[0], 1e-6)
+
+
 @pytest.mark.parametrize(("tokens", "dim", "outputs"), [(1, 5, 3), (67, 53, 24), (67, 53, 25), (5, 64, 72)])
 @pytest.mark.parametrize("offset", [0.0, 30.0])
 def test_a_normalized_projection_and_its_gradients_are_the_definitions(monkeypatch, tokens, dim, outputs, offset):

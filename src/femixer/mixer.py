@@ -13,7 +13,7 @@ from femixer.gates import gated_read, inverse_temperature
 from femixer.layer import MixerLayer
 from femixer.layout import Layout, Past, arrange
 from femixer.priors import Prior, build_prior, prior_class
-from femixer.projection import Columns, Projection
+from femixer.projection import Columns, Projection, project
 from femixer.rotary import Turn
 from femixer.state import State
 
@@ -183,10 +183,8 @@ class FreeEnergyMixer(MixerLayer):
         features = None
         if self.conditioner is not None:
             features, context = self.conditioner(x, layout, context)
-        inputs = {} if self.prior_proj is None else self.prior_proj(x, features, turn)
-        values = {
-            name: piece.unflatten(-1, (-1, self.widths.value)) for name, piece in self.value_proj(x, features).items()
-        }
+        inputs, values = project(x, features, self.prior_proj, self.value_proj, turn)
+        values = {name: piece.unflatten(-1, (-1, self.widths.value)) for name, piece in values.items()}
         return Projected(inputs, values["v"], values.get("lam"), values.get("gate"), context)
 
     def prepare(

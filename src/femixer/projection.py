@@ -1,14 +1,15 @@
-"""Projections of the tokens, side by side in one matrix product, modulated by the conditioner's features."""
+"""Projections of the tokens, side by side in few matrix products, modulated by the conditioner's features."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules import module as modules
 
 from femixer.kernels.backend import array, eager_kernels, native, one_token
 from femixer.kernels.function import run
@@ -21,6 +22,7 @@ NUMBERS = 2**20
 FEW = 8
 # Rows whose gradients of the matrix this kernel sums up before their sums are.
 ROWS = 512
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Columns(NamedTuple):
@@ -46,8 +48,9 @@ class Projection(nn.Module):
         super().__init__()
         # Additive columns come last, so that both kinds are one stretch.
         self.columns = dict(sorted(columns.items(), key=lambda item: item[1].additive))
+        self.widths = [c.width for c in self.columns.values()]
         self.scaled = sum(c.width for c in columns.values() if not c.additive)
-        total = sum(c.width for c in columns.values())
+        total = sum(self.widths)
         self.linear = nn.Linear(dim, total, bias=bias, device=device, dtype=dtype)
         self.modulation: nn.Parameter | None = None
         if conditioner_channels:
@@ -63,7 +66,7 @@ class Projection(nn.Module):
 
     def forward(self, x: Tensor, features: Tensor | None = None, turn: Turn | None = None) -> dict[str, Tensor]:
         """With `turn`, columns that are not additive may come as heads [B, T, heads, E] that are turned already."""
-        projected, widths = self.linear(x), [c.width for c in self.columns.values()]
+        projected = self.linear(x)
         if self.linear._forward_hooks or type(self.linear) is not nn.Linear:
             projected = projected.clone()  # what is modulated in place below may be kept by others
         if self.modulation is not None:
@@ -72,18 +75,117 @@ class Projection(nn.Module):
                 rows = (projected.view(x.shape[0], -1), features.view(x.shape[0], -1), self.modulation.detach())
                 native("token").modulate(*(r.numpy() for r in rows), self.scaled)
             elif torch.is_grad_enabled():
-                pieces = run(Modulate, projected, features, self.modulation, self.scaled, widths)
+                pieces = run(Modulate, projected, features, self.modulation, self.scaled, self.widths)
                 return dict(zip(self.columns, pieces, strict=True))
             elif turn is not None and eager_kernels(projected) and not few(projected, features):
                 modulate_and_turn(projected, _etas(features.flatten(0, 1), self.modulation), self.scaled, turn)
-                pieces = zip(self.columns.items(), projected.split(widths, -1), strict=True)
+                pieces = zip(self.columns.items(), projected.split(self.widths, -1), strict=True)
                 return {
                     name: piece if columns.additive else piece.unflatten(-1, (-1, turn.width))
                     for (name, columns), piece in pieces
                 }
             else:
                 projected = modulate(projected, features, self.modulation, self.scaled, out=projected)
-        return dict(zip(self.columns, projected.split(widths, -1), strict=True))
+        return dict(zip(self.columns, projected.split(self.widths, -1), strict=True))
+
+    def is_plain(self, x: Tensor) -> bool:
+        """Whether x meets nothing here but the parameters as they are: no hooks, no adapters, no casts."""
+        linear, weights = self.linear, (*self.linear._parameters.values(), self.modulation)
+        if type(linear) is not nn.Linear or any(w is not None and w.dtype != x.dtype for w in weights):
+            return False
+        hooked = modules._has_any_global_hook() or any(getattr(m, name) for m in (self, linear) for name in HOOKS)
+        return not hooked and not torch.is_autocast_enabled(x.device.type)
+
+
+def project(
+    x: Tensor, features: Tensor | None, prior: Projection | None, value: Projection, turn: Turn | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Both projections of x [B, T, dim], by name; the prior's may be turned already."""
+    both = [value] if prior is None else [value, prior]  # additive columns come last
+    trained = features is not None and torch.is_grad_enabled() and few(x, features)
+    if trained and all(each.is_plain(x) for each in both):
+        weights = (w for each in both for w in (each.linear.weight, each.linear.bias, each.modulation))
+        widths = [width for each in both for width in each.widths]
+        pieces = run(Project, x, features, sum(each.scaled for each in both), widths, *weights)
+        named = zip((name for each in both for name in each.columns), pieces, strict=True)
+        values = dict(itertools.islice(named, len(value.columns)))
+        return dict(named), values
+    return {} if prior is None else prior(x, features, turn), value(x, features)
+
+
+class Project(torch.autograd.Function):
+    """Several projections of x, side by side and modulated by few features in place: pieces of some widths of
+
+        y = (x W + b) (1 + eta),   or x W + b + eta in the columns after the first `scaled`
+
+    For the gradient of eta, x W + b is y / (1 + eta) again. That has all its digits, because 1 + eta is made no smaller
+    than its own rounding (see the kernels); it saves keeping, and fetching, a second tensor of the size of y.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, features: Tensor, scaled: int, widths: list[int], *weights: Tensor | None) -> tuple[Tensor, ...]:
+        """weights: W, b or None, and M of each projection."""
+        rows, y, start = x.flatten(0, -2), x.new_empty(*x.shape[:-1], sum(widths)), 0
+        flat = y.view(-1, y.shape[-1])
+        for weight, bias in zip(weights[::3], weights[1::3], strict=True):
+            assert weight is not None
+            into = flat[:, start : start + weight.shape[0]]
+            if bias is None:
+                torch.mm(rows, weight.mT, out=into)
+            else:
+                torch.addmm(bias, rows, weight.mT, out=into)
+            start += weight.shape[0]
+        native("modulation").forward(*map(array, (flat, _few_rows(features), _beside(weights[2::3]), flat)), scaled)
+        return y.split(widths, -1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, features, ctx.scaled, _, *weights = inputs
+        ctx.save_for_backward(x, features, *output, *weights)
+        ctx.pieces = len(output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, features, *rest = ctx.saved_tensors
+        pieces, weights = rest[: ctx.pieces], rest[ctx.pieces :]
+        rows, f, m = x.flatten(0, -2), _few_rows(features), _beside(weights[2::3])
+        y = _whole([piece.flatten(0, -2) for piece in pieces])
+        dy, df = torch.empty_like(y), torch.empty_like(f)
+        dm = y.new_empty(-(-y.shape[0] // ROWS), *m.shape)
+        given = tuple(array(g.contiguous().view(-1, g.shape[-1])) for g in grads)
+        native("modulation").backward(given, *map(array, (y, f, m)), ctx.scaled, *map(array, (dy, df, dm)))
+        dx, dm, start, results = None, dm.sum(0).mT, 0, []
+        needed = ctx.needs_input_grad
+        for n, (weight, bias) in enumerate(zip(weights[::3], weights[1::3], strict=True)):
+            columns = slice(start, start + weight.shape[0])
+            here, start = dy[:, columns], columns.stop
+            if needed[0]:
+                dx = here @ weight if dx is None else dx.addmm_(here, weight)
+            to_weight = here.mT @ rows if needed[4 + 3 * n] else None
+            to_bias = here.sum(0) if bias is not None and needed[5 + 3 * n] else None
+            results += [to_weight, to_bias, dm[columns]]
+        return None if dx is None else dx.view(x.shape), df.view(features.shape), None, None, *results
+
+
+def _few_rows(features: Tensor) -> Tensor:
+    return features.flatten(0, -2).contiguous()
+
+
+def _beside(matrices: Sequence[Tensor | None]) -> Tensor:
+    """[width, C] each, as the kernels read them: [C, all widths]."""
+    return torch.cat([m for m in matrices if m is not None]).mT.contiguous()
+
+
+def _whole(pieces: list[Tensor]) -> Tensor:
+    """The tensor [n, width] that was split into pieces [n, .], without a copy where they are still parts of it."""
+    first, width, at = pieces[0], sum(piece.shape[1] for piece in pieces), 0
+    for piece in pieces:
+        same = piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or piece.stride() != (width, 1) or piece.storage_offset() != first.storage_offset() + at:
+            return torch.cat(pieces, 1)
+        at += piece.shape[1]
+    return first.as_strided((first.shape[0], width), (width, 1))
 
 
 def modulate(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, out: Tensor) -> Tensor:
@@ -95,8 +197,8 @@ def modulate(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, out: Tens
             return torch.cat([x[..., :scaled] * (1 + eta[..., :scaled]), x[..., scaled:] + eta[..., scaled:]], -1)
         rows, y = x.flatten(0, -2), out.flatten(0, -2)
         if few(x, f):
-            inputs = (x.contiguous() for x in (rows, f, m.mT))
-            native("modulation").forward(*map(array, inputs), scaled, array(y))
+            inputs = (rows.contiguous(), f.contiguous(), m.mT.contiguous(), y)
+            native("modulation").forward(*map(array, inputs), scaled)
             return out
         for at, eta in _etas(f, m):
             here = rows[at]
@@ -126,9 +228,7 @@ class Modulate(torch.autograd.Function):
         rows, f, m = x.flatten(0, -2), features.flatten(0, -2).to(x.dtype), matrix.to(x.dtype)
         pieces = [g.flatten(0, -2) for g in grads]
         with without_autocast(x.device):
-            if few(x, f):
-                dx, df, dm = _few_backward(pieces, rows, f, m, scaled)
-            elif torch.compiler.is_compiling():
+            if torch.compiler.is_compiling():
                 g, eta = torch.cat(pieces, -1), f @ m.mT
                 dx = torch.cat([g[:, :scaled] * (1 + eta[:, :scaled]), g[:, scaled:]], -1)
                 to_eta = torch.cat([g[:, :scaled] * rows[:, :scaled], g[:, scaled:]], -1)
@@ -160,16 +260,3 @@ def _etas(f: Tensor, m: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 def few(x: Tensor, features: Tensor) -> bool:
     return 0 < features.shape[-1] <= FEW and eager_kernels(x)
-
-
-def _few_backward(
-    grads: list[Tensor], rows: Tensor, features: Tensor, matrix: Tensor, scaled: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of rows [n, width], features [n, C] and matrix [width, C]."""
-    tasks = -(-rows.shape[0] // ROWS)
-    dx, df = torch.empty_like(rows), torch.empty_like(features)
-    dm = rows.new_empty(tasks, features.shape[1], rows.shape[1])
-    pieces = tuple(array(g.contiguous()) for g in grads)
-    inputs = (x.contiguous() for x in (rows, features, matrix.mT))
-    native("modulation").backward(pieces, *map(array, inputs), scaled, *map(array, (dx, df, dm)))
-    return dx, df, dm.sum(0).mT

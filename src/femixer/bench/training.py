@@ -29,7 +29,7 @@ class Training(NamedTuple):
     def start(cls: type[Self], model: nn.Module, batch: Mapping[str, Any], compiled: bool) -> Self:
         call = torch.compile(model.train(), dynamic=False) if compiled else model.train()
         device = next(model.parameters()).device
-        return cls(call, adamw(model, learning_rate=1e-4), batch, parameters_of(model), device)
+        return cls(call, adamw(model, learning_rate=1e-4, fused=True), batch, parameters_of(model), device)
 
     def step(self) -> None:
         """Forward, backward and a step of AdamW."""

@@ -1,7 +1,8 @@
 """Compiled kernels of `femixer.projection`: rows modulated by eta = f m of few features, and their gradients, float32.
 
-eta is made row by row and never stored. In the first `scaled` columns it multiplies (x + x eta), in the others it is
-added.
+eta is made row by row and never stored. The first `scaled` columns are multiplied by 1 + eta, to the others eta is
+added. A factor 1 + eta of less than LEAST, which is how well float32 knows it where eta is close to -1, counts as LEAST:
+then what was multiplied can be had back.
 """
 
 from __future__ import annotations
@@ -10,29 +11,30 @@ import numpy as np
 from numba import prange
 
 from femixer.kernels.native.narrow import add_outer, combine, products, take
-from femixer.kernels.native.primitives import f32, inline, job, kernel
+from femixer.kernels.native.primitives import f32, inline, job, kernel, u64
 
 # Rows of a task of the forward pass.
 ROWS = 32
+LEAST = f32(2**-24)
 
 
 @kernel
-def forward(x, f, m, scaled, out):  # type: ignore[no-untyped-def]
+def forward(x, f, m, out, scaled):  # type: ignore[no-untyped-def]
     """x [n, width], f [n, C], m [C, width] -> out, which may be x."""
     for task in prange(-(-x.shape[0] // ROWS)):
-        _forward(task * ROWS, min((task + 1) * ROWS, x.shape[0]), x, f, m, scaled, out)
+        _forward(task * ROWS, min((task + 1) * ROWS, x.shape[0]), x, f, m, out, scaled)
 
 
 @job
-def _forward(first, last, x, f, m, scaled, out):  # type: ignore[no-untyped-def]
+def _forward(first, last, x, f, m, out, scaled):  # type: ignore[no-untyped-def]
     eta, features = np.empty((4, x.shape[1]), dtype=f32), np.empty((4, f.shape[1]), dtype=f32)
     for start in range(first, last, 4):
         take(f, start, last, features)
-        combine(features, m, eta)
+        _factors(features, m, scaled, eta)
         for k in range(min(4, last - start)):
             row = start + k
             for j in range(scaled):
-                eta[k, j] = x[row, j] + x[row, j] * eta[k, j]
+                eta[k, j] *= x[row, j]
             for j in range(scaled, eta.shape[1]):
                 eta[k, j] += x[row, j]
             for j in range(eta.shape[1]):
@@ -40,47 +42,62 @@ def _forward(first, last, x, f, m, scaled, out):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def backward(grads, x, f, m, scaled, dx, df, dm):  # type: ignore[no-untyped-def]
-    """Gradients of x and f, and those of m from each task, [tasks, C, width].
+def backward(grads, y, f, m, scaled, dx, df, dm):  # type: ignore[no-untyped-def]
+    """Gradients of x and f, and those of m from each task, [tasks, C, width], for the results y of `forward`.
 
     grads: a tuple of arrays [n, .], of the columns one after the other. Rows are divided evenly among the tasks.
     """
-    step = -(-x.shape[0] // dm.shape[0])
+    step = -(-y.shape[0] // dm.shape[0])
     for task in prange(dm.shape[0]):
-        _backward(task * step, min((task + 1) * step, x.shape[0]), grads, x, f, m, scaled, dx, df, dm[task])
+        _backward(task * step, min((task + 1) * step, y.shape[0]), grads, y, f, m, scaled, dx, df, dm[task])
 
 
 @job
-def _backward(first, last, grads, x, f, m, scaled, dx, df, dm):  # type: ignore[no-untyped-def]
-    dm[:] = f32(0.0)
-    eta, grad = np.empty((4, x.shape[1]), dtype=f32), np.zeros((4, x.shape[1]), dtype=f32)
-    features, to_features = np.empty((4, f.shape[1]), dtype=f32), np.empty((4, f.shape[1]), dtype=f32)
+def _backward(first, last, grads, y, f, m, scaled, dx, df, dm):  # type: ignore[no-untyped-def]
+    df[first:last] = f32(0.0)
+    at = 0
+    for p in range(len(grads)):
+        _backward_piece(first, last, at, grads[p], y, f, m, at < scaled, dx, df, dm)
+        at += grads[p].shape[1]
+
+
+@job
+def _backward_piece(first, last, at, grads, y, f, m, multiplied, dx, df, dm):  # type: ignore[no-untyped-def]
+    """The same for some columns from `at` on: all that is used for every row is then so small that it stays near."""
+    channels, width = f.shape[1], grads.shape[1]
+    matrix, to_matrix = m[:, at : at + width].copy(), np.zeros((channels, width), dtype=f32)
+    factors, grad = np.empty((4, width), dtype=f32), np.zeros((4, width), dtype=f32)
+    features, to_features = np.empty((4, channels), dtype=f32), np.empty((4, channels), dtype=f32)
+    n, begin = u64(width), u64(at)
     for start in range(first, last, 4):
         take(f, start, last, features)
-        combine(features, m, eta)
+        if multiplied:
+            _factors(features, matrix, width, factors)
         count = min(4, last - start)
         for k in range(count):
             row = start + k
-            _beside(grads, row, grad, k)
-            for j in range(scaled):
-                dx[row, j] = grad[k, j] + grad[k, j] * eta[k, j]
-            for j in range(scaled, eta.shape[1]):
-                dx[row, j] = grad[k, j]
-            for j in range(scaled):
-                grad[k, j] *= x[row, j]  # of eta
-        products(m, grad, to_features)
+            if multiplied:
+                for j in range(n):
+                    dx[row, begin + j] = grads[row, j] * factors[k, j]
+                for j in range(n):
+                    grad[k, j] = grads[row, j] * (y[row, begin + j] / factors[k, j])
+            else:
+                for j in range(n):
+                    dx[row, begin + j] = grad[k, j] = grads[row, j]
+        products(matrix, grad, to_features)
         for k in range(count):
-            for c in range(f.shape[1]):
-                df[start + k, c] = to_features[k, c]
-        add_outer(features, grad, dm)  # rows that are missing have no features
+            for c in range(channels):
+                df[start + k, c] += to_features[k, c]
+        add_outer(features, grad, to_matrix)  # rows that are missing have no features
+    dm[:, at : at + width] = to_matrix
 
 
 @inline
-def _beside(pieces, row, out, k):  # type: ignore[no-untyped-def]
-    """out[k] = the row of all pieces, side by side."""
-    at = 0
-    for p in range(len(pieces)):
-        piece = pieces[p]
-        for j in range(piece.shape[1]):
-            out[k, at + j] = piece[row, j]
-        at += piece.shape[1]
+def _factors(features, m, scaled, out):  # type: ignore[no-untyped-def]
+    """out [4, width] = 1 + eta in the first `scaled` columns, eta in the others: to the last bit the same for both
+    directions, of which one divides by what the other multiplied with."""
+    combine(features, m, out)
+    for k in range(4):
+        for j in range(scaled):
+            factor = f32(1.0) + out[k, j]
+            out[k, j] = LEAST if abs(factor) < LEAST else factor  # what is not a number stays so
