@@ -70,15 +70,15 @@ class TimeDecayConditioner(nn.Module):
             return self._token(x, state)
         wide = torch.promote_types(x.dtype, torch.float32)
         with without_autocast(x.device):
-            weight, bias = self.in_proj.weight.to(wide), self.in_proj.bias.to(wide)
-            y = run(NormalizedLinear, x.to(wide), weight, bias)
+            x, weight, bias = x.to(wide), self.in_proj.weight.to(wide), self.in_proj.bias.to(wide)
             if state is None:
-                state = y.new_zeros(y.shape[0], self.channels)
+                state = x.new_zeros(x.shape[0], self.channels)
             elif not torch.compiler.is_compiling() and state.is_inference() and torch.is_grad_enabled():
                 state = state.clone()  # autograd keeps no tensor that was made in inference mode
-            if eager_kernels(y):
-                return run(Features, y, _marks(layout), state, self.causal)
-            s, u, a = y.chunk(3, -1)
+            if eager_kernels(x):
+                features, new_state, _ = run(Features, x, weight, bias, _marks(layout), state, self.causal)
+                return features, new_state
+            s, u, a = run(NormalizedLinear, x, weight, bias).chunk(3, -1)
             h = context(torch.sigmoid(-s), u, layout, state, self.causal)  # exp(-softplus(s))
             # Not a view, which would keep the whole sequence in memory.
             new_state = h[:, -1].clone() if h.shape[1] else state
@@ -103,46 +103,41 @@ def _marks(layout: Layout) -> Tensor | None:
 
 
 class Features(torch.autograd.Function):
-    """From the projections y = [s, u, a] to the features and the state after the last token, as one compiled kernel:
-    dozens of operations on so few channels are mostly calls."""
+    """From the tokens x to the features, the state after the last token, and the projections y = LN(x) Wᵀ + b = [s, u, a]
+    between them, as compiled kernels: dozens of operations on so few channels are mostly calls."""
 
     @staticmethod
-    def forward(y: Tensor, marks: Tensor | None, initial: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        x: Tensor, weight: Tensor, bias: Tensor, marks: Tensor | None, initial: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        y = normalized_linear(x, weight, bias)
         features, last = y.new_empty(*y.shape[:2], initial.shape[1]), torch.empty_like(initial)
-        inputs = (y.contiguous(), or_empty(marks), initial.contiguous())
+        inputs = (y, or_empty(marks), initial.contiguous())
         native("conditioner").forward(*map(array, inputs), causal, EPS, array(features), array(last))
-        return features, last
+        return features, last, y
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        y, marks, initial, ctx.causal = inputs
-        ctx.save_for_backward(y, marks, initial)
+        x, weight, _, marks, initial, ctx.causal = inputs
+        ctx.save_for_backward(x, weight, marks, initial, output[2])
+        ctx.mark_non_differentiable(output[2])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, to_last: Tensor) -> tuple[Tensor, None, Tensor, None]:
-        y, marks, initial = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, to_last: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, marks, initial, y = ctx.saved_tensors
         to_y, to_initial = y.new_empty(y.shape), y.new_empty(initial.shape)
-        inputs = (grad.contiguous(), to_last.contiguous(), y.contiguous(), or_empty(marks), initial.contiguous())
+        inputs = (grad.contiguous(), to_last.contiguous(), y, or_empty(marks), initial.contiguous())
         native("conditioner").backward(*map(array, inputs), ctx.causal, EPS, array(to_y), array(to_initial))
-        return to_y, None, to_initial, None
+        return *normalized_linear_gradients(to_y, x, weight), None, to_initial, None
 
 
 class NormalizedLinear(torch.autograd.Function):
-    """LN(x) Wᵀ + b. The normalized tokens are never stored whole."""
+    """`normalized_linear` with its gradients."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            return F.linear(F.layer_norm(x, x.shape[-1:], eps=EPS), weight, bias)
-        out = x.new_empty(*x.shape[:-1], weight.shape[0])
-        if weight.shape[0] <= FEW and eager_kernels(x):
-            native("conditioner").normalized_linear(rows(x), *map(array, (weight, bias)), EPS, rows(out))
-            return out
-        tokens, y = x.flatten(0, -2), out.flatten(0, -2)
-        for at in _stretches(tokens):
-            torch.addmm(bias, F.layer_norm(tokens[at], x.shape[-1:], eps=EPS), weight.mT, out=y[at])
-        return out
+        return normalized_linear(x, weight, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -152,25 +147,43 @@ class NormalizedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        flat, tokens, shape = grad.flatten(0, -2), x.flatten(0, -2), list(x.shape[-1:])
-        if weight.shape[0] <= FEW and eager_kernels(x):
-            dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-            tasks = x.new_empty(-(-flat.shape[0] // ROWS), *weight.shape)
-            given = (rows(grad), rows(x), array(weight), EPS)
-            native("conditioner").normalized_linear_backward(*given, rows(dx), array(tasks))
-            return dx, tasks.sum(0), flat.sum(0)
-        pieces, dweight = [], torch.zeros_like(weight)
-        with without_autocast(x.device):
-            for at in _stretches(tokens):
-                normalized, mean, rstd = torch.native_layer_norm(tokens[at], shape, None, None, EPS)
-                dweight = dweight.addmm(flat[at].mT, normalized)
-                dx, _, _ = torch.ops.aten.native_layer_norm_backward(
-                    flat[at] @ weight, tokens[at], shape, mean, rstd, None, None, [True, False, False]
-                )
-                pieces.append(dx)
-        dx = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return dx.view(x.shape), dweight, flat.sum(0)
+        return normalized_linear_gradients(grad, *ctx.saved_tensors)
+
+
+def normalized_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """LN(x) Wᵀ + b. The normalized tokens are never stored whole."""
+    if torch.compiler.is_compiling():
+        return F.linear(F.layer_norm(x, x.shape[-1:], eps=EPS), weight, bias)
+    out = x.new_empty(*x.shape[:-1], weight.shape[0])
+    if weight.shape[0] <= FEW and eager_kernels(x):
+        native("conditioner").normalized_linear(rows(x), array(weight), array(bias), EPS, rows(out))
+        return out
+    tokens, y = x.flatten(0, -2), out.flatten(0, -2)
+    for at in _stretches(tokens):
+        torch.addmm(bias, F.layer_norm(tokens[at], x.shape[-1:], eps=EPS), weight.mT, out=y[at])
+    return out
+
+
+def normalized_linear_gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of x, weight and bias."""
+    flat, tokens, shape = grad.flatten(0, -2), x.flatten(0, -2), list(x.shape[-1:])
+    if weight.shape[0] <= FEW and eager_kernels(x):
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        tasks = x.new_empty(-(-flat.shape[0] // ROWS), *weight.shape)
+        given = (rows(grad), rows(x), array(weight), EPS)
+        native("conditioner").normalized_linear_backward(*given, rows(dx), array(tasks))
+        return dx, tasks.sum(0), flat.sum(0)
+    pieces, dweight = [], torch.zeros_like(weight)
+    with without_autocast(x.device):
+        for at in _stretches(tokens):
+            normalized, mean, rstd = torch.native_layer_norm(tokens[at], shape, None, None, EPS)
+            dweight = dweight.addmm(flat[at].mT, normalized)
+            dx, _, _ = torch.ops.aten.native_layer_norm_backward(
+                flat[at] @ weight, tokens[at], shape, mean, rstd, None, None, [True, False, False]
+            )
+            pieces.append(dx)
+    dx = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return dx.view(x.shape), dweight, flat.sum(0)
 
 
 def _stretches(tokens: Tensor) -> list[slice]:

@@ -90,11 +90,12 @@ class Projection(nn.Module):
 
     def is_plain(self, x: Tensor) -> bool:
         """Whether x meets nothing here but the parameters as they are: no hooks, no adapters, no casts."""
-        linear, weights = self.linear, (*self.linear._parameters.values(), self.modulation)
-        if type(linear) is not nn.Linear or any(w is not None and w.dtype != x.dtype for w in weights):
+        linear, bias, matrix = self.linear, self.linear.bias, self.modulation
+        if type(linear) is not nn.Linear or linear.weight.dtype != x.dtype or matrix is None or matrix.dtype != x.dtype:
             return False
-        hooked = modules._has_any_global_hook() or any(getattr(m, name) for m in (self, linear) for name in HOOKS)
-        return not hooked and not torch.is_autocast_enabled(x.device.type)
+        if (bias is not None and bias.dtype != x.dtype) or torch.is_autocast_enabled(x.device.type):
+            return False
+        return not (modules._has_any_global_hook() or any(m.__dict__[hooks] for m in (self, linear) for hooks in HOOKS))
 
 
 def project(
@@ -150,7 +151,7 @@ class Project(torch.autograd.Function):
         x, features, *rest = ctx.saved_tensors
         pieces, weights = rest[: ctx.pieces], rest[ctx.pieces :]
         rows, f, m = x.flatten(0, -2), _few_rows(features), _beside(weights[2::3])
-        y = _whole([piece.flatten(0, -2) for piece in pieces])
+        y = _whole(pieces, m.shape[1])
         dy, df = torch.empty_like(y), torch.empty_like(f)
         dm = y.new_empty(-(-y.shape[0] // ROWS), *m.shape)
         given = tuple(array(g.contiguous().view(-1, g.shape[-1])) for g in grads)
@@ -177,15 +178,17 @@ def _beside(matrices: Sequence[Tensor | None]) -> Tensor:
     return torch.cat([m for m in matrices if m is not None]).mT.contiguous()
 
 
-def _whole(pieces: list[Tensor]) -> Tensor:
-    """The tensor [n, width] that was split into pieces [n, .], without a copy where they are still parts of it."""
-    first, width, at = pieces[0], sum(piece.shape[1] for piece in pieces), 0
+def _whole(pieces: list[Tensor], width: int) -> Tensor:
+    """The tensor [n, width] that was split into pieces [B, T, .], without a copy where they are still parts of it."""
+    first, last = pieces[0], pieces[-1]
+    steps, at = (first.shape[1] * width, width, 1), first.data_ptr()
+    parts = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
     for piece in pieces:
-        same = piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not same or piece.stride() != (width, 1) or piece.storage_offset() != first.storage_offset() + at:
-            return torch.cat(pieces, 1)
-        at += piece.shape[1]
-    return first.as_strided((first.shape[0], width), (width, 1))
+        parts = parts and piece.data_ptr() == at and piece.stride() == steps
+        at += piece.shape[2] * piece.element_size()
+    if parts:
+        return first.as_strided((first.shape[0] * first.shape[1], width), (width, 1))
+    return torch.cat(pieces, 2).flatten(0, 1)
 
 
 def modulate(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, out: Tensor) -> Tensor:

@@ -92,22 +92,21 @@ def memory(*tensors: Tensor | None) -> list[Any]:
     """Tensors [B, T, heads, channels] as compiled kernels read them where they are not contiguous: the memory of each
     from its first element on, empty for None, and the strides [tensors, 3] of all. The channels lie side by side."""
     flat: list[Any] = []
-    strides = np.zeros((len(tensors), 3), dtype=np.int64)
-    for line, x in enumerate(tensors):
+    strides: list[tuple[int, ...]] = []
+    for x in tensors:
         if x is None:
             flat.append(_NOTHING)
+            strides.append((0, 0, 0))
             continue
         x = x.detach()
-        if x.is_contiguous() or (x.stride(3) != 1 and x.shape[3] != 1):
+        steps, (batch, length, heads, width) = x.stride(), x.shape
+        if steps[3] != 1 and width != 1:
             x = x.contiguous()
-            flat.append(x.view(-1).numpy())
-            strides[line] = x.stride()[:3]
-            continue
-        batch, length, heads, width = x.shape
-        strides[line] = by_batch, by_token, by_head = x.stride()[:3]
-        extent = (batch - 1) * by_batch + (length - 1) * by_token + (heads - 1) * by_head + width
+            steps = x.stride()
+        strides.append(steps[:3])
+        extent = (batch - 1) * steps[0] + (length - 1) * steps[1] + (heads - 1) * steps[2] + width
         flat.append(x.as_strided((extent,), (1,)).numpy())
-    return [*flat, strides]
+    return [*flat, np.array(strides, dtype=np.int64)]
 
 
 _NOTHING = np.empty(0, dtype=np.float32)

@@ -31,7 +31,6 @@ from femixer.kernels.streams import (
     exp_minus,
     least_log,
     logarithm,
-    shift_of,
     value_range,
     value_streams,
 )
@@ -214,8 +213,7 @@ def _read(
     padding, run = _padding(marks)
     span = shift = None
     if beta is not None:
-        span = value_range(v, run)
-        shift = shift_of(span, beta)
+        span, shift = value_range(v, beta, run)
     if not compiled(v):
         return _by_products(q, k, gate, v, beta, padding, span, shift, exclusive)
     mean, free, log_total, exact = _natively(q, k, gate, v, beta, padding, span, shift, exclusive)
@@ -371,7 +369,7 @@ def _read_backward(
     exclusive: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     repeats = q.shape[2] // v.shape[2]
-    shift = None if beta is None else shift_of(value_range(v, _padding(marks)[1]), beta)
+    shift = None if beta is None else value_range(v, beta, _padding(marks)[1])[1]
     given = to_mean, to_free, to_log, q, k, gate, v, beta, shift, mean, free, log_total, exact, exclusive
     d_q, d_k, d_gate, d_v, d_beta = (_gradients_natively if compiled(v) else _gradients_by_products)(*given)
     for b, g in _again(exact, repeats):

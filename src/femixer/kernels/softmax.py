@@ -23,9 +23,10 @@ from torch.autograd.function import once_differentiable
 
 from femixer.kernels import blocked, short
 from femixer.kernels.attend import Geometry, Piece, attend, attend_backward, pieces
+from femixer.kernels.backend import eager_kernels
 from femixer.kernels.function import run
 from femixer.kernels.precision import without_autocast
-from femixer.kernels.streams import Shift, read_sums, shift_of, undo_read, undo_streams, value_range, value_streams
+from femixer.kernels.streams import Shift, read_sums, undo_read, undo_streams, value_range, value_streams
 
 # Sequences up to this length are read backwards in one call for all heads.
 SHORT = 256
@@ -60,9 +61,7 @@ def softmax_read(
         # What only pretends to be a tensor needs the operator, which knows the shapes of its results.
         eager = type(q) is Tensor and q.device.type != "meta" and not torch.compiler.is_compiling()
         arguments = q, k, v, beta, bias, run_q, run_k, causal, window, scale
-        # Results of an operator, and what autograd keeps, are whole tensors of their own.
-        share = eager and not torch.is_grad_enabled()
-        mean, free, *_ = run(Read, *arguments, share) if eager else _read(*arguments, share)
+        mean, free, *_ = run(Read, *arguments, True) if eager else _read(*arguments, False)
     return mean, None if beta is None else free
 
 
@@ -98,20 +97,18 @@ def _read_now(
     scale: float,
     share: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """share: mean and free energy may be parts of one tensor.
+    """share: mean and free energy may be parts of one tensor, which results of an operator may not.
 
     -> (mean, free energy [B, T, H, D], log-normalizers [B, H, T], heads read by `blocked` [B, H], top and base of
     the streams' shift)."""
-    (b, _, h, e), d = q.shape, v.shape[-1]
+    h, e, d = *q.shape[2:], v.shape[-1]
     geometry = Geometry(bias, run_q, run_k, causal, window)
-    exact = torch.zeros(b, h, dtype=torch.bool, device=q.device)
-    top, base = (q.new_zeros(0 if beta is None else (b, 1, *v.shape[2:])) for _ in range(2))
     if short.is_short(q, k, v, geometry):
-        return *short.read(q, k, v, beta, geometry, scale), exact, top, base
+        unused = (q.new_empty(0 if beta is None else (q.shape[0], 1, *v.shape[2:])) for _ in range(2))
+        return *short.read(q, k, v, beta, geometry, scale), torch.zeros(q.shape[0], h, dtype=torch.bool), *unused
     span = shift = None
     if beta is not None:
-        span = value_range(v, run_k)
-        shift = shift_of(span, beta)
+        span, shift = value_range(v, beta, run_k)
     streams = value_streams(v, beta, shift)
     used = streams.shape[-1]
     width = max(e, used)
@@ -124,16 +121,16 @@ def _read_now(
     out = outs[0] if len(outs) == 1 else torch.cat(outs, 1)
     log_z = logs[0] if len(logs) == 1 else torch.cat(logs, 2)
     padding = None if run_q is None else (run_q < 0)[..., None, None]
-    free = q.new_empty(0)
     if beta is None or shift is None or span is None:
-        mean = out[..., :d]
-        if not share:
-            mean = mean.clone(memory_format=torch.contiguous_format)
+        mean, free = out[..., :d], q.new_empty(0)
+        top = base = free
+        exact = torch.zeros(q.shape[0], h, dtype=torch.bool, device=q.device)
     else:
         sums = out[..., :used]
         if padding is not None:
             sums = sums.masked_fill(padding, 1)
-        mean, free, exact = read_sums(sums, beta, shift, span, in_place=share)
+        mean, free, exact = read_sums(sums, beta, shift, span)
+        top, base = shift.top, torch.zeros_like(shift.top) if shift.base is None else shift.base
         if bool(exact.any()):
             for job in blocked.jobs(exact, q, k, v, beta, geometry, scale):
                 job.put(free, blocked.free_energy(job.sequences))
@@ -142,8 +139,8 @@ def _read_now(
             free.masked_fill_(padding, 0)
     if padding is not None:
         mean.masked_fill_(padding, 0)
-    if shift is not None:
-        top, base = shift.top, base if shift.base is None else shift.base
+    if not share:
+        mean, free, top, base = (x.clone(memory_format=torch.contiguous_format) for x in (mean, free, top, base))
     return mean, free, log_z, exact, top, base
 
 
@@ -268,7 +265,8 @@ def _gradients_now(
     if apart and bool(exact.all()):
         dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     else:
-        shift = None if beta is None else Shift(top, base if bool(base.any()) else None)
+        # Without a base plain torch has less to do; compiled kernels have not.
+        shift = None if beta is None else Shift(top, base if eager_kernels(v) or bool(base.any()) else None)
         if shift is not None and run_q is not None:
             # A padding row's F is zero, which may lie anywhere to the others; at top nothing over- or underflows.
             free = torch.where((run_q < 0)[..., None, None], shift.per_head(q.shape[2] // k.shape[2]).top, free)

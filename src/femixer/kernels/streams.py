@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ SMALL_BETA = 0.1
 LOG2_E = math.log2(math.e)
 # F = top + log(sum) / beta loses digits where F lies this many times its own size (or 1) below top.
 FAR_BELOW = 40.0
+_NO_HEADS = np.empty((0, 0), dtype=np.bool_)
 
 
 def far_below(free: Tensor, top: Tensor) -> Tensor:
@@ -32,7 +34,7 @@ def far_below(free: Tensor, top: Tensor) -> Tensor:
 class Shift(NamedTuple):
     """How a channel is read: as top + log(base + sum p (exp(beta (v - top)) - base)) / beta; [B, 1, heads, D] each.
 
-    base is 1 in narrow channels and 0 in others, None if it is 0 everywhere.
+    base is 1 in narrow channels and 0 in others, and may be None if it is 0 everywhere.
     """
 
     top: Tensor
@@ -56,24 +58,23 @@ class Range(NamedTuple):
     top: Tensor
 
 
-def value_range(v: Tensor, run_k: Tensor | None) -> Range:
+def value_range(v: Tensor, beta: Tensor, run_k: Tensor | None) -> tuple[Range, Shift]:
+    """Of values [B, S, G, D] that are not padding, and how they are read."""
     if run_k is None and eager_kernels(v):
-        b, s, groups, d = v.shape
-        bottom, top = v.new_empty(2, b, native("streams").stretches(s), groups, d)
-        native("streams").span(*memory(v), s, *map(array, (bottom.flatten(0, 1), top.flatten(0, 1))))
-        return Range(bottom.amin(1, keepdim=True), top.amax(1, keepdim=True))
+        bottom, top, base = v.new_empty(3, v.shape[0], *v.shape[2:])
+        arrays = map(array, (bottom, top, base))
+        native("streams").span(*memory(v), v.shape[1], array(beta.contiguous()), NARROW, *arrays)
+        return Range(bottom[:, None], top[:, None]), Shift(top[:, None], base[:, None])
     if run_k is None:
-        return Range(v.amin(1, keepdim=True), v.amax(1, keepdim=True))
-    padding = (run_k < 0)[..., None, None]
-    bottom = v.masked_fill(padding, torch.inf).amin(1, keepdim=True)
-    top = v.masked_fill(padding, -torch.inf).amax(1, keepdim=True)
-    empty = top < bottom
-    return Range(bottom.masked_fill(empty, 0), top.masked_fill(empty, 0))
-
-
-def shift_of(span: Range, beta: Tensor) -> Shift:
+        span = Range(v.amin(1, keepdim=True), v.amax(1, keepdim=True))
+    else:
+        padding = (run_k < 0)[..., None, None]
+        bottom = v.masked_fill(padding, torch.inf).amin(1, keepdim=True)
+        top = v.masked_fill(padding, -torch.inf).amax(1, keepdim=True)
+        empty = top < bottom
+        span = Range(bottom.masked_fill(empty, 0), top.masked_fill(empty, 0))
     narrow = beta * (span.top - span.bottom) <= NARROW
-    return Shift(span.top, narrow.to(span.top.dtype) if bool(narrow.any()) else None)
+    return span, Shift(span.top, narrow.to(v.dtype) if bool(narrow.any()) else None)
 
 
 def exp_minus(x: Tensor, base: Tensor | None) -> Tensor:
@@ -107,6 +108,10 @@ def least_log(dtype: torch.dtype) -> float:
     return math.log(torch.finfo(dtype).tiny) + UNDERFLOW_MARGIN
 
 
+LIMITS = np.array([math.exp(least_log(torch.float32)), NARROW, SMALL_BETA, FAR_BELOW], dtype=np.float32)
+"""What the compiled kernel compares with."""
+
+
 def logarithm(total: Tensor, beta: Tensor, shift: Shift, span: Range) -> tuple[Tensor, Tensor]:
     """F = top + log(total + base) / beta [B, T, H, D], and the heads [B, H] for which that is not good to 1e-5."""
     exact = torch.zeros(total.shape[0], total.shape[2], dtype=torch.bool, device=total.device)
@@ -132,30 +137,16 @@ def _or_doubtful(exact: Tensor, free: Tensor, beta: Tensor, shift: Shift, span: 
     return exact | far_below(free, shift.top).any(-1).any(1)
 
 
-def read_sums(
-    sums: Tensor, beta: Tensor, shift: Shift, span: Range, in_place: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """From the sums (mu | total - base) [B, T, H, 2D] to mu and F [B, T, H, D], and the heads [B, H] for which F is not
-    good to 1e-5. in_place: both may be parts of sums."""
+def read_sums(sums: Tensor, beta: Tensor, shift: Shift, span: Range) -> tuple[Tensor, Tensor, Tensor]:
+    """From the sums (mu | total - base) [B, T, H, 2D], which are used up, to mu and F [B, T, H, D], their parts, and the
+    heads [B, H] for which F is not good to 1e-5."""
     b, t, h, d = *sums.shape[:3], sums.shape[3] // 2
-    repeats = h // beta.shape[0]
-    shift = shift.per_head(repeats)
-    if eager_kernels(sums):
-        stretches = native("streams").stretches(t)
-        lowest = sums.new_empty(b * stretches, h, d)
-        temperature = beta if repeats == 1 else beta.repeat_interleave(repeats, 0)
-        arrays = _arrays(temperature, shift)
-        if in_place and sums.stride(3) == 1:
-            native("streams").settle(*memory(sums), (b, t, h, d), *arrays, array(lowest))
-            mean, free = sums.split(d, -1)
-        else:
-            # Not one tensor for both: results of an operator may not share memory.
-            mean, free = (sums.new_empty(b, t, h, d) for _ in range(2))
-            native("streams").read(*memory(sums), *arrays, *map(array, (mean, free, lowest)))
-        exact = (lowest < math.exp(least_log(sums.dtype))).any(-1).view(b, stretches, h).any(1)
-        return mean, free, _or_doubtful(exact, free, beta, shift, span)
-    mean, total = (x.clone(memory_format=torch.contiguous_format) for x in sums.split(d, -1))
-    free, exact = logarithm(total, beta, shift, span)
+    if eager_kernels(sums) and sums.stride(3) == 1:
+        doubtful = torch.zeros(b, h, dtype=torch.bool)
+        native("streams").settle(*memory(sums), (b, t, h, d), *_arrays(beta, shift, span), LIMITS, array(doubtful))
+        return *sums.split(d, -1), doubtful
+    mean, total = sums.split(d, -1)
+    free, exact = logarithm(total, beta, shift.per_head(h // beta.shape[0]), span)
     # Rounding, or a sum beyond sight, may put F below the mean.
     return mean, torch.maximum(free, mean, out=free), exact
 
@@ -169,15 +160,15 @@ def undo_read(
     [B, H] take no part.
     """
     repeats = free.shape[2] // beta.shape[0]
-    temperature, shift = (beta if repeats == 1 else beta.repeat_interleave(repeats, 0)), shift.per_head(repeats)
     if eager_kernels(free):
         b, t, h, d = free.shape
         inner, sums = free.new_empty(2, b, t, h, 2 * d)
         dbeta = free.new_empty(b * native("streams").stretches(t), h, d)
-        hidden = torch.zeros(b, h, dtype=torch.bool) if apart is None else apart.contiguous()
-        inputs = (*memory(to_mean, to_free, mean, free), *_arrays(temperature, shift), hidden.numpy())
+        hidden = _NO_HEADS if apart is None else array(apart.contiguous())
+        inputs = (*memory(to_mean, to_free, mean, free), *_arrays(beta, shift), hidden)
         native("streams").undo(*inputs, *map(array, (inner, sums, dbeta)))
         return inner, sums, dbeta.sum(0).unflatten(0, (-1, repeats)).sum(1)
+    temperature, shift = (beta if repeats == 1 else beta.repeat_interleave(repeats, 0)), shift.per_head(repeats)
     below_top = free - shift.top
     slope = to_free / temperature
     if apart is not None:
@@ -202,7 +193,8 @@ def undo_streams(to_streams: Tensor, streams: Tensor, v: Tensor, beta: Tensor, s
     return dv, weighted.mul_(v - shift.top).sum((0, 1))
 
 
-def _arrays(beta: Tensor, shift: Shift) -> tuple[Any, Any, Any]:
-    """beta [heads, D], top and base [B, heads, D] as the compiled kernels read them."""
+def _arrays(beta: Tensor, shift: Shift, span: Range | None = None) -> list[Any]:
+    """beta [G, D], (bottom,) top and base [B, G, D] as the compiled kernels read them."""
     base = torch.zeros_like(shift.top) if shift.base is None else shift.base
-    return array(beta.contiguous()), array(shift.top[:, 0].contiguous()), array(base[:, 0].contiguous())
+    per_sequence = (shift.top, base) if span is None else (span.bottom, shift.top, base)
+    return [array(beta.contiguous()), *(array(x[:, 0].contiguous()) for x in per_sequence)]

@@ -12,7 +12,16 @@ import numpy as np
 from numba import prange
 
 from femixer.kernels.native.narrow import add_outer, combine, products, take
-from femixer.kernels.native.primitives import f32, inline, job, kernel, sigmoid32, softplus32, summing
+from femixer.kernels.native.primitives import (
+    busy_kernel,
+    f32,
+    inline,
+    job,
+    kernel,
+    sigmoid32,
+    softplus32,
+    summing,
+)
 
 START, END, PADDING = 1, 2, 4
 LANES = 32
@@ -20,7 +29,7 @@ LANES = 32
 LEAST = f32(1e-12)
 
 
-@kernel
+@busy_kernel
 def forward(y, marks, initial, causal, eps, features, last):  # type: ignore[no-untyped-def]
     """features [B, T, C] and the state after the last token [B, C].
 
@@ -50,7 +59,7 @@ def _forward(y, marks, initial, causal, eps, features, last):  # type: ignore[no
         _store(a, features[first : first + count], 0)
 
 
-@kernel
+@busy_kernel
 def backward(grad, to_last, y, marks, initial, causal, eps, to_y, to_initial):  # type: ignore[no-untyped-def]
     """Gradients of y and of the initial state, from those of the features and of the last state."""
     for b in prange(y.shape[0]):

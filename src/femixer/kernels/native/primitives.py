@@ -32,6 +32,8 @@ if "NUMBA_THREADING_LAYER" not in os.environ:
     except ImportError:
         _parallel = False
 
+MOST_THREADS: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+
 # No infinities are assumed away (gates and logarithms of empty sums use them), and nothing is reordered (rounding is).
 MATH = {"contract", "nsz"}
 # Inlined by LLVM: a call inside a loop would keep it from being vectorised.
@@ -47,8 +49,9 @@ u64 = np.uint64
 SMALL = 30_000
 
 
-def kernel(function: Callable[..., None]) -> Callable[..., None]:
-    """Compile a loop over independent jobs (`prange`), to be run on as many threads as torch uses.
+def kernel(function: Callable[..., None], small: int = SMALL) -> Callable[..., None]:
+    """Compile a loop over independent jobs (`prange`), to be run on as many threads as torch uses if one of its arrays
+    has `small` numbers.
 
     The work itself is a function of its own, compiled with `job`: numba's analysis of parallel loops is slow, and made
     for loops that are short.
@@ -61,11 +64,15 @@ def kernel(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def run(*args: Any) -> None:
-        threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
-        if not _parallel or threads == 1 or max(getattr(x, "size", 0) for x in args) < SMALL:
+        # Calls cost as much as many a kernel, so that no more of them are made here than must be.
+        threads = min(torch.get_num_threads(), MOST_THREADS) if _parallel else 1
+        if threads == 1 or all(getattr(x, "size", 0) < small for x in args):
             serial(*args)
             return
         before = numba.get_num_threads()
+        if before == threads:
+            parallel(*args)
+            return
         numba.set_num_threads(threads)
         try:
             parallel(*args)
@@ -73,6 +80,10 @@ def kernel(function: Callable[..., None]) -> Callable[..., None]:
             numba.set_num_threads(before)
 
     return run
+
+
+# For kernels that do much with every number.
+busy_kernel = functools.partial(kernel, small=SMALL // 4)
 
 
 @summing

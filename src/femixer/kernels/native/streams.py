@@ -25,11 +25,29 @@ def stretches(length):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def span(v, at, length, bottom, top):  # type: ignore[no-untyped-def]
-    """Smallest and largest value of each channel [tasks, G, D]."""
-    per_sequence = stretches(length)
-    for task in prange(top.shape[0]):
-        _span(task // per_sequence, task % per_sequence * TOKENS, v, at, length, bottom[task], top[task])
+def span(v, at, length, beta, narrow, bottom, top, base):  # type: ignore[no-untyped-def]
+    """Smallest and largest value of each channel [B, G, D], and 1 where they are at most `narrow` nats apart, else 0."""
+    batch, groups, channels = top.shape
+    tasks = stretches(length)
+    low = np.empty((batch, tasks, groups, channels), dtype=f32)
+    high = np.empty((batch, tasks, groups, channels), dtype=f32)
+    for task in prange(batch * tasks):
+        b, part = task // tasks, task % tasks
+        _span(b, part * TOKENS, v, at, length, low[b, part], high[b, part])
+    for b in range(batch):
+        _unite(low[b], high[b], beta, f32(narrow), bottom[b], top[b], base[b])
+
+
+@job
+def _unite(low, high, beta, narrow, bottom, top, base):  # type: ignore[no-untyped-def]
+    for g in range(top.shape[0]):
+        for d in range(top.shape[1]):
+            bottom[g, d], top[g, d] = low[0, g, d], high[0, g, d]
+        for part in range(1, low.shape[0]):
+            _widen(low[part, g], bottom[g], top[g])
+            _widen(high[part, g], bottom[g], top[g])
+        for d in range(top.shape[1]):
+            base[g, d] = f32(1.0) if beta[g, d] * (top[g, d] - bottom[g, d]) <= narrow else f32(0.0)
 
 
 @job
@@ -77,61 +95,53 @@ def _streams(b, first, v, at, beta, top, base, out):  # type: ignore[no-untyped-
 
 
 @kernel
-def read(sums, at, beta, top, base, mean, free, least):  # type: ignore[no-untyped-def]
-    """From the sums (mu | total - base) to mean and free [B, T, H, D], and the least total of each channel."""
-    per_sequence = stretches(mean.shape[1])
-    for task in prange(mean.shape[0] * per_sequence):
-        first = task % per_sequence * TOKENS
-        _read(task // per_sequence, first, sums, at, beta, top, base, mean, free, least[task])
+def settle(sums, at, shape, beta, bottom, top, base, limits, doubtful):  # type: ignore[no-untyped-def]
+    """From the sums (mu | total - base) [B, T, H, 2 D] to mu and F, in place; shape = (B, T, H, D).
 
-
-@job
-def _read(b, first, sums, at, beta, top, base, mean, free, least):  # type: ignore[no-untyped-def]
-    n = u64(mean.shape[3])
-    least[:] = f32(np.inf)
-    for t in range(first, min(first + TOKENS, mean.shape[1])):
-        for h in range(mean.shape[2]):
-            start = _start(at, 0, b, t, h)
-            for d in range(n):
-                mean[b, t, h, d] = sums[start + d]
-            for d in range(n):
-                least[h, d] = min(least[h, d], sums[start + n + d] + base[b, h, d])
-            for d in range(n):
-                free[b, t, h, d] = log_plus32(sums[start + n + d], base[b, h, d])
-            for d in range(n):
-                f = top[b, h, d] + free[b, t, h, d] / beta[h, d]
-                # Rounding, or a sum beyond sight, may put F below the mean.
-                free[b, t, h, d] = mean[b, t, h, d] if f < mean[b, t, h, d] else f
-
-
-@kernel
-def settle(sums, at, shape, beta, top, base, least):  # type: ignore[no-untyped-def]
-    """The same in place: the totals of sums [B, T, H, 2 D] become F. shape = (B, T, H, D)."""
+    Heads whose F is not good are marked as doubtful [B, H], by the limits of `femixer.kernels.streams`: the least total,
+    nats of a narrow channel, the least beta of others, and how far F may lie below top.
+    """
     per_sequence = stretches(shape[1])
     for task in prange(shape[0] * per_sequence):
-        first = task % per_sequence * TOKENS
-        _settle(task // per_sequence, first, sums, at, shape, beta, top, base, least[task])
+        b, first = task // per_sequence, task % per_sequence * TOKENS
+        _settle(b, first, sums, at, shape, beta, bottom[b], top[b], base[b], limits, doubtful[b])
 
 
 @job
-def _settle(b, first, sums, at, shape, beta, top, base, least):  # type: ignore[no-untyped-def]
-    n = u64(shape[3])
-    least[:] = f32(np.inf)
-    for t in range(first, min(first + TOKENS, shape[1])):
-        for h in range(shape[2]):
+def _settle(b, first, sums, at, shape, beta, bottom, top, base, limits, doubtful):  # type: ignore[no-untyped-def]
+    n, repeats, last = u64(shape[3]), shape[2] // top.shape[0], min(first + TOKENS, shape[1])
+    least = np.empty(shape[3], dtype=f32)
+    for h in range(shape[2]):
+        g = h // repeats
+        least[:] = f32(np.inf)
+        for t in range(first, last):
             start = _start(at, 0, b, t, h)
             for d in range(n):
-                least[h, d] = min(least[h, d], sums[start + n + d] + base[b, h, d])
+                least[d] = min(least[d], sums[start + n + d] + base[g, d])
             for d in range(n):
-                sums[start + n + d] = log_plus32(sums[start + n + d], base[b, h, d])
+                sums[start + n + d] = log_plus32(sums[start + n + d], base[g, d])
             for d in range(n):
-                f, average = top[b, h, d] + sums[start + n + d] / beta[h, d], sums[start + d]
+                f, average = top[g, d] + sums[start + n + d] / beta[g, d], sums[start + d]
+                # Rounding, or a sum beyond sight, may put F below the mean.
                 sums[start + n + d] = average if f < average else f
+        high = False
+        for d in range(n):
+            height = top[g, d] - bottom[g, d]
+            high = high or height > limits[3]
+            if least[d] < limits[0] or (beta[g, d] * height > limits[1] and beta[g, d] < limits[2]):
+                doubtful[h] = True
+        if high:
+            for t in range(first, last):
+                start = _start(at, 0, b, t, h) + n
+                for d in range(n):
+                    if top[g, d] - sums[start + d] > limits[3] * max(abs(sums[start + d]), f32(1.0)):
+                        doubtful[h] = True
 
 
 @kernel
 def undo(to_mean, to_free, mean, free, at, beta, top, base, apart, inner, sums, d_beta):  # type: ignore[no-untyped-def]
-    """The sums again [B, T, H, 2 D], their gradients `inner`, and what the logarithm gives to beta."""
+    """The sums again [B, T, H, 2 D], their gradients `inner`, and what the logarithm gives to beta. Heads that
+    stand apart [B, H], if there are such, take no part."""
     per_sequence = stretches(inner.shape[1])
     for task in prange(inner.shape[0] * per_sequence):
         b, first = task // per_sequence, task % per_sequence * TOKENS
@@ -140,13 +150,13 @@ def undo(to_mean, to_free, mean, free, at, beta, top, base, apart, inner, sums, 
 
 @job
 def _undo(b, first, to_mean, to_free, mean, free, at, beta, top, base, apart, inner, sums, d_beta):  # type: ignore[no-untyped-def]
-    n, x, y = u64(top.shape[2]), inner.reshape(-1), sums.reshape(-1)
+    n, x, y, repeats = u64(top.shape[2]), inner.reshape(-1), sums.reshape(-1), inner.shape[2] // top.shape[1]
     below = np.empty(top.shape[2], dtype=f32)
     spread = at[3, 1] != inner.shape[2] * top.shape[2]  # some heads of many
     d_beta[:] = f32(0.0)
     for t in range(first, min(first + TOKENS, inner.shape[1])):
         for h in range(inner.shape[2]):
-            to = _row(inner, b, t, h)
+            to, g = _row(inner, b, t, h), h // repeats
             if spread:
                 _fetch(to_mean, at, 0, b, t, h, n)
                 _fetch(to_free, at, 1, b, t, h, n)
@@ -156,22 +166,22 @@ def _undo(b, first, to_mean, to_free, mean, free, at, beta, top, base, apart, in
             by_mean, by_free = _start(at, 0, b, t, h), _start(at, 1, b, t, h)
             for d in range(n):
                 y[to + d] = mean[from_mean + d]
-            if apart[b, h]:
+            if apart.size and apart[b, h]:
                 for d in range(n):
                     x[to + d] = x[to + n + d] = f32(0.0)
-                    y[to + n + d] = f32(1.0) - base[b, h, d]
+                    y[to + n + d] = f32(1.0) - base[b, g, d]
                 continue
             for d in range(n):
                 x[to + d] = to_mean[by_mean + d]
             for d in range(n):
-                below[d] = free[from_free + d] - top[b, h, d]
+                below[d] = free[from_free + d] - top[b, g, d]
             for d in range(n):
-                y[to + n + d] = exp_less32(below[d] * beta[h, d], base[b, h, d])
+                y[to + n + d] = exp_less32(below[d] * beta[g, d], base[b, g, d])
             for d in range(n):
-                below[d] *= to_free[by_free + d] / beta[h, d]
+                below[d] *= to_free[by_free + d] / beta[g, d]
                 d_beta[h, d] -= below[d]
             for d in range(n):
-                x[to + n + d] = to_free[by_free + d] / (beta[h, d] * (y[to + n + d] + base[b, h, d]))
+                x[to + n + d] = to_free[by_free + d] / (beta[g, d] * (y[to + n + d] + base[b, g, d]))
 
 
 @kernel
