@@ -12,10 +12,13 @@ from torch import Tensor
 
 from femixer import FreeEnergyMixer, conditioner, projection, rotary
 from femixer.conditioner import NormalizedLinear, TimeDecayConditioner
+from femixer.gates import gated_read
 from femixer.kernels import backend, short
+from femixer.kernels.gated_softmax import GatedSoftmax, serves
 from femixer.kernels.softmax import softmax_read
 from femixer.layout import Past, arrange
 from femixer.models.norm import RMSNorm
+from femixer.priors import softmax as softmax_prior
 from femixer.rotary import Turn, rotated
 
 GRADIENTS = ("q", "k", "v", "beta")
@@ -104,6 +107,51 @@ def test_what_is_not_finite_shows():
     mean, free = softmax_read(q, k, v, torch.ones(2, 4))
     assert mean[0, 2:, 0].isnan().all() and mean[0, :2, 0].isfinite().all() and mean[0, :, 1].isfinite().all()
     assert free is not None and free[0, 2:, 0].isnan().all() and free[0, :, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("values", "inverse", "again"),
+    [(1.0, 1.95, ""), (0.01, 1.95, ""), (300.0, 3.0, "causal"), (200.0, 0.02, "causal, encoder"), (0.0, 5.0, "")],
+    ids=["plain", "narrow", "far apart", "cold", "all alike"],
+)
+@pytest.mark.parametrize(("batch", "length", "channels"), [(3, 71, 17), (1, 256, 16), (2, 5, 18)])
+def test_a_gated_read_and_its_gradients_are_the_definitions(batch, length, channels, values, inverse, again, causal):
+    """Read and gates at once, in float32, and one after the other in float64; `again`: where some heads cannot be read in one
+    pass, because rows do not see the largest value or beta is small."""
+    heads = 2
+    q, k = (noise(batch, length, heads, 2 * channels, seed=seed) for seed in (0, 1))
+    v, lam, gate = (noise(batch, length, heads, channels, seed=seed) for seed in (2, 3, 4))
+    v[:, :, 0] *= values  # the other head is an ordinary one
+    beta = torch.ones(heads, channels).double()
+    beta[0] = inverse
+    q, k, v, lam, gate, beta = (t.float().double() for t in (q, k, v, lam, gate, beta))
+    weights, results, made = noise(batch, length, heads, channels, seed=5), [], []
+    for dtype in (torch.float64, torch.float32):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (q, k, v, beta, lam, gate)]
+        if dtype == torch.float64:
+            read = gated_read(*read_by_definition(*leaves[:4], causal, None), *leaves[4:])
+        else:
+            assert serves(heads, 2 * channels, *(leaves[n] for n in (2, 4, 5)))
+            read, *made = GatedSoftmax.apply(*leaves, causal, (2 * channels) ** -0.5, 1e-6)
+        results.append((read, *torch.autograd.grad((read * weights.to(dtype)).sum(), leaves)))
+    assert bool(made[4].numel()) == (("causal" if causal else "encoder") in again) or length == 5
+    for exact, fast in zip(*results, strict=True):
+        scale = max(exact.detach().abs().max().item(), 1.0)
+        assert_close({"x": fast / scale}, {"x": exact / scale}, 2e-5)
+
+
+def test_a_gated_read_is_the_read_with_the_gates_after_it(monkeypatch):
+    """In mixers: the same numbers, whichever way they are made, and what is not finite shows."""
+    mixer, x = stir(FreeEnergyMixer(64, 2)), noise(3, 71, 64, dtype=torch.float32)
+    wanted, calls = mixer(x), []
+    monkeypatch.setattr(softmax_prior, "serves", lambda *_: calls.append(1))
+    assert_close({"y": mixer(x)}, {"y": wanted}, 1e-6)
+    assert calls
+    monkeypatch.undo()
+    x[1, 40, 3] = torch.nan
+    y = mixer(x)
+    assert y[1, 40:].isnan().all() and y[[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize("causal", [True, False])

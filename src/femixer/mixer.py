@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from femixer.budget import solve_widths
 from femixer.conditioner import TimeDecayConditioner
-from femixer.gates import gated_read, inverse_temperature
+from femixer.gates import inverse_temperature
 from femixer.layer import MixerLayer
 from femixer.layout import Layout, Past, arrange
 from femixer.priors import Prior, build_prior, prior_class
@@ -170,8 +170,7 @@ class FreeEnergyMixer(MixerLayer):
         layout, past = arrange(x, mask, segments, before.past)
         turn = self.prior.turn(layout.position)
         inputs, v, lam, gate, context = self._project(x, layout, before.conditioner, turn)
-        mean, free, memory = self.prior.read(inputs, v, self._beta(), layout, before.prior, keep)
-        read = gated_read(mean, free, lam, gate)
+        read, memory = self.prior.gated_read(inputs, v, self._beta(), lam, gate, layout, before.prior, keep)
         y = self.out_proj(self.dropout(read.flatten(-2).to(x.dtype)))
         if layout.padding is not None:
             y = y.masked_fill(layout.padding[..., None], 0)

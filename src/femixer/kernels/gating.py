@@ -35,8 +35,16 @@ class GatedRead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mean, free, lam, gate = ctx.saved_tensors
-        shape = mean.shape
-        results = [mean.new_empty(shape if x is not None else (0,) * 4) for x in (mean, free, lam, gate)]
-        if mean.numel():
-            native("gates").backward(*memory(mean, free, lam, gate, grad), ctx.eps, *(x.numpy() for x in results))
+        results = gradients_of_gates(grad, mean, free, lam, gate, ctx.eps)
         return *(None if x is None else d for x, d in zip((mean, free, lam, gate), results, strict=True)), None
+
+
+def gradients_of_gates(
+    grad: Tensor, mean: Tensor, free: Tensor | None, lam: Tensor | None, gate: Tensor | None, eps: float
+) -> list[Tensor]:
+    """Of mean, free, lam and gate; empty for what is not there."""
+    shape = mean.shape
+    results = [mean.new_empty(shape if x is not None else (0,) * 4) for x in (mean, free, lam, gate)]
+    if mean.numel():
+        native("gates").backward(*memory(mean, free, lam, gate, grad), eps, *(x.numpy() for x in results))
+    return results

@@ -228,7 +228,7 @@ def _one_pass_backward(
     return dq, dk, dv, dbeta
 
 
-def _gradients_now(
+def gradients_now(
     grad_mean: Tensor,
     grad_free: Tensor | None,
     q: Tensor,
@@ -312,7 +312,7 @@ def _gradients_now(
     return dq, dk, dv, dbeta, dbias
 
 
-_gradients = torch.library.custom_op("femixer::softmax_read_backward", mutates_args=())(_gradients_now)
+_gradients = torch.library.custom_op("femixer::softmax_read_backward", mutates_args=())(gradients_now)
 
 
 @_gradients.register_fake
@@ -363,4 +363,4 @@ class Read(torch.autograd.Function):
 
     forward = staticmethod(_read_now)
     setup_context = staticmethod(_setup)
-    backward = staticmethod(once_differentiable(_backward_by(_gradients_now)))  # type: ignore[assignment]
+    backward = staticmethod(once_differentiable(_backward_by(gradients_now)))  # type: ignore[assignment]

@@ -141,11 +141,12 @@ def read_sums(sums: Tensor, beta: Tensor, shift: Shift, span: Range) -> tuple[Te
     """From the sums (mu | total - base) [B, T, H, 2D], which are used up, to mu and F [B, T, H, D], their parts, and the
     heads [B, H] for which F is not good to 1e-5."""
     b, t, h, d = *sums.shape[:3], sums.shape[3] // 2
+    mean, total = sums.split(d, -1)
     if eager_kernels(sums) and sums.stride(3) == 1:
         doubtful = torch.zeros(b, h, dtype=torch.bool)
-        native("streams").settle(*memory(sums), (b, t, h, d), *_arrays(beta, shift, span), LIMITS, array(doubtful))
-        return *sums.split(d, -1), doubtful
-    mean, total = sums.split(d, -1)
+        given = *memory(sums, total), (b, t, h, d), *_arrays(beta, shift, span), LIMITS
+        native("streams").settle(*given, array(doubtful))
+        return mean, total, doubtful
     free, exact = logarithm(total, beta, shift.per_head(h // beta.shape[0]), span)
     # Rounding, or a sum beyond sight, may put F below the mean.
     return mean, torch.maximum(free, mean, out=free), exact

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from femixer.gates import gated_read
 from femixer.layout import Layout
 from femixer.projection import Columns
 from femixer.rotary import Turn
@@ -77,6 +78,21 @@ class Prior(nn.Module):
         keep: whether a next state is wanted.
         """
         raise TypeError(f"{type(self).__name__} must define read()")
+
+    def gated_read(
+        self,
+        inputs: dict[str, Tensor],
+        v: Tensor,
+        beta: Tensor | None,
+        lam: Tensor | None,
+        gate: Tensor | None,
+        layout: Layout,
+        state: Any,
+        keep: bool,
+    ) -> tuple[Tensor, Any]:
+        """`read` and then the gates, by their logits [B, T, H, D]: what the mixer calls. A prior may do both at once."""
+        mean, free, memory = self.read(inputs, v, beta, layout, state, keep)
+        return gated_read(mean, free, lam, gate), memory
 
     def weights(
         self,

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from femixer.gates import EPS
 from femixer.kernels.attend import Geometry
 from femixer.kernels.backend import one_token
+from femixer.kernels.gated_softmax import gated_softmax, serves
 from femixer.kernels.softmax import softmax_read
 from femixer.kernels.softmax_step import CACHE_HEADROOM, compiled_step, softmax_step
 from femixer.layout import Layout, runs_together
@@ -167,6 +169,24 @@ class SoftmaxPrior(Prior):
         else:
             mean, free = self._whole(q, cache, beta, bias, runs)
         return mean, free, self._forget(cache)
+
+    def gated_read(
+        self,
+        inputs: dict[str, Tensor],
+        v: Tensor,
+        beta: Tensor | None,
+        lam: Tensor | None,
+        gate: Tensor | None,
+        layout: Layout,
+        state: Any,
+        keep: bool,
+    ) -> tuple[Tensor, Any]:
+        width, sees_all = self.widths.key, self.window is None or self.window >= v.shape[1]
+        if state is None and not keep and layout.run is None and self.score_bias is None and sees_all:
+            if beta is not None and lam is not None and gate is not None and serves(self.heads, width, v, lam, gate):
+                q, k = self._heads(inputs, layout.position, v.dtype)
+                return gated_softmax(q, k, v, beta.to(v.dtype), lam, gate, self.causal, EPS), None
+        return super().gated_read(inputs, v, beta, lam, gate, layout, state, keep)
 
     def _whole(
         self, q: Tensor, cache: Cache, beta: Tensor | None, bias: Tensor | None, runs: tuple[Tensor, Tensor] | None

@@ -10,7 +10,8 @@ from pathlib import Path
 def _forget_outdated() -> None:
     """Delete cached kernels that are older than what they inline: numba looks only at the file of a kernel itself."""
     here = Path(__file__)
-    shared = max(here.with_name(name).stat().st_mtime for name in ("primitives.py", "narrow.py"))
+    names = ("primitives.py", "narrow.py", "streams.py", "gates.py")
+    shared = max(here.with_name(name).stat().st_mtime for name in names)
     for path in here.parent.glob("__pycache__/*.nb[ic]"):
         with suppress(OSError):  # another process did it, or the folder is not ours to write
             if path.stat().st_mtime < shared:

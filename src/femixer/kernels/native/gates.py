@@ -40,32 +40,32 @@ def forward(mean, free, lam, gate, at, eps, out):  # type: ignore[no-untyped-def
     """out [B, T, H, D] = softplus(gate) / rms * ((1 - sigmoid(lam)) mean + sigmoid(lam) free)."""
     step = _tokens(out)
     for task in prange(-(-out.shape[0] * out.shape[1] // step)):
-        _forward(task * step, step, mean, free, lam, gate, at, f32(eps), out)
+        gate_tokens(task * step, step, mean, free, lam, gate, at, f32(eps), out)
 
 
 @job
-def _forward(first, step, mean, free, lam, gate, at, eps, out):  # type: ignore[no-untyped-def]
+def gate_tokens(first, step, mean, free, lam, gate, at, eps, out):  # type: ignore[no-untyped-def]
     count = min(step, out.shape[0] * out.shape[1] - first)
     y = _part(out, out, first, count)
     r = np.empty((POSITIVE + 1, y.size), dtype=f32)
-    mu = _row(mean, MEAN, first, count, out, at, r)
+    mu = row_of(mean, MEAN, first, count, out, at, r)
     if lam.size:
-        _mix(mu, _row(free, FREE, first, count, out, at, r), _row(lam, LAM, first, count, out, at, r), y)
+        mix(mu, row_of(free, FREE, first, count, out, at, r), row_of(lam, LAM, first, count, out, at, r), y)
     else:
         y[:] = mu
     if gate.size:
-        _softplus(_row(gate, GATE, first, count, out, at, r), r[POSITIVE])
+        softplus_of(row_of(gate, GATE, first, count, out, at, r), r[POSITIVE])
         _scale(r[POSITIVE], out.shape[3], eps, y)
 
 
 @job
-def _mix(mean, free, lam, y):  # type: ignore[no-untyped-def]
+def mix(mean, free, lam, y):  # type: ignore[no-untyped-def]
     for i in range(u64(y.size)):
         y[i] = mean[i] + sigmoid32(lam[i]) * (free[i] - mean[i])
 
 
 @job
-def _softplus(x, y):  # type: ignore[no-untyped-def]
+def softplus_of(x, y):  # type: ignore[no-untyped-def]
     for i in range(u64(y.size)):
         y[i] = softplus32(x[i])
 
@@ -96,25 +96,25 @@ def _backward(first, step, mean, free, lam, gate, grad, at, eps, to_mean, to_fre
     count = min(step, to_mean.shape[0] * to_mean.shape[1] - first)
     to_read = _part(to_mean, to_mean, first, count)
     r = np.empty((ABOVE + 1, to_read.size), dtype=f32)
-    read = _row(mean, MEAN, first, count, to_mean, at, r)
+    read = row_of(mean, MEAN, first, count, to_mean, at, r)
     if lam.size:
-        logits = _row(lam, LAM, first, count, to_mean, at, r)
-        _parts(read, _row(free, FREE, first, count, to_mean, at, r), logits, r[SHARE], r[ABOVE], r[READ])
+        logits = row_of(lam, LAM, first, count, to_mean, at, r)
+        parts_of(read, row_of(free, FREE, first, count, to_mean, at, r), logits, r[SHARE], r[ABOVE], r[READ])
         read = r[READ]
-    by = _row(grad, GRAD, first, count, to_mean, at, r)
+    by = row_of(grad, GRAD, first, count, to_mean, at, r)
     if gate.size:
-        _slopes(_row(gate, GATE, first, count, to_mean, at, r), r[POSITIVE], r[SLOPE])
+        slopes_of(row_of(gate, GATE, first, count, to_mean, at, r), r[POSITIVE], r[SLOPE])
         d_gate = _part(to_gate, to_mean, first, count)
-        _through_gate(read, r[POSITIVE], r[SLOPE], by, to_mean.shape[3], eps, d_gate, to_read)
+        through_gate(read, r[POSITIVE], r[SLOPE], by, to_mean.shape[3], eps, d_gate, to_read)
     else:
         to_read[:] = by
     if lam.size:
         d_free, d_lam = _part(to_free, to_mean, first, count), _part(to_lam, to_mean, first, count)
-        _divide(r[SHARE], r[ABOVE], to_read, d_free, d_lam)
+        divide(r[SHARE], r[ABOVE], to_read, d_free, d_lam)
 
 
 @job
-def _parts(mean, free, lam, share, above, read):  # type: ignore[no-untyped-def]
+def parts_of(mean, free, lam, share, above, read):  # type: ignore[no-untyped-def]
     for i in range(u64(read.size)):
         share[i] = sigmoid32(lam[i])
         above[i] = free[i] - mean[i]
@@ -122,13 +122,13 @@ def _parts(mean, free, lam, share, above, read):  # type: ignore[no-untyped-def]
 
 
 @job
-def _slopes(x, y, slope):  # type: ignore[no-untyped-def]
+def slopes_of(x, y, slope):  # type: ignore[no-untyped-def]
     for i in range(u64(y.size)):
         y[i], slope[i] = softplus_slope32(x[i])
 
 
 @job
-def _divide(share, above, to_read, to_free, to_lam):  # type: ignore[no-untyped-def]
+def divide(share, above, to_read, to_free, to_lam):  # type: ignore[no-untyped-def]
     """From the gradient of the read to those of mean, in its place, free and lam."""
     for i in range(u64(to_read.size)):
         to_free[i] = to_read[i] * share[i]
@@ -137,7 +137,7 @@ def _divide(share, above, to_read, to_free, to_lam):  # type: ignore[no-untyped-
 
 
 @summing
-def _through_gate(read, positive, slope, grad, channels, eps, to_gate, to_read):  # type: ignore[no-untyped-def]
+def through_gate(read, positive, slope, grad, channels, eps, to_gate, to_read):  # type: ignore[no-untyped-def]
     """The gradients of the logits and of the read.
 
     d g / d positive = scale (1 - g gᵀ / D): the norm takes out what points along g.
@@ -170,7 +170,7 @@ def _part(x, like, first, count):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _row(x, line, first, count, like, at, r):  # type: ignore[no-untyped-def]
+def row_of(x, line, first, count, like, at, r):  # type: ignore[no-untyped-def]
     """The same of any tensor; what is not a row in memory is gathered in r[line]."""
     length, heads, size = like.shape[1], like.shape[2], like.shape[3]
     b, t = first // length, first % length

@@ -33,13 +33,13 @@ def span(v, at, length, beta, narrow, bottom, top, base):  # type: ignore[no-unt
     high = np.empty((batch, tasks, groups, channels), dtype=f32)
     for task in prange(batch * tasks):
         b, part = task // tasks, task % tasks
-        _span(b, part * TOKENS, v, at, length, low[b, part], high[b, part])
+        span_of(b, part * TOKENS, v, at, length, low[b, part], high[b, part])
     for b in range(batch):
-        _unite(low[b], high[b], beta, f32(narrow), bottom[b], top[b], base[b])
+        unite(low[b], high[b], beta, f32(narrow), bottom[b], top[b], base[b])
 
 
 @job
-def _unite(low, high, beta, narrow, bottom, top, base):  # type: ignore[no-untyped-def]
+def unite(low, high, beta, narrow, bottom, top, base):  # type: ignore[no-untyped-def]
     for g in range(top.shape[0]):
         for d in range(top.shape[1]):
             bottom[g, d], top[g, d] = low[0, g, d], high[0, g, d]
@@ -51,7 +51,7 @@ def _unite(low, high, beta, narrow, bottom, top, base):  # type: ignore[no-untyp
 
 
 @job
-def _span(b, first, v, at, length, bottom, top):  # type: ignore[no-untyped-def]
+def span_of(b, first, v, at, length, bottom, top):  # type: ignore[no-untyped-def]
     heads, n = top.shape
     if at[0, 2] == n:  # heads lie side by side too
         heads, n = 1, heads * n
@@ -77,11 +77,11 @@ def streams(v, at, beta, top, base, out):  # type: ignore[no-untyped-def]
     """out [B, S, G, 2 D] = v | exp(beta min(v - top, 0)) - base."""
     per_sequence = stretches(out.shape[1])
     for task in prange(out.shape[0] * per_sequence):
-        _streams(task // per_sequence, task % per_sequence * TOKENS, v, at, beta, top, base, out)
+        streams_of(task // per_sequence, task % per_sequence * TOKENS, v, at, beta, top, base, out)
 
 
 @job
-def _streams(b, first, v, at, beta, top, base, out):  # type: ignore[no-untyped-def]
+def streams_of(b, first, v, at, beta, top, base, out):  # type: ignore[no-untyped-def]
     n, y = u64(top.shape[2]), out.reshape(-1)
     for t in range(first, min(first + TOKENS, out.shape[1])):
         for h in range(out.shape[2]):
@@ -95,8 +95,8 @@ def _streams(b, first, v, at, beta, top, base, out):  # type: ignore[no-untyped-
 
 
 @kernel
-def settle(sums, at, shape, beta, bottom, top, base, limits, doubtful):  # type: ignore[no-untyped-def]
-    """From the sums (mu | total - base) [B, T, H, 2 D] to mu and F, in place; shape = (B, T, H, D).
+def settle(sums, free, at, shape, beta, bottom, top, base, limits, doubtful):  # type: ignore[no-untyped-def]
+    """From the sums (mu | total - base) [B, T, H, 2 D] to F, which may lie where the totals do; shape = (B, T, H, D).
 
     Heads whose F is not good are marked as doubtful [B, H], by the limits of `femixer.kernels.streams`: the least total,
     nats of a narrow channel, the least beta of others, and how far F may lie below top.
@@ -104,26 +104,28 @@ def settle(sums, at, shape, beta, bottom, top, base, limits, doubtful):  # type:
     per_sequence = stretches(shape[1])
     for task in prange(shape[0] * per_sequence):
         b, first = task // per_sequence, task % per_sequence * TOKENS
-        _settle(b, first, sums, at, shape, beta, bottom[b], top[b], base[b], limits, doubtful[b])
+        settle_tokens(b, first, sums, free, at, shape, beta, bottom[b], top[b], base[b], limits, doubtful[b])
 
 
 @job
-def _settle(b, first, sums, at, shape, beta, bottom, top, base, limits, doubtful):  # type: ignore[no-untyped-def]
+def settle_tokens(b, first, sums, free, at, shape, beta, bottom, top, base, limits, doubtful):  # type: ignore[no-untyped-def]
     n, repeats, last = u64(shape[3]), shape[2] // top.shape[0], min(first + TOKENS, shape[1])
-    least = np.empty(shape[3], dtype=f32)
+    least, row = np.empty(shape[3], dtype=f32), np.empty(shape[3], dtype=f32)
     for h in range(shape[2]):
         g = h // repeats
         least[:] = f32(np.inf)
         for t in range(first, last):
-            start = _start(at, 0, b, t, h)
+            start, to = _start(at, 0, b, t, h), _start(at, 1, b, t, h)
             for d in range(n):
                 least[d] = min(least[d], sums[start + n + d] + base[g, d])
             for d in range(n):
-                sums[start + n + d] = log_plus32(sums[start + n + d], base[g, d])
+                row[d] = log_plus32(sums[start + n + d], base[g, d])
             for d in range(n):
-                f, average = top[g, d] + sums[start + n + d] / beta[g, d], sums[start + d]
+                f, average = top[g, d] + row[d] / beta[g, d], sums[start + d]
                 # Rounding, or a sum beyond sight, may put F below the mean.
-                sums[start + n + d] = average if f < average else f
+                row[d] = average if f < average else f
+            for d in range(n):
+                free[to + d] = row[d]
         high = False
         for d in range(n):
             height = top[g, d] - bottom[g, d]
@@ -132,9 +134,9 @@ def _settle(b, first, sums, at, shape, beta, bottom, top, base, limits, doubtful
                 doubtful[h] = True
         if high:
             for t in range(first, last):
-                start = _start(at, 0, b, t, h) + n
+                to = _start(at, 1, b, t, h)
                 for d in range(n):
-                    if top[g, d] - sums[start + d] > limits[3] * max(abs(sums[start + d]), f32(1.0)):
+                    if top[g, d] - free[to + d] > limits[3] * max(abs(free[to + d]), f32(1.0)):
                         doubtful[h] = True
 
 
@@ -145,11 +147,11 @@ def undo(to_mean, to_free, mean, free, at, beta, top, base, apart, inner, sums, 
     per_sequence = stretches(inner.shape[1])
     for task in prange(inner.shape[0] * per_sequence):
         b, first = task // per_sequence, task % per_sequence * TOKENS
-        _undo(b, first, to_mean, to_free, mean, free, at, beta, top, base, apart, inner, sums, d_beta[task])
+        undo_tokens(b, first, to_mean, to_free, mean, free, at, beta, top, base, apart, inner, sums, d_beta[task])
 
 
 @job
-def _undo(b, first, to_mean, to_free, mean, free, at, beta, top, base, apart, inner, sums, d_beta):  # type: ignore[no-untyped-def]
+def undo_tokens(b, first, to_mean, to_free, mean, free, at, beta, top, base, apart, inner, sums, d_beta):  # type: ignore[no-untyped-def]
     n, x, y, repeats = u64(top.shape[2]), inner.reshape(-1), sums.reshape(-1), inner.shape[2] // top.shape[1]
     below = np.empty(top.shape[2], dtype=f32)
     spread = at[3, 1] != inner.shape[2] * top.shape[2]  # some heads of many

@@ -1,0 +1,105 @@
+"""The softmax read of sequences of some hundred tokens together with its gates, as few compiled kernels around attention.
+
+What `femixer.kernels.softmax` and `femixer.kernels.gating` do one after the other, for the plain case: every token is
+real and sees all others (or all before it), all heads have keys of their own, and queries are as wide as both streams.
+There the calls of a dozen small steps, and the memory between them, take as long as the steps themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from femixer.kernels import blocked, short, softmax
+from femixer.kernels.attend import Geometry, attend, attend_backward
+from femixer.kernels.backend import array, eager_kernels, memory, native
+from femixer.kernels.function import run
+from femixer.kernels.gating import GatedRead, gradients_of_gates
+from femixer.kernels.precision import without_autocast
+from femixer.kernels.streams import LIMITS, NARROW, Shift, undo_streams
+
+
+def serves(heads: int, width: int, v: Tensor, lam: Tensor, gate: Tensor) -> bool:
+    """Whether `gated_softmax` is for these heads of queries and keys of some width; v [B, T, G, D]."""
+    length, groups, channels = v.shape[1:]
+    if length > softmax.SHORT or groups != heads or width != 2 * channels or type(v) is not Tensor:
+        return False
+    if length <= short.LENGTH and width <= short.WIDTH:  # all of it is one kernel there
+        return False
+    return lam.dtype == gate.dtype == v.dtype and eager_kernels(v)
+
+
+def gated_softmax(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, lam: Tensor, gate: Tensor, causal: bool, eps: float
+) -> Tensor:
+    """The gated read [B, T, H, D]; beta [H, D], lam and gate [B, T, H, D] logits, eps of the gate's norm."""
+    with without_autocast(q.device):
+        read, *_ = run(GatedSoftmax, q, k, v, beta, lam, gate, causal, q.shape[-1] ** -0.5, eps)
+    return read
+
+
+class GatedSoftmax(torch.autograd.Function):
+    """-> (gated read; sums (mu | total - base), F, the streams; log-normalizers; heads that were read again, or nothing;
+    shift), all kept: sequences are short."""
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, beta: Tensor, lam: Tensor, gate: Tensor, causal: bool, scale: float, eps: float
+    ) -> tuple[Tensor, ...]:
+        b, t, h, d = v.shape
+        shift, streams = v.new_empty(3, b, h, d), v.new_empty(b, t, h, 2 * d)
+        free, read = v.new_empty(b, t, h, d), v.new_empty(b, t, h, d)
+        inverse, ranges, doubtful = array(beta.contiguous()), array(shift), np.zeros((b, h), dtype=np.bool_)
+        kernels = native("gated_softmax")
+        kernels.forward_streams(*memory(v), inverse, NARROW, ranges, array(streams))
+        out, log_z = attend(*(x.transpose(1, 2) for x in (q, k, streams)), None, causal, scale)
+        sums = out.transpose(1, 2)
+        kernels.forward(*memory(sums, free, lam, gate), inverse, ranges, LIMITS, eps, doubtful, array(read))
+        exact = q.new_empty(0, dtype=torch.bool)
+        if doubtful.any():
+            exact = torch.from_numpy(doubtful)
+            for job in blocked.jobs(exact, q, k, v, beta, Geometry(None, None, None, causal, None), scale):
+                job.put(free, blocked.free_energy(job.sequences))
+            torch.maximum(free, sums[..., :d], out=free)
+            read = GatedRead.forward(sums[..., :d], free, lam, gate, eps)
+        return read, sums, free, streams, log_z, exact, shift
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.causal, ctx.scale, ctx.eps = inputs
+        ctx.save_for_backward(*tensors, *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, beta, lam, gate, sums, free, streams, log_z, exact, shift = ctx.saved_tensors
+        if exact.numel():
+            return *_gradients_in_steps(ctx, grad), None, None, None
+        inner, d_beta = torch.empty_like(streams), v.new_empty(shift.shape[1:])
+        to_lam, to_gate = v.new_empty(v.shape), v.new_empty(v.shape)
+        *inputs, at = memory(grad, sums, free, lam, gate)
+        given = at[[1, 2, 3, 4, 0]], array(beta.contiguous()), array(shift), ctx.eps
+        native("gated_softmax").backward(*inputs, *given, *map(array, (inner, to_lam, to_gate, d_beta)))
+        with without_autocast(q.device):
+            turned = (x.transpose(1, 2) for x in (inner, q, k, streams, sums))
+            dq, dk, to_streams = attend_backward(*turned, log_z, None, ctx.causal, ctx.scale)
+            where = Shift(shift[1][:, None], shift[2][:, None])
+            dv, to_beta = undo_streams(to_streams.transpose(1, 2), streams, v, beta, where)
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv, d_beta.sum(0) + to_beta, to_lam, to_gate, None, None, None
+
+
+def _gradients_in_steps(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    """Where heads were read again: first through the gates, then through the read."""
+    q, k, v, beta, lam, gate, sums, free, _, log_z, exact, shift = ctx.saved_tensors
+    mean = sums[..., : v.shape[3]]
+    to_mean, to_free, to_lam, to_gate = gradients_of_gates(grad, mean, free, lam, gate, ctx.eps)
+    top, base = shift[1][:, None], shift[2][:, None]
+    given = q, k, v, beta, None, None, None, mean, free, log_z, exact, top, base, ctx.causal, None, ctx.scale, False
+    with without_autocast(q.device):
+        dq, dk, dv, d_beta, _ = softmax.gradients_now(to_mean, to_free, *given)
+    return dq, dk, dv, d_beta, to_lam, to_gate
