@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ FEW, ROWS = 24, 512
 # Numbers that are normalized at a time, where there are more outputs.
 NUMBERS = 2**20
 SHORTEST_SPAN, LONGEST_SPAN = 2.0, 1000.0
+_NONE = np.empty((0, 0), dtype=np.float32)
 
 
 def memory_spans(count: int) -> Tensor:
@@ -110,10 +112,11 @@ class Features(torch.autograd.Function):
     def forward(
         x: Tensor, weight: Tensor, bias: Tensor, marks: Tensor | None, initial: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        y = normalized_linear(x, weight, bias)
+        few = weight.shape[0] <= FEW
+        y = x.new_empty(*x.shape[:2], weight.shape[0]) if few else normalized_linear(x, weight, bias)
         features, last = y.new_empty(*y.shape[:2], initial.shape[1]), torch.empty_like(initial)
-        inputs = (y, or_empty(marks), initial.contiguous())
-        native("conditioner").forward(*map(array, inputs), causal, EPS, array(features), array(last))
+        given = rows(x), array(weight) if few else _NONE, array(bias), array(or_empty(marks)), array(initial.contiguous())
+        native("conditioner").forward(*given, causal, EPS, *map(array, (y, features, last)))
         return features, last, y
 
     @staticmethod
@@ -126,10 +129,18 @@ class Features(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, to_last: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, marks, initial, y = ctx.saved_tensors
+        few = weight.shape[0] <= FEW
         to_y, to_initial = y.new_empty(y.shape), y.new_empty(initial.shape)
+        to_x = torch.empty_like(x, memory_format=torch.contiguous_format) if few else x
+        to_weight = y.new_empty(-(-y.shape[0] * y.shape[1] // ROWS) if few else 0, *weight.shape)
         inputs = (grad.contiguous(), to_last.contiguous(), y, or_empty(marks), initial.contiguous())
-        native("conditioner").backward(*map(array, inputs), ctx.causal, EPS, array(to_y), array(to_initial))
-        return *normalized_linear_gradients(to_y, x, weight), None, to_initial, None
+        given = *map(array, inputs), ctx.causal, EPS, rows(x), array(weight) if few else _NONE
+        native("conditioner").backward(*given, array(to_y), array(to_initial), rows(to_x), array(to_weight))
+        if few:
+            grads = to_x, to_weight.sum(0), to_y.sum((0, 1))
+        else:
+            grads = normalized_linear_gradients(to_y, x, weight)
+        return *grads, None, to_initial, None
 
 
 class NormalizedLinear(torch.autograd.Function):
@@ -155,9 +166,6 @@ def normalized_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return F.linear(F.layer_norm(x, x.shape[-1:], eps=EPS), weight, bias)
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
-    if weight.shape[0] <= FEW and eager_kernels(x):
-        native("conditioner").normalized_linear(rows(x), array(weight), array(bias), EPS, rows(out))
-        return out
     tokens, y = x.flatten(0, -2), out.flatten(0, -2)
     for at in _stretches(tokens):
         torch.addmm(bias, F.layer_norm(tokens[at], x.shape[-1:], eps=EPS), weight.mT, out=y[at])
@@ -167,12 +175,6 @@ def normalized_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def normalized_linear_gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of x, weight and bias."""
     flat, tokens, shape = grad.flatten(0, -2), x.flatten(0, -2), list(x.shape[-1:])
-    if weight.shape[0] <= FEW and eager_kernels(x):
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-        tasks = x.new_empty(-(-flat.shape[0] // ROWS), *weight.shape)
-        given = (rows(grad), rows(x), array(weight), EPS)
-        native("conditioner").normalized_linear_backward(*given, rows(dx), array(tasks))
-        return dx, tasks.sum(0), flat.sum(0)
     pieces, dweight = [], torch.zeros_like(weight)
     with without_autocast(x.device):
         for at in _stretches(tokens):

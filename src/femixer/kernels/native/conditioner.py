@@ -12,16 +12,7 @@ import numpy as np
 from numba import prange
 
 from femixer.kernels.native.narrow import add_outer, combine, products, take
-from femixer.kernels.native.primitives import (
-    busy_kernel,
-    f32,
-    inline,
-    job,
-    kernel,
-    sigmoid32,
-    softplus32,
-    summing,
-)
+from femixer.kernels.native.primitives import busy_kernel, f32, inline, job, sigmoid32, softplus32, summing
 
 START, END, PADDING = 1, 2, 4
 LANES = 32
@@ -30,11 +21,16 @@ LEAST = f32(1e-12)
 
 
 @busy_kernel
-def forward(y, marks, initial, causal, eps, features, last):  # type: ignore[no-untyped-def]
-    """features [B, T, C] and the state after the last token [B, C].
+def forward(x, weight, bias, marks, initial, causal, eps, y, features, last):  # type: ignore[no-untyped-def]
+    """y [B, T, 3 C] = LN(x) Wᵀ + b: s, u and a; from them features [B, T, C] and the state after the last token [B, C].
 
-    y [B, T, 3 C]: s, u and a; marks int8 [B, T], or empty where there are none; initial [B, C].
+    x [n, dim], weight [3 C, dim]; where the weight is empty y is there already. marks int8 [B, T], or empty where there
+    are none; initial [B, C].
     """
+    if weight.size:
+        flat = y.reshape(-1, y.shape[2])
+        for task in prange(-(-x.shape[0] // LANES)):
+            _normalized_linear(task * LANES, min((task + 1) * LANES, x.shape[0]), x, weight, bias, f32(eps), flat)
     for b in prange(y.shape[0]):
         _forward(y[b], marks[min(b, marks.shape[0]) : b + 1], initial[b], causal, eps, features[b], last[b])
 
@@ -60,20 +56,17 @@ def _forward(y, marks, initial, causal, eps, features, last):  # type: ignore[no
 
 
 @busy_kernel
-def backward(grad, to_last, y, marks, initial, causal, eps, to_y, to_initial):  # type: ignore[no-untyped-def]
-    """Gradients of y and of the initial state, from those of the features and of the last state."""
+def backward(grad, to_last, y, marks, initial, causal, eps, x, weight, to_y, to_initial, to_x, to_weight):  # type: ignore[no-untyped-def]
+    """Gradients of y and of the initial state, from those of the features and of the last state; if there is a weight,
+    those of x and, from the rows of each task, [tasks, 3 C, dim], of the weight."""
     for b in prange(y.shape[0]):
-        _backward(
-            grad[b],
-            to_last[b],
-            y[b],
-            marks[min(b, marks.shape[0]) : b + 1],
-            initial[b],
-            causal,
-            eps,
-            to_y[b],
-            to_initial[b],
-        )
+        line = slice(min(b, marks.shape[0]), b + 1)
+        _backward(grad[b], to_last[b], y[b], marks[line], initial[b], causal, eps, to_y[b], to_initial[b])
+    if weight.size:
+        flat, step = to_y.reshape(-1, to_y.shape[2]), -(-x.shape[0] // to_weight.shape[0])
+        for task in prange(to_weight.shape[0]):
+            rows = slice(task * step, min((task + 1) * step, x.shape[0]))
+            _normalized_linear_backward(flat[rows], x[rows], weight, f32(eps), to_x[rows], to_weight[task])
 
 
 @job
@@ -236,13 +229,6 @@ def _store(x, out, column):  # type: ignore[no-untyped-def]
             out[lane, column + c] = x[c, lane]
 
 
-@kernel
-def normalized_linear(x, weight, bias, eps, out):  # type: ignore[no-untyped-def]
-    """out [n, outputs] = LN(x) Wᵀ + b for few outputs; x [n, dim], weight [outputs, dim]."""
-    for task in prange(-(-x.shape[0] // LANES)):
-        _normalized_linear(task * LANES, min((task + 1) * LANES, x.shape[0]), x, weight, bias, f32(eps), out)
-
-
 @job
 def _normalized_linear(first, last, x, weight, bias, eps, out):  # type: ignore[no-untyped-def]
     centred, y = np.zeros((4, x.shape[1]), dtype=f32), np.empty((4, weight.shape[0]), dtype=f32)
@@ -254,15 +240,6 @@ def _normalized_linear(first, last, x, weight, bias, eps, out):  # type: ignore[
         for k in range(min(4, last - start)):
             for o in range(y.shape[1]):
                 out[start + k, o] = y[k, o] * scale[k] + bias[o]
-
-
-@kernel
-def normalized_linear_backward(grad, x, weight, eps, to_x, to_weight):  # type: ignore[no-untyped-def]
-    """Gradients of x, and those of the weight from the rows of each task, [tasks, outputs, dim]."""
-    step = -(-x.shape[0] // to_weight.shape[0])
-    for task in prange(to_weight.shape[0]):
-        rows = slice(task * step, min((task + 1) * step, x.shape[0]))
-        _normalized_linear_backward(grad[rows], x[rows], weight, f32(eps), to_x[rows], to_weight[task])
 
 
 @job
