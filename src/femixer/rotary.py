@@ -181,6 +181,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         a, b = pairs.unbind(-1)
         return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
     if any(step % 2 for step in (*pairs.stride()[:-1], pairs.storage_offset())):
-        pairs = pairs.contiguous()  # complex numbers lie at even places
+        pairs = pairs.clone(memory_format=torch.contiguous_format)  # complex numbers lie at even places
     # One complex product; several times faster than the real form written out.
     return torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin)).flatten(-2)
