@@ -121,7 +121,8 @@ class FreeEnergyMixer(MixerLayer):
         """[kv_heads, d_v], positive."""
         if self.raw_beta is None:
             return None
-        return inverse_temperature(self.raw_beta).expand(-1, self.widths.value)
+        beta = inverse_temperature(self.raw_beta)
+        return beta if beta.shape[1] == self.widths.value else beta.expand(-1, self.widths.value)
 
     @property
     def beta_max(self) -> Tensor:
@@ -182,8 +183,7 @@ class FreeEnergyMixer(MixerLayer):
         features = None
         if self.conditioner is not None:
             features, context = self.conditioner(x, layout, context)
-        inputs, values = project(x, features, self.prior_proj, self.value_proj, turn)
-        values = {name: piece.unflatten(-1, (-1, self.widths.value)) for name, piece in values.items()}
+        inputs, values = project(x, features, self.prior_proj, self.value_proj, turn, self.widths.value)
         return Projected(inputs, values["v"], values.get("lam"), values.get("gate"), context)
 
     def prepare(

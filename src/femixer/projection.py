@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -99,19 +100,22 @@ class Projection(nn.Module):
 
 
 def project(
-    x: Tensor, features: Tensor | None, prior: Projection | None, value: Projection, turn: Turn | None
+    x: Tensor, features: Tensor | None, prior: Projection | None, value: Projection, turn: Turn | None, size: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Both projections of x [B, T, dim], by name; the prior's may be turned already."""
+    """Both projections of x [B, T, dim], by name; the prior's may be turned already, the values are heads of some size,
+    [B, T, heads, size]."""
     both = [value] if prior is None else [value, prior]  # additive columns come last
     trained = features is not None and torch.is_grad_enabled() and few(x, features)
     if trained and all(each.is_plain(x) for each in both):
         weights = (w for each in both for w in (each.linear.weight, each.linear.bias, each.modulation))
+        sizes = [(-1, size)] * len(value.widths) + [(-1,)] * (0 if prior is None else len(prior.widths))
         widths = [width for each in both for width in each.widths]
-        pieces = run(Project, x, features, sum(each.scaled for each in both), widths, *weights)
+        pieces = run(Project, x, features, sum(each.scaled for each in both), widths, sizes, *weights)
         named = zip((name for each in both for name in each.columns), pieces, strict=True)
         values = dict(itertools.islice(named, len(value.columns)))
         return dict(named), values
-    return {} if prior is None else prior(x, features, turn), value(x, features)
+    inputs = {} if prior is None else prior(x, features, turn)
+    return inputs, {name: piece.unflatten(-1, (-1, size)) for name, piece in value(x, features).items()}
 
 
 class Project(torch.autograd.Function):
@@ -124,8 +128,15 @@ class Project(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, features: Tensor, scaled: int, widths: list[int], *weights: Tensor | None) -> tuple[Tensor, ...]:
-        """weights: W, b or None, and M of each projection."""
+    def forward(
+        x: Tensor,
+        features: Tensor,
+        scaled: int,
+        widths: list[int],
+        sizes: list[tuple[int, ...]],
+        *weights: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """sizes: the last dimensions of each piece; weights: W, b or None, and M of each projection."""
         rows, y, start = x.flatten(0, -2), x.new_empty(*x.shape[:-1], sum(widths)), 0
         flat = y.view(-1, y.shape[-1])
         for weight, bias in zip(weights[::3], weights[1::3], strict=True):
@@ -137,11 +148,11 @@ class Project(torch.autograd.Function):
                 torch.addmm(bias, rows, weight.mT, out=into)
             start += weight.shape[0]
         native("modulation").forward(*map(array, (flat, _few_rows(features), _beside(weights[2::3]), flat)), scaled)
-        return y.split(widths, -1)
+        return tuple(piece.unflatten(-1, size) for piece, size in zip(y.split(widths, -1), sizes, strict=True))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, features, ctx.scaled, _, *weights = inputs
+        x, features, ctx.scaled, _, _, *weights = inputs
         ctx.save_for_backward(x, features, *output, *weights)
         ctx.pieces = len(output)
 
@@ -154,7 +165,7 @@ class Project(torch.autograd.Function):
         y = _whole(pieces, m.shape[1])
         dy, df = torch.empty_like(y), torch.empty_like(f)
         dm = y.new_empty(-(-y.shape[0] // ROWS), *m.shape)
-        given = tuple(array(g.contiguous().view(-1, g.shape[-1])) for g in grads)
+        given = tuple(array(g.contiguous().view(len(rows), -1)) for g in grads)
         native("modulation").backward(given, *map(array, (y, f, m)), ctx.scaled, *map(array, (dy, df, dm)))
         dx, dm, start, results = None, dm.sum(0).mT, 0, []
         needed = ctx.needs_input_grad
@@ -163,10 +174,10 @@ class Project(torch.autograd.Function):
             here, start = dy[:, columns], columns.stop
             if needed[0]:
                 dx = here @ weight if dx is None else dx.addmm_(here, weight)
-            to_weight = here.mT @ rows if needed[4 + 3 * n] else None
-            to_bias = here.sum(0) if bias is not None and needed[5 + 3 * n] else None
+            to_weight = here.mT @ rows if needed[5 + 3 * n] else None
+            to_bias = here.sum(0) if bias is not None and needed[6 + 3 * n] else None
             results += [to_weight, to_bias, dm[columns]]
-        return None if dx is None else dx.view(x.shape), df.view(features.shape), None, None, *results
+        return None if dx is None else dx.view(x.shape), df.view(features.shape), None, None, None, *results
 
 
 def _few_rows(features: Tensor) -> Tensor:
@@ -179,16 +190,16 @@ def _beside(matrices: Sequence[Tensor | None]) -> Tensor:
 
 
 def _whole(pieces: list[Tensor], width: int) -> Tensor:
-    """The tensor [n, width] that was split into pieces [B, T, .], without a copy where they are still parts of it."""
+    """The tensor [n, width] that was split into pieces [B, T, ...], without a copy where they are still parts of it."""
     first, last = pieces[0], pieces[-1]
-    steps, at = (first.shape[1] * width, width, 1), first.data_ptr()
+    (batch, length), at = first.shape[:2], first.data_ptr()
     parts = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
     for piece in pieces:
-        parts = parts and piece.data_ptr() == at and piece.stride() == steps
-        at += piece.shape[2] * piece.element_size()
+        parts = parts and piece.data_ptr() == at and piece.stride()[:2] == (length * width, width)
+        at += math.prod(piece.shape[2:]) * piece.element_size()
     if parts:
-        return first.as_strided((first.shape[0] * first.shape[1], width), (width, 1))
-    return torch.cat(pieces, 2).flatten(0, 1)
+        return first.as_strided((batch * length, width), (width, 1))
+    return torch.cat([piece.flatten(2) for piece in pieces], 2).flatten(0, 1)
 
 
 def modulate(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, out: Tensor) -> Tensor:
