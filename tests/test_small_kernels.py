@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from matrix import assert_close, noise, stir
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from femixer import FreeEnergyMixer, conditioner, projection, rotary
 from femixer.conditioner import NormalizedLinear, TimeDecayConditioner
@@ -117,8 +118,8 @@ def test_what_is_not_finite_shows():
 )
 @pytest.mark.parametrize(("batch", "length", "channels"), [(3, 71, 17), (1, 256, 16), (2, 5, 18)])
 def test_a_gated_read_and_its_gradients_are_the_definitions(batch, length, channels, values, inverse, again, causal):
-    """Read and gates at once, in float32, and one after the other in float64; `again`: where some heads cannot be read in one
-    pass, because rows do not see the largest value or beta is small."""
+    """Read and gates at once, in float32, and one after the other in float64; `again`: where some heads cannot be read
+    in one pass, because rows do not see the largest value or beta is small."""
     heads = 2
     q, k = (noise(batch, length, heads, 2 * channels, seed=seed) for seed in (0, 1))
     v, lam, gate = (noise(batch, length, heads, channels, seed=seed) for seed in (2, 3, 4))
@@ -142,16 +143,12 @@ def test_a_gated_read_and_its_gradients_are_the_definitions(batch, length, chann
 
 
 def test_a_gated_read_is_the_read_with_the_gates_after_it(monkeypatch):
-    """In mixers: the same numbers, whichever way they are made, and what is not finite shows."""
+    """In mixers: the same numbers, whichever way they are made."""
     mixer, x = stir(FreeEnergyMixer(64, 2)), noise(3, 71, 64, dtype=torch.float32)
     wanted, calls = mixer(x), []
     monkeypatch.setattr(softmax_prior, "serves", lambda *_: calls.append(1))
     assert_close({"y": mixer(x)}, {"y": wanted}, 1e-6)
     assert calls
-    monkeypatch.undo()
-    x[1, 40, 3] = torch.nan
-    y = mixer(x)
-    assert y[1, 40:].isnan().all() and y[[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -205,14 +202,17 @@ def test_modulation_and_its_gradients_are_the_definitions(monkeypatch, rows, wid
     [(7, (5,), 1, 5, True), (1031, (4, 5, 3, 6), 6, 12, True), (3, (6, 1), 8, 0, False), (130, (67, 53), 5, 120, True)],
 )
 def test_projections_and_their_gradients_are_the_definitions(rows, widths, channels, scaled, bias):
-    """Of a small model that is trained: products and modulation in one function. Every second column of the matrix makes
-    factors 1 + eta of zero, or close to it."""
+    """Of a small model that is trained: products and modulation in one function. Every third column of the matrix makes
+    factors 1 + eta of zero, or close to it, by one feature, and every third by all of them."""
     first, width = widths[0], sum(widths)
     x, f = noise(2, rows, 11), noise(2, rows, channels, seed=1)
     f[..., 0] = 1
+    f[..., 1:] *= 1e-4
     weight, b, m = noise(width, 11, seed=2), noise(width, seed=3), noise(width, channels, seed=4)
-    m[::2] = 0
-    m[::2, 0] = torch.tensor([0, 1e-7, 3e-6, 1e-3]).double().repeat(width)[: len(m[::2])] - 1
+    m[::3] = 0
+    m[::3, 0] = torch.tensor([0, 1e-7, 3e-6, 1e-3]).double().repeat(width)[: len(m[::3])] - 1
+    m[1::3, 0] = -1
+    m[2::3, 1:] *= 1e4
     x, f, weight, b, m = (t.float().double() for t in (x, f, weight, b, m))
     weights, results = noise(2, rows, width, seed=5), []
     for dtype in (torch.float64, torch.float32):
@@ -261,13 +261,73 @@ def test_projections_that_are_watched_or_adapted_are_called_as_modules():
     assert (twice - wanted).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("where", ["projection", "linear", "prior"])
+def test_what_takes_the_place_of_a_part_is_used_with_and_without_gradients(where):
+    """A forward or a read that somebody has put on a module of a mixer."""
+    mixer, x, calls = stir(FreeEnergyMixer(64, 2)), noise(2, 71, 64, dtype=torch.float32), []
+    part = {"projection": mixer.value_proj, "linear": mixer.value_proj.linear, "prior": mixer.prior}[where]
+    name = "read" if where == "prior" else "forward"
+    inner = getattr(part, name)
+    setattr(part, name, lambda *args: (calls.append(torch.is_grad_enabled()), inner(*args))[1])
+    y = mixer(x)
+    with torch.no_grad():
+        assert_close({"y": mixer(x)}, {"y": y.detach()}, 1e-5)
+    assert calls == [True, False]
+    mixer.value_proj = torch.nn.Sequential(mixer.value_proj) if where == "projection" else mixer.value_proj
+    if where == "projection":
+        mixer.value_proj.forward = lambda x, features: mixer.value_proj[0](x, features)
+        assert_close({"y": mixer(x)}, {"y": y}, 1e-5)
+
+
+def test_gradients_under_autocast_are_those_without():
+    """To the precision that torch then has in the gradient of the last projection."""
+    mixer, x = stir(FreeEnergyMixer(64, 2)), noise(2, 71, 64, dtype=torch.float32).requires_grad_()
+    wanted = torch.autograd.grad(mixer(x).square().sum(), [x, *mixer.parameters()])
+    loss = mixer(x).square().sum()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = torch.autograd.grad(loss, [x, *mixer.parameters()])
+    for a, b in zip(found, wanted, strict=True):
+        assert_close({"x": a}, {"x": b}, 2e-2)
+
+
+@pytest.mark.parametrize("size", [1.0, 2000.0])
+def test_a_mixer_may_be_computed_again_for_its_gradients(size):
+    """Checkpointed, also where heads are read again."""
+    mixer, x = stir(FreeEnergyMixer(64, 2)), noise(2, 71, 64, dtype=torch.float32).requires_grad_()
+    with torch.no_grad():
+        mixer.value_proj.linear.weight.mul_(size)
+    wanted = torch.autograd.grad(mixer(x).square().sum(), [x, *mixer.parameters()])
+    y = checkpoint(mixer, x, use_reentrant=False)
+    for a, b in zip(torch.autograd.grad(y.square().sum(), [x, *mixer.parameters()]), wanted, strict=True):
+        assert_close({"x": a}, {"x": b}, 1e-6)
+
+
+@pytest.mark.parametrize(("dim", "heads"), [(30, 1), (42, 3)])
+def test_one_token_is_trained_where_widths_are_odd(dim, heads):
+    mixer = stir(FreeEnergyMixer(dim, heads, dtype=torch.float64))
+    x = noise(1, 1, dim)
+    exact = mixer(x)
+    assert_close({"y": mixer.float()(x.float())}, {"y": exact}, 1e-5)
+
+
+@pytest.mark.parametrize("parts", ["L", "LG", "CL", "LT", "CLTG"])
+@pytest.mark.parametrize("length", [71, 300])
+def test_a_token_that_is_not_a_number_shows_in_every_later_one(parts, length):
+    mixer, x = stir(FreeEnergyMixer(64, 2, parts=parts)), noise(3, length, 64, dtype=torch.float32)
+    x[1, 50, 3] = torch.nan
+    for recorded in (True, False):
+        with torch.set_grad_enabled(recorded):
+            y = mixer(x)
+        assert y[1, 50:].isnan().all() and y[[0, 2]].isfinite().all()
+
+
 def test_what_a_projection_kept_may_come_back_as_copies():
     """As from hooks that keep saved tensors elsewhere: pieces of one tensor are tensors of their own then."""
     mixer, x = stir(FreeEnergyMixer(32, 2)), noise(2, 9, 32, dtype=torch.float32)
     gradients = []
-    for copied in (False, True):
+    for keep in (lambda t: t, torch.clone):
         mixer.zero_grad()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone() if copied else t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             mixer(x).square().sum().backward()
         gradients.append({name: p.grad.clone() for name, p in mixer.named_parameters()})
     assert_close(gradients[1], gradients[0], 1e-6)

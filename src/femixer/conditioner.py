@@ -105,8 +105,8 @@ def _marks(layout: Layout) -> Tensor | None:
 
 
 class Features(torch.autograd.Function):
-    """From the tokens x to the features, the state after the last token, and the projections y = LN(x) Wᵀ + b = [s, u, a]
-    between them, as compiled kernels: dozens of operations on so few channels are mostly calls."""
+    """From the tokens x to the features and the state after the last token, and y = LN(x) Wᵀ + b = [s, u, a] between, as
+    compiled kernels: dozens of operations on so few channels are mostly calls."""
 
     @staticmethod
     def forward(
@@ -115,7 +115,13 @@ class Features(torch.autograd.Function):
         few = weight.shape[0] <= FEW
         y = x.new_empty(*x.shape[:2], weight.shape[0]) if few else normalized_linear(x, weight, bias)
         features, last = y.new_empty(*y.shape[:2], initial.shape[1]), torch.empty_like(initial)
-        given = rows(x), array(weight) if few else _NONE, array(bias), array(or_empty(marks)), array(initial.contiguous())
+        given = (
+            rows(x),
+            array(weight) if few else _NONE,
+            array(bias),
+            array(or_empty(marks)),
+            array(initial.contiguous()),
+        )
         native("conditioner").forward(*given, causal, EPS, *map(array, (y, features, last)))
         return features, last, y
 
@@ -131,16 +137,14 @@ class Features(torch.autograd.Function):
         x, weight, marks, initial, y = ctx.saved_tensors
         few = weight.shape[0] <= FEW
         to_y, to_initial = y.new_empty(y.shape), y.new_empty(initial.shape)
-        to_x = torch.empty_like(x, memory_format=torch.contiguous_format) if few else x
+        to_x = x.new_empty(x.shape if few else (0, 1))
         to_weight = y.new_empty(-(-y.shape[0] * y.shape[1] // ROWS) if few else 0, *weight.shape)
         inputs = (grad.contiguous(), to_last.contiguous(), y, or_empty(marks), initial.contiguous())
         given = *map(array, inputs), ctx.causal, EPS, rows(x), array(weight) if few else _NONE
         native("conditioner").backward(*given, array(to_y), array(to_initial), rows(to_x), array(to_weight))
-        if few:
-            grads = to_x, to_weight.sum(0), to_y.sum((0, 1))
-        else:
-            grads = normalized_linear_gradients(to_y, x, weight)
-        return *grads, None, to_initial, None
+        if not few:
+            return *normalized_linear_gradients(to_y, x, weight), None, to_initial, None
+        return to_x, to_weight.sum(0), to_y.sum((0, 1)), None, to_initial, None
 
 
 class NormalizedLinear(torch.autograd.Function):

@@ -49,7 +49,6 @@ class Projection(nn.Module):
         super().__init__()
         # Additive columns come last, so that both kinds are one stretch.
         self.columns = dict(sorted(columns.items(), key=lambda item: item[1].additive))
-        self.widths = [c.width for c in self.columns.values()]
         self.scaled = sum(c.width for c in columns.values() if not c.additive)
         total = sum(self.widths)
         self.linear = nn.Linear(dim, total, bias=bias, device=device, dtype=dtype)
@@ -57,6 +56,10 @@ class Projection(nn.Module):
         if conditioner_channels:
             self.modulation = nn.Parameter(torch.empty(total, conditioner_channels, device=device, dtype=dtype))
         self.reset_parameters()
+
+    @property
+    def widths(self) -> list[int]:
+        return [c.width for c in self.columns.values()]
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.linear.weight, std=0.02)
@@ -89,14 +92,18 @@ class Projection(nn.Module):
                 projected = modulate(projected, features, self.modulation, self.scaled, out=projected)
         return dict(zip(self.columns, projected.split(self.widths, -1), strict=True))
 
-    def is_plain(self, x: Tensor) -> bool:
-        """Whether x meets nothing here but the parameters as they are: no hooks, no adapters, no casts."""
-        linear, bias, matrix = self.linear, self.linear.bias, self.modulation
-        if type(linear) is not nn.Linear or linear.weight.dtype != x.dtype or matrix is None or matrix.dtype != x.dtype:
+
+def _is_plain(projection: nn.Module, x: Tensor) -> bool:
+    """Whether x meets nothing there but the parameters as they are: no hooks, no adapters, no casts."""
+    if type(projection) is not Projection or type(projection.linear) is not nn.Linear:
+        return False
+    linear, matrix = projection.linear, projection.modulation
+    for weight in (linear.weight, linear.bias, matrix):
+        if weight is not None and weight.dtype != x.dtype:
             return False
-        if (bias is not None and bias.dtype != x.dtype) or torch.is_autocast_enabled(x.device.type):
-            return False
-        return not (modules._has_any_global_hook() or any(m.__dict__[hooks] for m in (self, linear) for hooks in HOOKS))
+    if matrix is None or modules._has_any_global_hook() or torch.is_autocast_enabled(x.device.type):
+        return False
+    return not any("forward" in m.__dict__ or any(m.__dict__[name] for name in HOOKS) for m in (projection, linear))
 
 
 def project(
@@ -104,9 +111,9 @@ def project(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Both projections of x [B, T, dim], by name; the prior's may be turned already, the values are heads of some size,
     [B, T, heads, size]."""
-    both = [value] if prior is None else [value, prior]  # additive columns come last
+    both = [value] if prior is None else [value, prior]  # additive columns, of which the values have none, come last
     trained = features is not None and torch.is_grad_enabled() and few(x, features)
-    if trained and all(each.is_plain(x) for each in both):
+    if trained and all(_is_plain(each, x) for each in both):
         weights = (w for each in both for w in (each.linear.weight, each.linear.bias, each.modulation))
         sizes = [(-1, size)] * len(value.widths) + [(-1,)] * (0 if prior is None else len(prior.widths))
         widths = [width for each in both for width in each.widths]
@@ -169,14 +176,15 @@ class Project(torch.autograd.Function):
         native("modulation").backward(given, *map(array, (y, f, m)), ctx.scaled, *map(array, (dy, df, dm)))
         dx, dm, start, results = None, dm.sum(0).mT, 0, []
         needed = ctx.needs_input_grad
-        for n, (weight, bias) in enumerate(zip(weights[::3], weights[1::3], strict=True)):
-            columns = slice(start, start + weight.shape[0])
-            here, start = dy[:, columns], columns.stop
-            if needed[0]:
-                dx = here @ weight if dx is None else dx.addmm_(here, weight)
-            to_weight = here.mT @ rows if needed[5 + 3 * n] else None
-            to_bias = here.sum(0) if bias is not None and needed[6 + 3 * n] else None
-            results += [to_weight, to_bias, dm[columns]]
+        with without_autocast(x.device):
+            for n, (weight, bias) in enumerate(zip(weights[::3], weights[1::3], strict=True)):
+                columns = slice(start, start + weight.shape[0])
+                here, start = dy[:, columns], columns.stop
+                if needed[0]:
+                    dx = here @ weight if dx is None else dx.addmm_(here, weight)
+                to_weight = here.mT @ rows if needed[5 + 3 * n] else None
+                to_bias = here.sum(0) if bias is not None and needed[6 + 3 * n] else None
+                results += [to_weight, to_bias, dm[columns]]
         return None if dx is None else dx.view(x.shape), df.view(features.shape), None, None, None, *results
 
 

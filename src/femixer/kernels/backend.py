@@ -104,7 +104,7 @@ def memory(*tensors: Tensor | None) -> list[Any]:
             x = x.contiguous()
             steps = x.stride()
         strides.append(steps[:3])
-        extent = (batch - 1) * steps[0] + (length - 1) * steps[1] + (heads - 1) * steps[2] + width
+        extent = (batch - 1) * steps[0] + (length - 1) * steps[1] + (heads - 1) * steps[2] + width if x.numel() else 0
         flat.append(x.as_strided((extent,), (1,)).numpy())
     return [*flat, np.array(strides, dtype=np.int64)]
 

@@ -1,4 +1,4 @@
-"""The softmax read of sequences of some hundred tokens together with its gates, as few compiled kernels around attention.
+"""The softmax read of up to some hundred tokens together with its gates, as few compiled kernels around attention.
 
 What `femixer.kernels.softmax` and `femixer.kernels.gating` do one after the other, for the plain case: every token is
 real and sees all others (or all before it), all heads have keys of their own, and queries are as wide as both streams.
@@ -23,10 +23,12 @@ from femixer.kernels.precision import without_autocast
 from femixer.kernels.streams import LIMITS, NARROW, Shift, undo_streams
 
 
-def serves(heads: int, width: int, v: Tensor, lam: Tensor, gate: Tensor) -> bool:
+def serves(heads: int, width: int, v: Tensor, lam: Tensor | None, gate: Tensor | None) -> bool:
     """Whether `gated_softmax` is for these heads of queries and keys of some width; v [B, T, G, D]."""
     length, groups, channels = v.shape[1:]
-    if length > softmax.SHORT or groups != heads or width != 2 * channels or type(v) is not Tensor:
+    if lam is None or gate is None or type(v) is not Tensor:
+        return False
+    if length > softmax.SHORT or groups != heads or width != 2 * channels:
         return False
     if length <= short.LENGTH and width <= short.WIDTH:  # all of it is one kernel there
         return False
@@ -43,7 +45,7 @@ def gated_softmax(
 
 
 class GatedSoftmax(torch.autograd.Function):
-    """-> (gated read; sums (mu | total - base), F, the streams; log-normalizers; heads that were read again, or nothing;
+    """-> (gated read; sums (mu | total - base), F, the streams; log-normalizers; heads that were read again, or none;
     shift), all kept: sequences are short."""
 
     @staticmethod
@@ -56,7 +58,8 @@ class GatedSoftmax(torch.autograd.Function):
         inverse, ranges, doubtful = array(beta.contiguous()), array(shift), np.zeros((b, h), dtype=np.bool_)
         kernels = native("gated_softmax")
         kernels.forward_streams(*memory(v), inverse, NARROW, ranges, array(streams))
-        out, log_z = attend(*(x.transpose(1, 2) for x in (q, k, streams)), None, causal, scale)
+        qh, kh, sh = (x.transpose(1, 2) for x in (q, k, streams))
+        out, log_z = attend(qh, kh, sh, None, causal, scale)
         sums = out.transpose(1, 2)
         kernels.forward(*memory(sums, free, lam, gate), inverse, ranges, LIMITS, eps, doubtful, array(read))
         exact = q.new_empty(0, dtype=torch.bool)
@@ -77,29 +80,31 @@ class GatedSoftmax(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, beta, lam, gate, sums, free, streams, log_z, exact, shift = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: what recomputes them may not be asked twice
+        q, k, v, beta, lam, gate, sums, free, streams, log_z, exact, shift = saved
         if exact.numel():
-            return *_gradients_in_steps(ctx, grad), None, None, None
+            return *_gradients_in_steps(grad, saved, ctx.causal, ctx.scale, ctx.eps), None, None, None
         inner, d_beta = torch.empty_like(streams), v.new_empty(shift.shape[1:])
         to_lam, to_gate = v.new_empty(v.shape), v.new_empty(v.shape)
-        *inputs, at = memory(grad, sums, free, lam, gate)
-        given = at[[1, 2, 3, 4, 0]], array(beta.contiguous()), array(shift), ctx.eps
-        native("gated_softmax").backward(*inputs, *given, *map(array, (inner, to_lam, to_gate, d_beta)))
+        given = *memory(sums, free, lam, gate, grad), array(beta.contiguous()), array(shift), ctx.eps
+        native("gated_softmax").backward(*given, *map(array, (inner, to_lam, to_gate, d_beta)))
         with without_autocast(q.device):
-            turned = (x.transpose(1, 2) for x in (inner, q, k, streams, sums))
-            dq, dk, to_streams = attend_backward(*turned, log_z, None, ctx.causal, ctx.scale)
+            to_sums, qh, kh, sh, out = (x.transpose(1, 2) for x in (inner, q, k, streams, sums))
+            dq, dk, to_streams = attend_backward(to_sums, qh, kh, sh, out, log_z, None, ctx.causal, ctx.scale)
             where = Shift(shift[1][:, None], shift[2][:, None])
             dv, to_beta = undo_streams(to_streams.transpose(1, 2), streams, v, beta, where)
         return dq.transpose(1, 2), dk.transpose(1, 2), dv, d_beta.sum(0) + to_beta, to_lam, to_gate, None, None, None
 
 
-def _gradients_in_steps(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+def _gradients_in_steps(
+    grad: Tensor, saved: tuple[Tensor, ...], causal: bool, scale: float, eps: float
+) -> tuple[Tensor, ...]:
     """Where heads were read again: first through the gates, then through the read."""
-    q, k, v, beta, lam, gate, sums, free, _, log_z, exact, shift = ctx.saved_tensors
+    q, k, v, beta, lam, gate, sums, free, _, log_z, exact, shift = saved
     mean = sums[..., : v.shape[3]]
-    to_mean, to_free, to_lam, to_gate = gradients_of_gates(grad, mean, free, lam, gate, ctx.eps)
+    to_mean, to_free, to_lam, to_gate = gradients_of_gates(grad, mean, free, lam, gate, eps)
     top, base = shift[1][:, None], shift[2][:, None]
-    given = q, k, v, beta, None, None, None, mean, free, log_z, exact, top, base, ctx.causal, None, ctx.scale, False
+    given = q, k, v, beta, None, None, None, mean, free, log_z, exact, top, base, causal, None, scale, False
     with without_autocast(q.device):
         dq, dk, dv, d_beta, _ = softmax.gradients_now(to_mean, to_free, *given)
     return dq, dk, dv, d_beta, to_lam, to_gate

@@ -104,8 +104,8 @@ def _read_now(
     h, e, d = *q.shape[2:], v.shape[-1]
     geometry = Geometry(bias, run_q, run_k, causal, window)
     if short.is_short(q, k, v, geometry):
-        unused = (q.new_empty(0 if beta is None else (q.shape[0], 1, *v.shape[2:])) for _ in range(2))
-        return *short.read(q, k, v, beta, geometry, scale), torch.zeros(q.shape[0], h, dtype=torch.bool), *unused
+        top, base = (q.new_empty(0 if beta is None else (q.shape[0], 1, *v.shape[2:])) for _ in range(2))
+        return *short.read(q, k, v, beta, geometry, scale), torch.zeros(q.shape[0], h, dtype=torch.bool), top, base
     span = shift = None
     if beta is not None:
         span, shift = value_range(v, beta, run_k)
@@ -122,8 +122,7 @@ def _read_now(
     log_z = logs[0] if len(logs) == 1 else torch.cat(logs, 2)
     padding = None if run_q is None else (run_q < 0)[..., None, None]
     if beta is None or shift is None or span is None:
-        mean, free = out[..., :d], q.new_empty(0)
-        top = base = free
+        mean, (free, top, base) = out[..., :d], (q.new_empty(0) for _ in range(3))
         exact = torch.zeros(q.shape[0], h, dtype=torch.bool, device=q.device)
     else:
         sums = out[..., :used]

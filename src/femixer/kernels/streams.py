@@ -108,8 +108,9 @@ def least_log(dtype: torch.dtype) -> float:
     return math.log(torch.finfo(dtype).tiny) + UNDERFLOW_MARGIN
 
 
+# What the compiled kernel compares with: the least total, the nats of a narrow channel, the least beta of others, and
+# how far below top F may lie.
 LIMITS = np.array([math.exp(least_log(torch.float32)), NARROW, SMALL_BETA, FAR_BELOW], dtype=np.float32)
-"""What the compiled kernel compares with."""
 
 
 def logarithm(total: Tensor, beta: Tensor, shift: Shift, span: Range) -> tuple[Tensor, Tensor]:
@@ -138,8 +139,8 @@ def _or_doubtful(exact: Tensor, free: Tensor, beta: Tensor, shift: Shift, span: 
 
 
 def read_sums(sums: Tensor, beta: Tensor, shift: Shift, span: Range) -> tuple[Tensor, Tensor, Tensor]:
-    """From the sums (mu | total - base) [B, T, H, 2D], which are used up, to mu and F [B, T, H, D], their parts, and the
-    heads [B, H] for which F is not good to 1e-5."""
+    """From the sums (mu | total - base) [B, T, H, 2D], which are used up, to mu and F [B, T, H, D], their parts, and
+    the heads [B, H] for which F is not good to 1e-5."""
     b, t, h, d = *sums.shape[:3], sums.shape[3] // 2
     mean, total = sums.split(d, -1)
     if eager_kernels(sums) and sums.stride(3) == 1:

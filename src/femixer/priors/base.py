@@ -90,7 +90,7 @@ class Prior(nn.Module):
         state: Any,
         keep: bool,
     ) -> tuple[Tensor, Any]:
-        """`read` and then the gates, by their logits [B, T, H, D]: what the mixer calls. A prior may do both at once."""
+        """`read`, then the gates by their logits [B, T, H, D]: what the mixer calls. A prior may do both at once."""
         mean, free, memory = self.read(inputs, v, beta, layout, state, keep)
         return gated_read(mean, free, lam, gate), memory
 

@@ -181,11 +181,15 @@ class SoftmaxPrior(Prior):
         state: Any,
         keep: bool,
     ) -> tuple[Tensor, Any]:
-        width, sees_all = self.widths.key, self.window is None or self.window >= v.shape[1]
-        if state is None and not keep and layout.run is None and self.score_bias is None and sees_all:
-            if beta is not None and lam is not None and gate is not None and serves(self.heads, width, v, lam, gate):
-                q, k = self._heads(inputs, layout.position, v.dtype)
-                return gated_softmax(q, k, v, beta.to(v.dtype), lam, gate, self.causal, EPS), None
+        sees_all = self.score_bias is None and (self.window is None or self.window >= v.shape[1])
+        plain = sees_all and layout.run is None and state is None and not keep
+        # Who has put another read in place of ours gets it.
+        ours = type(self).read is SoftmaxPrior.read and "read" not in self.__dict__
+        if plain and ours and beta is not None and serves(self.heads, self.widths.key, v, lam, gate):
+            assert lam is not None
+            assert gate is not None
+            q, k = self._heads(inputs, layout.position, v.dtype)
+            return gated_softmax(q, k, v, beta.to(v.dtype), lam, gate, self.causal, EPS), None
         return super().gated_read(inputs, v, beta, lam, gate, layout, state, keep)
 
     def _whole(

@@ -8,13 +8,12 @@ from pathlib import Path
 
 
 def _forget_outdated() -> None:
-    """Delete cached kernels that are older than what they inline: numba looks only at the file of a kernel itself."""
-    here = Path(__file__)
-    names = ("primitives.py", "narrow.py", "streams.py", "gates.py")
-    shared = max(here.with_name(name).stat().st_mtime for name in names)
-    for path in here.parent.glob("__pycache__/*.nb[ic]"):
+    """Delete cached kernels that may be older than what they inline: numba looks only at a kernel's own file."""
+    here = Path(__file__).parent
+    newest = max(path.stat().st_mtime for path in here.glob("*.py"))
+    for path in here.glob("__pycache__/*.nb[ic]"):
         with suppress(OSError):  # another process did it, or the folder is not ours to write
-            if path.stat().st_mtime < shared:
+            if path.stat().st_mtime < newest:
                 path.unlink()
 
 

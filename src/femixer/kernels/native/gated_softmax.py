@@ -1,8 +1,8 @@
 """Compiled kernels of `femixer.kernels.gated_softmax`, float32: what `streams` and `gates` do, a sequence at a time.
 
-What one step leaves in the cache is there for the next, and there are fewer calls. Tensors [B, T, H, .] that are read are
-given as their memory and lines of strides (backend.memory); what is written is contiguous. shift [3, B, H, D]: bottom,
-top and base of each channel.
+What one step leaves in the cache is there for the next, and there are fewer calls. Tensors [B, T, H, .] that are read
+are given as their memory and lines of strides (backend.memory); what is written is contiguous. shift [3, B, H, D]:
+bottom, top and base of each channel.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ def _forward(b, sums, free, lam, gate, at, beta, shift, limits, eps, doubtful, o
 
 
 @kernel
-def backward(grad, sums, free, lam, gate, at, beta, shift, eps, inner, to_lam, to_gate, d_beta):  # type: ignore[no-untyped-def]
-    """From the gradient of the gated read to that of the sums, `inner`, of lam and gate, and what the logarithm gives to
-    beta [B, H, D]."""
+def backward(sums, free, lam, gate, grad, at, beta, shift, eps, inner, to_lam, to_gate, d_beta):  # type: ignore[no-untyped-def]
+    """From the gradient of the gated read to that of the sums, `inner`, of lam and gate, and what the logarithm gives
+    to beta [B, H, D]."""
     for b in prange(inner.shape[0]):
-        _backward(b, grad, sums, free, lam, gate, at, beta, shift, f32(eps), inner, to_lam, to_gate, d_beta[b])
+        _backward(b, sums, free, lam, gate, grad, at, beta, shift, f32(eps), inner, to_lam, to_gate, d_beta[b])
 
 
 @job
-def _backward(b, grad, sums, free, lam, gate, at, beta, shift, eps, inner, to_lam, to_gate, d_beta):  # type: ignore[no-untyped-def]
+def _backward(b, sums, free, lam, gate, grad, at, beta, shift, eps, inner, to_lam, to_gate, d_beta):  # type: ignore[no-untyped-def]
     length, width = to_lam.shape[1], to_lam.shape[2] * to_lam.shape[3]
     r = np.empty((ABOVE + 1, TOKENS * width), dtype=f32)
     to_mean, to_free = np.empty(TOKENS * width, dtype=f32), np.empty(TOKENS * width, dtype=f32)

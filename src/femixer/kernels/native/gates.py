@@ -50,22 +50,22 @@ def gate_tokens(first, step, mean, free, lam, gate, at, eps, out):  # type: igno
     r = np.empty((POSITIVE + 1, y.size), dtype=f32)
     mu = row_of(mean, MEAN, first, count, out, at, r)
     if lam.size:
-        mix(mu, row_of(free, FREE, first, count, out, at, r), row_of(lam, LAM, first, count, out, at, r), y)
+        _mix(mu, row_of(free, FREE, first, count, out, at, r), row_of(lam, LAM, first, count, out, at, r), y)
     else:
         y[:] = mu
     if gate.size:
-        softplus_of(row_of(gate, GATE, first, count, out, at, r), r[POSITIVE])
+        _softplus(row_of(gate, GATE, first, count, out, at, r), r[POSITIVE])
         _scale(r[POSITIVE], out.shape[3], eps, y)
 
 
 @job
-def mix(mean, free, lam, y):  # type: ignore[no-untyped-def]
+def _mix(mean, free, lam, y):  # type: ignore[no-untyped-def]
     for i in range(u64(y.size)):
         y[i] = mean[i] + sigmoid32(lam[i]) * (free[i] - mean[i])
 
 
 @job
-def softplus_of(x, y):  # type: ignore[no-untyped-def]
+def _softplus(x, y):  # type: ignore[no-untyped-def]
     for i in range(u64(y.size)):
         y[i] = softplus32(x[i])
 

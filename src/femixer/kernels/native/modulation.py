@@ -1,8 +1,8 @@
 """Compiled kernels of `femixer.projection`: rows modulated by eta = f m of few features, and their gradients, float32.
 
 eta is made row by row and never stored. The first `scaled` columns are multiplied by 1 + eta, to the others eta is
-added. A factor 1 + eta of less than LEAST, which is how well float32 knows it where eta is close to -1, counts as LEAST:
-then what was multiplied can be had back.
+added. A factor 1 + eta of less than LEAST, which is how well float32 knows it where eta is close to -1, counts as
+LEAST: then what was multiplied can be had back.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def stretches(length):  # type: ignore[no-untyped-def]
 
 @kernel
 def span(v, at, length, beta, narrow, bottom, top, base):  # type: ignore[no-untyped-def]
-    """Smallest and largest value of each channel [B, G, D], and 1 where they are at most `narrow` nats apart, else 0."""
+    """Least and largest value of each channel [B, G, D], and 1 where they are at most `narrow` nats apart, else 0."""
     batch, groups, channels = top.shape
     tasks = stretches(length)
     low = np.empty((batch, tasks, groups, channels), dtype=f32)
@@ -98,8 +98,8 @@ def streams_of(b, first, v, at, beta, top, base, out):  # type: ignore[no-untype
 def settle(sums, free, at, shape, beta, bottom, top, base, limits, doubtful):  # type: ignore[no-untyped-def]
     """From the sums (mu | total - base) [B, T, H, 2 D] to F, which may lie where the totals do; shape = (B, T, H, D).
 
-    Heads whose F is not good are marked as doubtful [B, H], by the limits of `femixer.kernels.streams`: the least total,
-    nats of a narrow channel, the least beta of others, and how far F may lie below top.
+    Heads whose F is not good are marked as doubtful [B, H], by the limits of `femixer.kernels.streams`: the least
+    total, nats of a narrow channel, the least beta of others, and how far F may lie below top.
     """
     per_sequence = stretches(shape[1])
     for task in prange(shape[0] * per_sequence):
@@ -122,8 +122,8 @@ def settle_tokens(b, first, sums, free, at, shape, beta, bottom, top, base, limi
                 row[d] = log_plus32(sums[start + n + d], base[g, d])
             for d in range(n):
                 f, average = top[g, d] + row[d] / beta[g, d], sums[start + d]
-                # Rounding, or a sum beyond sight, may put F below the mean.
-                row[d] = average if f < average else f
+                # Rounding, or a sum beyond sight, may put F below the mean; the logarithm hides what is not a number.
+                row[d] = f if f >= average else average
             for d in range(n):
                 free[to + d] = row[d]
         high = False
@@ -147,11 +147,11 @@ def undo(to_mean, to_free, mean, free, at, beta, top, base, apart, inner, sums, 
     per_sequence = stretches(inner.shape[1])
     for task in prange(inner.shape[0] * per_sequence):
         b, first = task // per_sequence, task % per_sequence * TOKENS
-        undo_tokens(b, first, to_mean, to_free, mean, free, at, beta, top, base, apart, inner, sums, d_beta[task])
+        _undo(b, first, to_mean, to_free, mean, free, at, beta, top, base, apart, inner, sums, d_beta[task])
 
 
 @job
-def undo_tokens(b, first, to_mean, to_free, mean, free, at, beta, top, base, apart, inner, sums, d_beta):  # type: ignore[no-untyped-def]
+def _undo(b, first, to_mean, to_free, mean, free, at, beta, top, base, apart, inner, sums, d_beta):  # type: ignore[no-untyped-def]
     n, x, y, repeats = u64(top.shape[2]), inner.reshape(-1), sums.reshape(-1), inner.shape[2] // top.shape[1]
     below = np.empty(top.shape[2], dtype=f32)
     spread = at[3, 1] != inner.shape[2] * top.shape[2]  # some heads of many

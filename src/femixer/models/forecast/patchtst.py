@@ -50,9 +50,9 @@ class PatchTST(Forecaster):
         norm = normalised(window, observed)
         patches = F.pad(norm.values, (0, STRIDE), mode="replicate").unfold(-1, PATCH, STRIDE)
         x = self.dropout(self.embedding(patches).flatten(0, 1) + self.positions.weight)
-        scored: list[Tensor] = []
+        scored: tuple[Tensor, ...] = ()
         for layer in self.layers:
-            x = layer(x, scored)
+            x, scored = layer(x, scored)
         return norm.undone(self.head(x.flatten(1)).unflatten(0, patches.shape[:2]))
 
 
@@ -74,10 +74,10 @@ class EncoderLayer(nn.Module):
         # Once in the attention and once on the residual branch, as published: kept by both, or dropped.
         self.twice = Dropout(1 - (1 - sizes.dropout) ** 2)
 
-    def forward(self, x: Tensor, scored: list[Tensor]) -> Tensor:
-        """x [B C, T, dim]; scored: queries and keys [2, B C, heads, T, dim / heads] of the layers below, and of this."""
+    def forward(self, x: Tensor, scored: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """x [B C, T, dim]; scored: queries and keys [2, B C, heads, T, dim / heads] of the layers below."""
         pair, v = self.query_key_value(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).split((2, 1))
-        scored.append(pair)
+        scored = (*scored, pair)
         q, k = torch.cat(scored, -1)
         size = v.shape[-1]
         # One width for all three: what the kernel that never writes the scores asks for.
@@ -85,7 +85,7 @@ class EncoderLayer(nn.Module):
         read = F.scaled_dot_product_attention(q, k, v, scale=size**-0.5)[..., :size].transpose(1, 2).flatten(2)
         x = per_channel(self.attention_norm, x + self.twice(self.out(read)))
         hidden = self.dropout(F.gelu(self.up(x)))
-        return per_channel(self.mlp_norm, x + self.dropout(self.down(hidden)))
+        return per_channel(self.mlp_norm, x + self.dropout(self.down(hidden))), scored
 
 
 def per_channel(norm: nn.BatchNorm1d, x: Tensor) -> Tensor:
