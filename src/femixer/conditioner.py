@@ -105,8 +105,8 @@ def _marks(layout: Layout) -> Tensor | None:
 
 
 class Features(torch.autograd.Function):
-    """From the tokens x to the features and the state after the last token, and y = LN(x) Wᵀ + b = [s, u, a] between, as
-    compiled kernels: dozens of operations on so few channels are mostly calls."""
+    """From the tokens x to the features and the state after the last token, and y = LN(x) Wᵀ + b = [s, u, a] between,
+    as compiled kernels: dozens of operations on so few channels are mostly calls."""
 
     @staticmethod
     def forward(
