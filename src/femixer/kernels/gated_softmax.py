@@ -20,7 +20,7 @@ from femixer.kernels.backend import array, eager_kernels, memory, native
 from femixer.kernels.function import run
 from femixer.kernels.gating import GatedRead, gradients_of_gates
 from femixer.kernels.precision import without_autocast
-from femixer.kernels.streams import LIMITS, NARROW, Shift, undo_streams
+from femixer.kernels.streams import LIMITS, NARROW
 
 
 def serves(heads: int, width: int, v: Tensor, lam: Tensor | None, gate: Tensor | None) -> bool:
@@ -54,7 +54,7 @@ class GatedSoftmax(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         b, t, h, d = v.shape
         shift, streams = v.new_empty(3, b, h, d), v.new_empty(b, t, h, 2 * d)
-        free, read = v.new_empty(b, t, h, d), v.new_empty(b, t, h, d)
+        free, read = v.new_empty(2, b, t, h, d)
         inverse, ranges, doubtful = array(beta.contiguous()), array(shift), np.zeros((b, h), dtype=np.bool_)
         kernels = native("gated_softmax")
         kernels.forward_streams(*memory(v), inverse, NARROW, ranges, array(streams))
@@ -85,15 +85,16 @@ class GatedSoftmax(torch.autograd.Function):
         if exact.numel():
             return *_gradients_in_steps(grad, saved, ctx.causal, ctx.scale, ctx.eps), None, None, None
         inner, d_beta = torch.empty_like(streams), v.new_empty(shift.shape[1:])
-        to_lam, to_gate = v.new_empty(v.shape), v.new_empty(v.shape)
-        given = *memory(sums, free, lam, gate, grad), array(beta.contiguous()), array(shift), ctx.eps
-        native("gated_softmax").backward(*given, *map(array, (inner, to_lam, to_gate, d_beta)))
+        dv, to_lam, to_gate = v.new_empty(3, *v.shape)
+        inverse, ranges, to_beta = array(beta.contiguous()), array(shift), array(d_beta)
+        kernels, given = native("gated_softmax"), memory(sums, free, lam, gate, grad)
+        kernels.backward(*given, inverse, ranges, ctx.eps, *map(array, (inner, to_lam, to_gate)), to_beta)
         with without_autocast(q.device):
             to_sums, qh, kh, sh, out = (x.transpose(1, 2) for x in (inner, q, k, streams, sums))
             dq, dk, to_streams = attend_backward(to_sums, qh, kh, sh, out, log_z, None, ctx.causal, ctx.scale)
-            where = Shift(shift[1][:, None], shift[2][:, None])
-            dv, to_beta = undo_streams(to_streams.transpose(1, 2), streams, v, beta, where)
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv, d_beta.sum(0) + to_beta, to_lam, to_gate, None, None, None
+        given = memory(to_streams.transpose(1, 2), streams, v)
+        kernels.backward_streams(*given, inverse, ranges, array(dv), to_beta)
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv, d_beta.sum(0), to_lam, to_gate, None, None, None
 
 
 def _gradients_in_steps(

@@ -29,7 +29,15 @@ from femixer.kernels.native.gates import (
     through_gate,
 )
 from femixer.kernels.native.primitives import f32, job, kernel, u64
-from femixer.kernels.native.streams import TOKENS, settle_tokens, span_of, streams_of, stretches, unite
+from femixer.kernels.native.streams import (
+    TOKENS,
+    settle_tokens,
+    span_of,
+    streams_of,
+    stretches,
+    through_tokens,
+    unite,
+)
 
 
 @kernel
@@ -69,7 +77,7 @@ def _forward(b, sums, free, lam, gate, at, beta, shift, limits, eps, doubtful, o
 @kernel
 def backward(sums, free, lam, gate, grad, at, beta, shift, eps, inner, to_lam, to_gate, d_beta):  # type: ignore[no-untyped-def]
     """From the gradient of the gated read to that of the sums, `inner`, of lam and gate, and what the logarithm gives
-    to beta [B, H, D]."""
+    to beta [B, H, D], to which `backward_streams` adds."""
     for b in prange(inner.shape[0]):
         _backward(b, sums, free, lam, gate, grad, at, beta, shift, f32(eps), inner, to_lam, to_gate, d_beta[b])
 
@@ -115,3 +123,18 @@ def _through_logarithm(b, first, count, to_mean, to_free, sums, free, at, beta, 
             for d in range(n):
                 x[to + n + d] = slope[d] / (sums[total + d] + base[h, d])
             at_row += n
+
+
+@kernel
+def backward_streams(to_streams, streams, v, at, beta, shift, d_v, d_beta):  # type: ignore[no-untyped-def]
+    """From the gradients of the streams to those of v; what the exponentials give to beta is added."""
+    for b in prange(d_v.shape[0]):
+        _backward_streams(b, to_streams, streams, v, at, beta, shift, d_v, d_beta[b])
+
+
+@job
+def _backward_streams(b, to_streams, streams, v, at, beta, shift, d_v, d_beta):  # type: ignore[no-untyped-def]
+    here = np.empty(d_beta.shape, dtype=f32)
+    for first in range(0, d_v.shape[1], TOKENS):
+        through_tokens(b, first, to_streams, streams, v, at, beta, shift[1], shift[2], d_v, here)
+        d_beta += here

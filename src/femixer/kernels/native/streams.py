@@ -192,11 +192,11 @@ def through(to_streams, streams, v, at, beta, top, base, d_v, d_beta):  # type: 
     per_sequence = stretches(d_v.shape[1])
     for task in prange(d_v.shape[0] * per_sequence):
         b, first = task // per_sequence, task % per_sequence * TOKENS
-        _through(b, first, to_streams, streams, v, at, beta, top, base, d_v, d_beta[task])
+        through_tokens(b, first, to_streams, streams, v, at, beta, top, base, d_v, d_beta[task])
 
 
 @job
-def _through(b, first, to_streams, streams, v, at, beta, top, base, d_v, d_beta):  # type: ignore[no-untyped-def]
+def through_tokens(b, first, to_streams, streams, v, at, beta, top, base, d_v, d_beta):  # type: ignore[no-untyped-def]
     n, weighted = u64(top.shape[2]), np.empty(top.shape[2], dtype=f32)
     d_beta[:] = f32(0.0)
     for t in range(first, min(first + TOKENS, d_v.shape[1])):
