@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -117,7 +117,7 @@ def project(
         weights = (w for each in both for w in (each.linear.weight, each.linear.bias, each.modulation))
         sizes = [(-1, size)] * len(value.widths) + [(-1,)] * (0 if prior is None else len(prior.widths))
         widths = [width for each in both for width in each.widths]
-        pieces = run(Project, x, features, sum(each.scaled for each in both), widths, sizes, *weights)
+        *pieces, _ = run(Project, x, features, sum(each.scaled for each in both), widths, sizes, *weights)
         named = zip((name for each in both for name in each.columns), pieces, strict=True)
         values = dict(itertools.islice(named, len(value.columns)))
         return dict(named), values
@@ -143,7 +143,10 @@ class Project(torch.autograd.Function):
         sizes: list[tuple[int, ...]],
         *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """sizes: the last dimensions of each piece; weights: W, b or None, and M of each projection."""
+        """sizes: the last dimensions of each piece; weights: W, b or None, and M of each projection.
+
+        -> the pieces, and last the matrices M as the kernels read them, side by side [C, all widths].
+        """
         rows, y, start = x.flatten(0, -2), x.new_empty(*x.shape[:-1], sum(widths)), 0
         flat = y.view(-1, y.shape[-1])
         for weight, bias in zip(weights[::3], weights[1::3], strict=True):
@@ -154,47 +157,43 @@ class Project(torch.autograd.Function):
             else:
                 torch.addmm(bias, rows, weight.mT, out=into)
             start += weight.shape[0]
-        native("modulation").forward(*map(array, (flat, _few_rows(features), _beside(weights[2::3]), flat)), scaled)
-        return tuple(piece.unflatten(-1, size) for piece, size in zip(y.split(widths, -1), sizes, strict=True))
+        m = torch.cat([matrix for matrix in weights[2::3] if matrix is not None]).mT.contiguous()
+        native("modulation").forward(*map(array, (flat, _few_rows(features), m, flat)), scaled)
+        return *(piece.unflatten(-1, size) for piece, size in zip(y.split(widths, -1), sizes, strict=True)), m
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, features, ctx.scaled, _, _, *weights = inputs
-        ctx.save_for_backward(x, features, *output, *weights)
-        ctx.pieces = len(output)
+        ctx.save_for_backward(x, features, output[-1], *output[:-1], *weights)
+        ctx.mark_non_differentiable(output[-1])
+        ctx.pieces = len(output) - 1
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, features, *rest = ctx.saved_tensors
+        x, features, m, *rest = ctx.saved_tensors
         pieces, weights = rest[: ctx.pieces], rest[ctx.pieces :]
-        rows, f, m = x.flatten(0, -2), _few_rows(features), _beside(weights[2::3])
+        rows, f = x.flatten(0, -2), _few_rows(features)
         y = _whole(pieces, m.shape[1])
         dy, df = torch.empty_like(y), torch.empty_like(f)
         dm = y.new_empty(-(-y.shape[0] // ROWS), *m.shape)
-        given = tuple(array(g.contiguous().view(len(rows), -1)) for g in grads)
+        given = tuple(array(g.contiguous().view(len(rows), -1)) for g in grads[:-1])
         native("modulation").backward(given, *map(array, (y, f, m)), ctx.scaled, *map(array, (dy, df, dm)))
-        dx, dm, start, results = None, dm.sum(0).mT, 0, []
+        dx, db, dm, start, results = None, dy.sum(0), dm.sum(0).mT, 0, []
         needed = ctx.needs_input_grad
         with without_autocast(x.device):
-            for n, (weight, bias) in enumerate(zip(weights[::3], weights[1::3], strict=True)):
+            for n, weight in enumerate(weights[::3]):
                 columns = slice(start, start + weight.shape[0])
                 here, start = dy[:, columns], columns.stop
                 if needed[0]:
                     dx = here @ weight if dx is None else dx.addmm_(here, weight)
                 to_weight = here.mT @ rows if needed[5 + 3 * n] else None
-                to_bias = here.sum(0) if bias is not None and needed[6 + 3 * n] else None
-                results += [to_weight, to_bias, dm[columns]]
+                results += [to_weight, db[columns] if needed[6 + 3 * n] else None, dm[columns]]
         return None if dx is None else dx.view(x.shape), df.view(features.shape), None, None, None, *results
 
 
 def _few_rows(features: Tensor) -> Tensor:
     return features.flatten(0, -2).contiguous()
-
-
-def _beside(matrices: Sequence[Tensor | None]) -> Tensor:
-    """[width, C] each, as the kernels read them: [C, all widths]."""
-    return torch.cat([m for m in matrices if m is not None]).mT.contiguous()
 
 
 def _whole(pieces: list[Tensor], width: int) -> Tensor:

@@ -61,7 +61,8 @@ class GatedSoftmax(torch.autograd.Function):
         qh, kh, sh = (x.transpose(1, 2) for x in (q, k, streams))
         out, log_z = attend(qh, kh, sh, None, causal, scale)
         sums = out.transpose(1, 2)
-        kernels.forward(*memory(sums, free, lam, gate), inverse, ranges, LIMITS, eps, doubtful, array(read))
+        given = *memory(sums, lam, gate), inverse, ranges, LIMITS, eps
+        kernels.forward(*given, doubtful, array(free), array(read))
         exact = q.new_empty(0, dtype=torch.bool)
         if doubtful.any():
             exact = torch.from_numpy(doubtful)
@@ -87,13 +88,13 @@ class GatedSoftmax(torch.autograd.Function):
         inner, d_beta = torch.empty_like(streams), v.new_empty(shift.shape[1:])
         dv, to_lam, to_gate = v.new_empty(3, *v.shape)
         inverse, ranges, to_beta = array(beta.contiguous()), array(shift), array(d_beta)
-        kernels, given = native("gated_softmax"), memory(sums, free, lam, gate, grad)
+        kernels, given = native("gated_softmax"), (*memory(sums, lam, gate), array(free), array(grad.contiguous()))
         kernels.backward(*given, inverse, ranges, ctx.eps, *map(array, (inner, to_lam, to_gate)), to_beta)
         with without_autocast(q.device):
             to_sums, qh, kh, sh, out = (x.transpose(1, 2) for x in (inner, q, k, streams, sums))
             dq, dk, to_streams = attend_backward(to_sums, qh, kh, sh, out, log_z, None, ctx.causal, ctx.scale)
-        given = memory(to_streams.transpose(1, 2), streams, v)
-        kernels.backward_streams(*given, inverse, ranges, array(dv), to_beta)
+        inputs = memory(to_streams.transpose(1, 2), streams, v)
+        kernels.backward_streams(*inputs, inverse, ranges, array(dv), to_beta)
         return dq.transpose(1, 2), dk.transpose(1, 2), dv, d_beta.sum(0), to_lam, to_gate, None, None, None
 
 

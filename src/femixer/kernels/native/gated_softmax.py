@@ -60,10 +60,11 @@ def _forward_streams(b, v, at, beta, narrow, shift, streams):  # type: ignore[no
 
 
 @kernel
-def forward(sums, free, lam, gate, at, beta, shift, limits, eps, doubtful, out):  # type: ignore[no-untyped-def]
+def forward(sums, lam, gate, at, beta, shift, limits, eps, doubtful, free, out):  # type: ignore[no-untyped-def]
     """From the sums (mu | total - base) to F and to the gated read `out`, [B, T, H, D] each."""
+    lines = _with_contiguous(at, out.shape)
     for b in prange(out.shape[0]):
-        _forward(b, sums, free, lam, gate, at, beta, shift, limits, f32(eps), doubtful[b], out)
+        _forward(b, sums, free.reshape(-1), lam, gate, lines, beta, shift, limits, f32(eps), doubtful[b], out)
 
 
 @job
@@ -74,12 +75,38 @@ def _forward(b, sums, free, lam, gate, at, beta, shift, limits, eps, doubtful, o
         gate_tokens(b * length + first, min(TOKENS, length - first), sums, free, lam, gate, at, eps, out)
 
 
+@job
+def _with_contiguous(at, shape):  # type: ignore[no-untyped-def]
+    """The lines of sums, lam and gate in their places for `gates`, with those of contiguous F and gradient."""
+    lines = np.empty((5, 3), dtype=np.int64)
+    lines[MEAN], lines[LAM], lines[GATE] = at[0], at[1], at[2]
+    for line in (FREE, GRAD):
+        lines[line, 0], lines[line, 1], lines[line, 2] = shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3]
+    return lines
+
+
 @kernel
-def backward(sums, free, lam, gate, grad, at, beta, shift, eps, inner, to_lam, to_gate, d_beta):  # type: ignore[no-untyped-def]
+def backward(sums, lam, gate, at, free, grad, beta, shift, eps, inner, to_lam, to_gate, d_beta):  # type: ignore[no-untyped-def]
     """From the gradient of the gated read to that of the sums, `inner`, of lam and gate, and what the logarithm gives
     to beta [B, H, D], to which `backward_streams` adds."""
+    lines = _with_contiguous(at, to_lam.shape)
     for b in prange(inner.shape[0]):
-        _backward(b, sums, free, lam, gate, grad, at, beta, shift, f32(eps), inner, to_lam, to_gate, d_beta[b])
+        _backward(
+            b,
+            sums,
+            free.reshape(-1),
+            lam,
+            gate,
+            grad.reshape(-1),
+            lines,
+            beta,
+            shift,
+            f32(eps),
+            inner,
+            to_lam,
+            to_gate,
+            d_beta[b],
+        )
 
 
 @job
