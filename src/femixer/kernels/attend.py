@@ -137,3 +137,33 @@ def attend_backward(
         dq[:, :, rows] = ds @ k
         dk += ds.mT @ q[:, :, rows]
     return dq, dk, dv
+
+
+def products(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of [B, T, H, W] tensors to all tokens by matrix products -> (output, weights [H, B, T, T]).
+
+    For short sequences: with the weights kept the backward is a third faster than that of torch's kernel.
+    """
+    batch, length, heads = q.shape[:3]
+    weights = q.new_empty(heads, batch, length, k.shape[1])
+    out = q.new_empty(heads, batch, length, v.shape[3])
+    for h, p in enumerate(weights):  # head by head, whose weights stay in the cache
+        torch.baddbmm(p, q[:, :, h], k[:, :, h].mT, beta=0, alpha=scale, out=p)
+        torch.ops.aten._softmax.out(p, -1, False, out=p)
+        torch.bmm(p, v[:, :, h], out=out[h])
+    return out.permute(1, 2, 0, 3), weights
+
+
+def products_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    slope = torch.empty_like(weights[0])
+    dq, dk, dv = (x.new_empty(x.shape[2], x.shape[0], x.shape[1], x.shape[3]) for x in (q, k, v))
+    for h, p in enumerate(weights):
+        torch.bmm(grad[:, :, h], v[:, :, h].mT, out=slope)
+        torch.ops.aten._softmax_backward_data.out(slope, p, -1, slope.dtype, grad_input=slope)
+        torch.baddbmm(dq[h], slope, k[:, :, h], beta=0, alpha=scale, out=dq[h])
+        torch.baddbmm(dk[h], slope.mT, q[:, :, h], beta=0, alpha=scale, out=dk[h])
+        torch.bmm(p.mT, grad[:, :, h], out=dv[h])
+    return dq.permute(1, 2, 0, 3), dk.permute(1, 2, 0, 3), dv.permute(1, 2, 0, 3)

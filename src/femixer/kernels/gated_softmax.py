@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from femixer.kernels import blocked, short, softmax
-from femixer.kernels.attend import Geometry, attend, attend_backward
+from femixer.kernels.attend import Geometry, attend, attend_backward, products, products_backward
 from femixer.kernels.backend import array, eager_kernels, memory, native
 from femixer.kernels.function import run
 from femixer.kernels.gating import GatedRead, gradients_of_gates
@@ -45,8 +45,8 @@ def gated_softmax(
 
 
 class GatedSoftmax(torch.autograd.Function):
-    """-> (gated read; sums (mu | total - base), F, the streams; log-normalizers; heads that were read again, or none;
-    shift), all kept: sequences are short."""
+    """-> (gated read; sums (mu | total - base), F, the streams; what `_attend` keeps; heads that were read again, or
+    none; shift), all kept: sequences are short."""
 
     @staticmethod
     def forward(
@@ -58,9 +58,7 @@ class GatedSoftmax(torch.autograd.Function):
         inverse, ranges, doubtful = array(beta.contiguous()), array(shift), np.zeros((b, h), dtype=np.bool_)
         kernels = native("gated_softmax")
         kernels.forward_streams(*memory(v), inverse, NARROW, ranges, array(streams))
-        qh, kh, sh = (x.transpose(1, 2) for x in (q, k, streams))
-        out, log_z = attend(qh, kh, sh, None, causal, scale)
-        sums = out.transpose(1, 2)
+        sums, norms = _attend(q, k, streams, causal, scale)
         given = *memory(sums, lam, gate), inverse, ranges, LIMITS, eps
         kernels.forward(*given, doubtful, array(free), array(read))
         exact = q.new_empty(0, dtype=torch.bool)
@@ -70,7 +68,7 @@ class GatedSoftmax(torch.autograd.Function):
                 job.put(free, blocked.free_energy(job.sequences))
             torch.maximum(free, sums[..., :d], out=free)
             read = GatedRead.forward(sums[..., :d], free, lam, gate, eps)
-        return read, sums, free, streams, log_z, exact, shift
+        return read, sums, free, streams, norms, exact, shift
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -82,7 +80,7 @@ class GatedSoftmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: what recomputes them may not be asked twice
-        q, k, v, beta, lam, gate, sums, free, streams, log_z, exact, shift = saved
+        q, k, v, beta, lam, gate, sums, free, streams, norms, exact, shift = saved
         if exact.numel():
             return *_gradients_in_steps(grad, saved, ctx.causal, ctx.scale, ctx.eps), None, None, None
         inner, d_beta = torch.empty_like(streams), v.new_empty(shift.shape[1:])
@@ -91,19 +89,39 @@ class GatedSoftmax(torch.autograd.Function):
         kernels, given = native("gated_softmax"), (*memory(sums, lam, gate), array(free), array(grad.contiguous()))
         kernels.backward(*given, inverse, ranges, ctx.eps, *map(array, (inner, to_lam, to_gate)), to_beta)
         with without_autocast(q.device):
-            to_sums, qh, kh, sh, out = (x.transpose(1, 2) for x in (inner, q, k, streams, sums))
-            dq, dk, to_streams = attend_backward(to_sums, qh, kh, sh, out, log_z, None, ctx.causal, ctx.scale)
-        inputs = memory(to_streams.transpose(1, 2), streams, v)
-        kernels.backward_streams(*inputs, inverse, ranges, array(dv), to_beta)
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv, d_beta.sum(0), to_lam, to_gate, None, None, None
+            dq, dk, to_streams = _attend_backward(inner, q, k, streams, sums, norms, ctx.causal, ctx.scale)
+        kernels.backward_streams(*memory(to_streams, streams, v), inverse, ranges, array(dv), to_beta)
+        return dq, dk, dv, d_beta.sum(0), to_lam, to_gate, None, None, None
+
+
+def _attend(q: Tensor, k: Tensor, streams: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Sums [B, T, H, 2 D], and what the backward wants: the weights, or log-normalizers where half of them are zero."""
+    if not causal:
+        return products(q, k, streams, scale)
+    qh, kh, sh = (x.transpose(1, 2) for x in (q, k, streams))
+    out, log_z = attend(qh, kh, sh, None, True, scale)
+    return out.transpose(1, 2), log_z
+
+
+def _attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, streams: Tensor, sums: Tensor, norms: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k and the streams."""
+    if not causal:
+        return products_backward(grad, q, k, streams, norms, scale)
+    by_sums, qh, kh, sh, out = (x.transpose(1, 2) for x in (grad, q, k, streams, sums))
+    grads = attend_backward(by_sums, qh, kh, sh, out, norms, None, True, scale)
+    return tuple(x.transpose(1, 2) for x in grads)
 
 
 def _gradients_in_steps(
     grad: Tensor, saved: tuple[Tensor, ...], causal: bool, scale: float, eps: float
 ) -> tuple[Tensor, ...]:
     """Where heads were read again: first through the gates, then through the read."""
-    q, k, v, beta, lam, gate, sums, free, _, log_z, exact, shift = saved
+    q, k, v, beta, lam, gate, sums, free, streams, log_z, exact, shift = saved
     mean = sums[..., : v.shape[3]]
+    if not causal:
+        log_z = attend(q.transpose(1, 2), k.transpose(1, 2), streams.transpose(1, 2), None, False, scale)[1]
     to_mean, to_free, to_lam, to_gate = gradients_of_gates(grad, mean, free, lam, gate, eps)
     top, base = shift[1][:, None], shift[2][:, None]
     given = q, k, v, beta, None, None, None, mean, free, log_z, exact, top, base, causal, None, scale, False
