@@ -123,7 +123,7 @@ def settle_tokens(b, first, sums, free, at, shape, beta, bottom, top, base, limi
             for d in range(n):
                 f, average = top[g, d] + row[d] / beta[g, d], sums[start + d]
                 # Rounding, or a sum beyond sight, may put F below the mean; the logarithm hides what is not a number.
-                row[d] = f if f >= average else average
+                row[d] = average if (f < average) | (average != average) else f
             for d in range(n):
                 free[to + d] = row[d]
         high = False
