@@ -240,7 +240,7 @@ def test_constant_channels_and_windows_have_finite_forecasts_and_gradients(model
         torch.testing.assert_close(model(history)[..., 0], level[:, None].expand(-1, HORIZON))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "dlinear"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("dlinear", "nlinear")])
 def test_forecasts_follow_the_scale_and_the_level_of_the_history(kind):
     model, history, observed = make(kind).double(), walks().double(), gaps((5, LOOKBACK, CHANNELS))
     scale, level = torch.tensor([3.0, 0.5, 20.0]).double(), torch.tensor([-5.0, 700.0, 0.1]).double()
@@ -282,7 +282,7 @@ def test_an_empty_batch_has_an_empty_forecast(model):
     assert model(walks()[:0], torch.ones(0, LOOKBACK, CHANNELS, dtype=torch.bool)).shape == (0, HORIZON, CHANNELS)
 
 
-TRAINED = {**MIXERS, **{kind: {"kind": kind} for kind in ("dlinear", "patchtst", "itransformer")}}
+TRAINED = {**MIXERS, **{kind: {"kind": kind} for kind in ("dlinear", "nlinear", "patchtst", "itransformer")}}
 
 
 @pytest.mark.parametrize("fields", TRAINED.values(), ids=TRAINED)
@@ -366,6 +366,17 @@ def test_dlinear_is_two_linear_maps_of_the_moving_average_and_of_the_rest():
     expected = np.einsum("hl,blc->bhc", p["trend.weight"], trend) + p["trend.bias"][:, None]
     expected += np.einsum("hl,blc->bhc", p["seasonal.weight"], x - trend) + p["seasonal.bias"][:, None]
     np.testing.assert_allclose(model(window).detach().numpy(), expected, rtol=1e-10)
+
+
+def test_nlinear_is_a_linear_map_of_what_the_last_value_leaves():
+    model, window, observed = make("nlinear").double(), walks().double(), gaps((5, LOOKBACK, CHANNELS))
+    weight, bias = (p.detach() for p in model.linear.parameters())
+    x, last = window, window[:, -1:]
+    expected = torch.einsum("hl,blc->bhc", weight, x - last) + bias[:, None] + last
+    torch.testing.assert_close(model(window), expected)
+    level = torch.tensor([-5.0, 700.0, 0.1]).double()
+    some = observed.any(1)[:, None].expand(-1, HORIZON, -1)
+    torch.testing.assert_close(model(window + level, observed)[some], (model(window, observed) + level)[some])
 
 
 def test_patchtst_is_an_encoder_of_overlapping_patches_with_added_scores():

@@ -4,15 +4,15 @@ FEMForecaster with any mixer, and the rivals that every table of forecasts shoul
 """
 
 from femixer.models.forecast.config import KINDS, ForecastConfig
-from femixer.models.forecast.dlinear import DLinear
 from femixer.models.forecast.fem import FEMForecaster
 from femixer.models.forecast.forecaster import Forecaster
 from femixer.models.forecast.itransformer import ITransformer
+from femixer.models.forecast.linear import DLinear, NLinear
 from femixer.models.forecast.naive import LastValue, SeasonalNaive
 from femixer.models.forecast.patchtst import PatchTST
 
 FORECASTERS: dict[str, type[Forecaster]] = {
-    made.kind: made for made in (FEMForecaster, DLinear, PatchTST, ITransformer, LastValue, SeasonalNaive)
+    made.kind: made for made in (FEMForecaster, DLinear, NLinear, PatchTST, ITransformer, LastValue, SeasonalNaive)
 }
 """By the names of `ForecastConfig.kind`."""
 
@@ -31,6 +31,7 @@ __all__ = [
     "Forecaster",
     "ITransformer",
     "LastValue",
+    "NLinear",
     "PatchTST",
     "SeasonalNaive",
     "build",

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from femixer.models.config import FEMConfig
 from femixer.options import check
 
-KINDS = ("fem", "dlinear", "patchtst", "itransformer", "last-value", "seasonal-naive")
+KINDS = ("fem", "dlinear", "nlinear", "patchtst", "itransformer", "last-value", "seasonal-naive")
 # Up to as many channels a data set counts as small: PatchTST and iTransformer were published with a small setting for
 # such (ETT has 7, the next larger, Weather, 21).
 FEW_CHANNELS = 8

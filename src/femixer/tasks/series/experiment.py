@@ -40,7 +40,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of models made of a mixer's layers; DLinear, PatchTST and iTransformer have those that were published."""
+    """Of models made of a mixer's layers; the others have those that were published."""
 
     width: int | None = None
     """Width of the layers, by default 32 x the whole part of the root of the channels."""

@@ -7,6 +7,7 @@ from femixer.models.named import NAMED, Fields
 MODELS: dict[str, Fields] = {
     **{name: {"kind": "fem", **fields} for name, fields in NAMED.items()},
     "DLinear": {"kind": "dlinear"},
+    "NLinear": {"kind": "nlinear"},
     "PatchTST": {"kind": "patchtst"},
     "iTransformer": {"kind": "itransformer"},
     "LastValue": {"kind": "last-value"},

@@ -25,7 +25,7 @@ class Experiment:
     """What is run."""
 
     models: tuple[str, ...] = ("FEM-SM", "SMAttn", "DLinear", "SeasonalNaive")
-    """Models by their names in the paper's table; also DLinear, PatchTST, iTransformer, LastValue, SeasonalNaive."""
+    """Models as named in the paper's table, or DLinear, NLinear, PatchTST, iTransformer, LastValue, SeasonalNaive."""
     data: tuple[str, ...] = (PACKAGED,)
     """CSV or parquet files with a column of dates, or folder/NAME of some; seattle-temps needs no file."""
     horizons: tuple[int, ...] = tuple(LOOKBACKS)

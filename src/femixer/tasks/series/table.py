@@ -18,7 +18,7 @@ from femixer.training.results import Record
 
 ORDER = (
     *("FEM-SM", "FEM-GLA", "FEM-Mamba", "FEM-AFT", "SMAttn", "GLA", "Mamba", "AFT"),
-    *("iTransformer", "PatchTST", "DLinear", "SeasonalNaive", "LastValue"),
+    *("iTransformer", "PatchTST", "DLinear", "NLinear", "SeasonalNaive", "LastValue"),
 )
 """Columns from left to right; models that are not among them follow."""
 

@@ -31,7 +31,7 @@ class Command:
     """
 
     model: str = "FEM-SM"
-    """Model by its name in the paper's table; also DLinear, PatchTST, iTransformer, LastValue, SeasonalNaive."""
+    """Model as named in the paper's table, or DLinear, NLinear, PatchTST, iTransformer, LastValue, SeasonalNaive."""
     data: str = PACKAGED
     """A CSV or parquet file with a column of dates, or folder/NAME of one; seattle-temps needs no file."""
     horizon: int = 96
