@@ -277,6 +277,28 @@ def test_forecasts_are_the_same_without_gradients(channels, lookback):
     torch.testing.assert_close(forecast, model(history), atol=1e-5, rtol=1e-5)
 
 
+def test_a_window_without_any_value_is_refused_and_masked_values_are_missing():
+    model, history = make(), walks().numpy()
+    masked = np.ma.masked_array(history, np.random.default_rng(0).random(history.shape) < 0.3)
+    np.testing.assert_array_equal(model.predict(masked), model.predict(np.where(masked.mask, np.nan, history)))
+    history[3] = np.nan
+    with pytest.raises(ValueError, match="in window 3"):
+        model.predict(history)
+    longer = np.full((LOOKBACK + 2, CHANNELS), np.nan)
+    longer[0] = 1.0
+    with pytest.raises(ValueError, match=f"at least one of the last {LOOKBACK} that is not missing"):
+        model.predict(longer)
+
+
+def test_working_days_are_followed_by_working_days():
+    model = make(channels=1, frequency="B", columns=["a"])
+    week = pd.DataFrame({"a": np.arange(5.0)}, index=pd.date_range("2024-01-01", periods=5))  # Monday to Friday
+    assert (model.predict(week).index == pd.date_range("2024-01-08", periods=HORIZON, freq="B")).all()
+    days = pd.date_range("2024-01-01", periods=43, freq="B").delete(40)  # with a holiday among the last
+    forecast = make(channels=1, columns=["a"]).predict(pd.DataFrame({"a": np.arange(42.0)}, index=days))
+    assert (forecast.index.day_of_week < 5).all()
+
+
 def test_an_empty_batch_has_an_empty_forecast(model):
     assert model(walks()[:0]).shape == (0, HORIZON, CHANNELS)
     assert model(walks()[:0], torch.ones(0, LOOKBACK, CHANNELS, dtype=torch.bool)).shape == (0, HORIZON, CHANNELS)

@@ -99,7 +99,8 @@ def test_other_data_are_split_by_their_length():
 def test_the_scale_is_that_of_the_training_rows_alone():
     draw = np.random.default_rng(1)
     values = draw.standard_normal((101, 5)) * [1, 1e-7, 1e6, 1, 1] + [0, 3, -1e6, 0, 0]
-    values[:, 3] = 0.1  # constant
+    values[:, 3] = 0.1 + 0.2  # constant, but for rounding
+    values[::2, 3] = 0.3
     values[:70, 4] = np.nan  # missing in all training rows
     values[3, 0] = np.nan
     changed = values.copy()
@@ -111,7 +112,7 @@ def test_the_scale_is_that_of_the_training_rows_alone():
     np.testing.assert_allclose(one.std[:3], np.nanstd(values[:70, :3], 0))
     assert one.std[3] == 1 and (one.mean[4], one.std[4]) == (0, 1)
     split, _ = windows(series(values), 7, 3)
-    assert bool(split["train"].values.isfinite().all()) and not split["train"].values[:, 3].any()
+    assert bool(split["train"].values.isfinite().all()) and split["train"].values[:, 3].abs().max() < 1e-15
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,8 @@ GOOD = "date,a,b\n2016-07-01,1,2\n2016-07-02,3,4\n"
         ("a,b\n1,2\n", "has no column called date; choose --date-column out of a, b"),
         ("date,time,a\n1,2,3\n", "several columns that could be the dates, date, time"),
         ("date\n2016-07-01\n", "a file with columns besides the dates, separated by commas"),
-        ("date,a\n2016-07-01 00:00+01:00,1\n2016-07-02 00:00+02:00,1\n", "column date: Mixed timezones"),
+        ("date,a\n01/02/2016,1\n01/03/2016,1\n", "line 2: date is '01/02/2016', and no row tells day from month"),
+        ("1.5,2\n3,4\n", "line 1: it has numbers, and must name the columns"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, text, told):
@@ -257,6 +259,50 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, text, told):
     assert told in str(error.value) and "bad.csv" in str(error.value)
 
 
+@pytest.mark.parametrize("separator", [";", "\t", ","])
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_other_separators_encodings_and_an_index_are_read(tmp_path, separator, encoding):
+    path, dates = tmp_path / "mine.csv", hourly(31)
+    frame = pd.DataFrame({"date": dates, "a": np.arange(31) / 4, "b": -np.arange(31.0)})
+    decimal = "." if separator == "," else ","
+    frame.to_csv(path, sep=separator, decimal=decimal, encoding=encoding)  # with a count of rows in front
+    found = read(str(path))
+    assert found.columns == ("a", "b") and (found.dates == dates).all()
+    np.testing.assert_array_equal(found.values, frame[["a", "b"]])
+    frame.set_index(pd.DatetimeIndex(dates))[["a", "b"]].to_csv(path, sep=separator, decimal=decimal, encoding=encoding)
+    assert read(str(path)).fingerprint == found.fingerprint  # dates as an index without a name
+
+
+def test_offsets_of_summer_and_winter_are_one_time(tmp_path):
+    dates = pd.date_range("2020-10-24", periods=61, freq="h", tz="Europe/Berlin")
+    pd.DataFrame({"a": np.arange(61.0)}, index=dates).rename_axis("date").to_csv(tmp_path / "a.csv")
+    found = read(str(tmp_path / "a.csv"))
+    assert (found.dates == dates).all() and frequency_of(found.dates) == "h"
+
+
+def test_files_of_the_literature_are_read_as_they_are_distributed(tmp_path):
+    np.savetxt(tmp_path / "solar_AL.txt", np.arange(24.0).reshape(8, 3), delimiter=",")
+    for data in ("solar", "solar_AL.txt"):
+        solar = read(str(tmp_path / data))
+        assert solar.name == "solar" and solar.columns == ("0", "1", "2") and solar.values[-1].tolist() == [21, 22, 23]
+        assert (season_of(solar.dates), frequency_of(solar.dates)) == (144, "10min")
+    weather = tmp_path / "weather.csv"  # which repeats a date
+    weather.write_text("date,a\n2020-05-12 05:50,1\n2020-05-12 06:00,-9999\n2020-05-12 06:00,3\n2020-05-12 06:10,4\n")
+    assert read(str(weather)).values[:, 0].tolist()[2:] == [3, 4] and np.isnan(read(str(weather)).values[1, 0])
+    weather.rename(tmp_path / "mine.csv")
+    with pytest.raises(ValueError, match=r"line 4: date .* repeats that of line 3"):
+        read(str(tmp_path / "mine.csv"))
+
+
+def test_the_season_is_that_of_the_dates_whatever_the_file_is_called(tmp_path):
+    def season(name, freq):
+        found = Series(name, pd.date_range("2020", periods=97, freq=freq), np.ones((97, 1)), ("a",))
+        return specified("SeasonalNaive", found, 3, 11, 0, Sizes(), Training()).season
+
+    assert [season("traffic", freq) for freq in ("h", "D", "MS")] == [24, 7, 12]
+    assert [season("exchange", freq) for freq in ("h", "D")] == [24, 5]  # its rows are working days
+
+
 @pytest.mark.parametrize(
     ("dates", "season", "frequency"),
     [
@@ -264,6 +310,9 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, text, told):
         (hourly(101).delete(13), 24, "h"),
         (pd.date_range("2020", periods=9, freq="15min"), 96, "15min"),
         (pd.date_range("2020", periods=9, freq="D"), 7, "D"),
+        (pd.date_range("2020", periods=97, freq="B"), 5, "B"),
+        (pd.date_range("2020", periods=97, freq="B").delete([7, 60, 90]), 5, "B"),
+        (pd.date_range("2020", periods=41, freq="MS").delete([11, 35]), 12, "MS"),
         (pd.date_range("2020", periods=9, freq="MS"), 12, "MS"),
         (pd.date_range("2020", periods=9, freq="YS"), 1, "YS-JAN"),
         (hourly(1), 1, None),
@@ -439,12 +488,46 @@ def test_a_forecast_may_begin_within_the_data(tmp_path, file, capsys):
     error = (frame.iloc[-3:] - frame.iloc[-4]).abs().mean()
     assert f"known: up {error['up']:.4g}, down {error['down']:.4g}" in capsys.readouterr().out
     assert main([*predict, "--start", str(frame.index[-1] + pd.Timedelta("1h"))]) == 0
-    for start in ("2016-07-01", "2031-01-01", "soon", "2016-07-09 21:00"):
+    for start in ("2016-07-01", "2031-01-01", "soon", "2016-07-09 21:00", "2016-07-05 00:00+02:00"):
         assert main([*predict, "--start", start]) == 2
         assert f"start={start!r} is not allowed; choose a date" in capsys.readouterr().err
     file.write_text("date,up\n2016-07-01,1\n")
     assert main(predict) == 2
     assert "columns='down' is not allowed; choose different ones of up" in capsys.readouterr().err
+
+
+def test_a_forecast_may_begin_after_missing_rows(tmp_path, file):
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert main([*TRAIN, "1", "--model", "FEM-SM", "--data", str(file), "--out", str(run)]) == 0
+    frame = pd.read_csv(file, index_col="date", parse_dates=True)
+    start, gap = frame.index[190], slice(177, 190)  # longer than the horizon of 5
+    frame.drop(frame.index[gap]).to_csv(file)
+    options = ["--data", str(file), "--start", str(start), "--out", str(out)]
+    assert main(["forecast", "predict", "--model", str(run), *options]) == 0
+    forecast = pd.read_csv(out / "forecast.csv", index_col="date", parse_dates=True)
+    frame.iloc[gap] = np.nan
+    expected = Forecaster.from_pretrained(run / "model").predict(frame.iloc[:190])
+    assert forecast.index[0] == start
+    np.testing.assert_allclose(forecast, expected, rtol=1e-5)
+
+
+def test_a_model_reads_new_files_as_that_of_its_training(tmp_path, file):
+    run, out = tmp_path / "run", tmp_path / "out"
+    frame = pd.read_csv(file, parse_dates=["date"])
+    expected = {}
+    for sentinel in ("nan", "-9999"):
+        told = frame.assign(date=frame["date"].dt.strftime("%d.%m.%Y %H:%M"))
+        told.loc[150:190:7, "up"] = float(sentinel)
+        told.to_csv(file, index=False)
+        if sentinel == "nan":
+            reading = ["--date-format", "%d.%m.%Y %H:%M", "--missing-below", "-9000"]
+            assert main([*TRAIN, "1", "--data", str(file), "--out", str(run), *reading]) == 0
+        assert main(["forecast", "predict", "--model", str(run), "--data", str(file), "--out", str(out)]) == 0
+        expected[sentinel] = pd.read_csv(out / "forecast.csv", index_col="date", parse_dates=True)
+    assert expected["nan"].equals(expected["-9999"])
+    assert expected["nan"].index[0] == frame["date"].iloc[-1] + pd.Timedelta("1h")
+    model = Forecaster.from_pretrained(pretrained_model_name_or_path=run / "model")
+    np.testing.assert_allclose(model.predict(told)[["up", "down"]], expected["nan"], rtol=1e-5)
 
 
 def test_finished_jobs_are_not_repeated_wherever_the_file_lies(tmp_path, file, capsys, here, monkeypatch):
@@ -604,7 +687,16 @@ def test_learning_rates_are_chosen_by_validation():
         entries(records)["ETTh1", "protocol", "96", "FEM-SM"].value == "0.320"
     )  # the mean of 0.6 is below that of 0.7
     assert entries(records[:3])["ETTh1", "protocol", "96", "FEM-SM"].value == "0.450"  # one seed alone may be luck
-    assert any("lowest validation MSE." in text for text in tabulate(records).legend)
+    assert any("rate and weight decay are those of the lowest validation MSE." in t for t in tabulate(records).legend)
+    shorter = [
+        record(training={**each["training"], "epochs": 10}, seed=each["seed"], mse=0.3, validation_mse=0.4)
+        for each in records[::2]
+    ]
+    with pytest.raises(ValueError, match="ways of training"):
+        tabulate([*records, *shorter])
+    both = tabulate([*records, *shorter], ("lr", "weight_decay", "epochs"))
+    assert both.metrics["mse"][0][0].entries[0].value == "0.300"
+    assert any("number of epochs are those" in text for text in both.legend)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ class ForecastConfig(PreTrainedConfig):
 
     mixer, prior, parts, mixer_options, prior_options, rope: as in FEMConfig, read by kind="fem" only.
     scaler_mean, scaler_std: per channel, of the training rows; the model works on (x - mean) / std, and `predict` goes
-    there and back. frequency (of pandas, such as "h"), columns and date_column: of the frames that it was trained on.
+    there and back. frequency (of pandas, such as "h"), columns, date_column and date_format: of what it was trained on.
+    missing_below: values at or below it mean missing, there and in `predict`.
     """
 
     model_type = "fem-forecaster"
@@ -70,6 +71,8 @@ class ForecastConfig(PreTrainedConfig):
     frequency: str | None = None
     columns: list[str] | None = None
     date_column: str | None = None
+    date_format: str | None = None
+    missing_below: float | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         published = _published(self.kind, self.channels, self.num_attention_heads, self.hidden_size)

@@ -41,7 +41,8 @@ class Forecaster(FEMPreTrainedModel):
             return super().from_pretrained(*args, **kwargs)
         from femixer.models.forecast import FORECASTERS
 
-        return FORECASTERS[ForecastConfig.from_pretrained(args[0]).kind].from_pretrained(*args, **kwargs)
+        path = args[0] if args else kwargs["pretrained_model_name_or_path"]
+        return FORECASTERS[ForecastConfig.from_pretrained(path).kind].from_pretrained(*args, **kwargs)
 
     def forecast(self, window: Tensor, observed: Tensor | None) -> Tensor:
         """window and observed [B, lookback, C] -> [B, horizon, C]; unobserved places of the window hold 0."""
@@ -92,11 +93,13 @@ class Forecaster(FEMPreTrainedModel):
 
         history: an array [L, C], [L] for one channel, or [B, L, C], and the forecast is one of the same kind; or a
         pandas DataFrame or Series with a DatetimeIndex or a date column, and the forecast is one with the next time
-        stamps. NaN is a missing value, and so is a row that is missing between two others. The history may be
-        shorter than the look-back; of a longer one the last points are used.
+        stamps. Missing are NaN, what an array masks, rows between two others, and what is at or below missing_below of
+        the configuration. The history may be shorter than the look-back; of a longer one the last points are used.
         """
         if frames.is_frame(history):
             return frames.predicted(history, self.config, self.predict)
+        if isinstance(history, np.ma.MaskedArray):
+            history = np.where(np.ma.getmaskarray(history), np.nan, history.data)
         values = np.asarray(history)
         if values.dtype.kind not in "fiub":
             raise TypeError(f"history has dtype {values.dtype}; allowed are numbers, with NaN for missing ones")
@@ -104,8 +107,13 @@ class Forecaster(FEMPreTrainedModel):
         windows = windows if windows.ndim == 3 else windows[None]
         self._check_channels("history", values.shape, windows.ndim == 3 and windows.shape[-1] == self.config.channels)
         check(not np.isinf(windows).any(), "history", "inf", "finite numbers, or NaN for missing ones")
-        check(not np.isnan(windows).all(), "history", f"{windows.shape[1]} points", "at least one that is not missing")
-        forecast = self._unscaled(windows.astype(np.float64))
+        windows = windows[:, -self.config.lookback :].astype(np.float64)
+        if self.config.missing_below is not None:
+            windows[windows <= self.config.missing_below] = np.nan
+        empty = np.flatnonzero(np.isnan(windows).all((1, 2)))
+        where = f"{windows.shape[1]} points" + (f" in window {empty[0]}" if values.ndim == 3 and len(empty) else "")
+        check(not len(empty), "history", where, f"at least one of the last {self.config.lookback} that is not missing")
+        forecast = self._unscaled(windows)
         if values.ndim < 3:
             forecast = forecast[0]
         if values.ndim < 2:

@@ -12,6 +12,8 @@ from femixer.models.forecast.config import ForecastConfig
 from femixer.optional import require
 
 DATE_NAMES = ("date", "datetime", "timestamp", "time", "ds")
+STRETCHES = (20, 10, 5)
+"""Lengths of stretches of dates that are looked at for a frequency where all of them together have gaps."""
 
 
 def is_frame(history: Any) -> bool:
@@ -34,7 +36,7 @@ def predicted(history: Any, config: ForecastConfig, predict: Callable[[np.ndarra
     if not isinstance(history, pandas.DataFrame):
         raise TypeError(f"history is a pandas {type(history).__name__}; allowed are DataFrame and Series")
     date = date_column(history, config)
-    stamps = pandas.DatetimeIndex(history.index if date is None else parsed(history[date]))
+    stamps = pandas.DatetimeIndex(history.index if date is None else parsed(history[date], config.date_format))
     values = value_columns(history.drop(columns=[] if date is None else [date]), config)
     frequency, known = regular(stamps, config.frequency)
     rows = values.set_axis(stamps).reindex(known)
@@ -68,13 +70,13 @@ def date_column(frame: Any, config: ForecastConfig) -> Any:
     return found[0]
 
 
-def parsed(column: Any) -> Any:
-    """A column of time stamps, or of text that says them."""
+def parsed(column: Any, form: str | None) -> Any:
+    """A column of time stamps, or of text that says them, in the format that the model was trained with."""
     pandas = require("pandas", "series")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that it has no single format
-            return pandas.to_datetime(column)
+            return pandas.to_datetime(column, format=None if column.dtype.kind == "M" else form)
     except (ValueError, TypeError) as error:
         raise ValueError(f"history has dates in column {column.name!r} that cannot be read: {error}") from None
 
@@ -108,7 +110,9 @@ def regular(stamps: Any, given: str | None) -> tuple[Any, Any]:
     pandas = require("pandas", "series")
     if len(stamps) == 0 or stamps.hasnans or not (stamps.is_monotonic_increasing and stamps.is_unique):
         raise ValueError("history has missing, repeated or unordered dates (or none); allowed is an ascending sequence")
-    frequency = stamps.freq or inferred(stamps) or given
+    frequency = stamps.freq or inferred(stamps) or given or usual(stamps)
+    if given == "B" and is_working_week(stamps):  # some days of one week look like any days
+        frequency = given
     if frequency is None and len(stamps) > 1:
         frequency = pandas.Series(stamps[1:] - stamps[:-1]).mode()[0]
     if frequency is None:
@@ -128,3 +132,20 @@ def inferred(stamps: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a later pandas will return an offset and not a text: both will do
         return pandas.infer_freq(stamps)
+
+
+def usual(stamps: Any) -> Any:
+    """The frequency that stretches without gaps have and that all time stamps fit; None where there is none."""
+    pandas = require("pandas", "series")
+    for length in STRETCHES:
+        pieces = [stamps[max(0, end - length) : end] for end in range(len(stamps), 2, -length)]
+        found = pandas.Series([inferred(piece) for piece in pieces], dtype=object).dropna()
+        for frequency in found.value_counts().index:
+            if stamps.isin(pandas.date_range(stamps[0], stamps[-1], freq=frequency)).all():
+                return frequency
+    return None
+
+
+def is_working_week(stamps: Any) -> bool:
+    """Whether these are days, and none of them is on a weekend."""
+    return bool((stamps == stamps.normalize()).all() and (stamps.day_of_week < 5).all())

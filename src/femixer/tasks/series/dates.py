@@ -7,16 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from femixer.models.forecast.frames import inferred
+from femixer.models.forecast.frames import inferred, is_working_week, usual
 from femixer.optional import require
 from femixer.tasks.series.rows import Rows
 
-LATEST = 20
-"""Dates that tell the frequency where earlier ones have gaps."""
 
-
-def as_dates(rows: Rows, column: str, form: str | None) -> Any:
-    """The column as a pandas.DatetimeIndex."""
+def as_dates(rows: Rows, column: str, form: str | None, repeated: bool = False) -> Any:
+    """The column as a pandas.DatetimeIndex, which never goes back; `repeated`: nor need it go on."""
     pandas = require("pandas", "series")
     cells = rows.frame[column]
     dates = pandas.DatetimeIndex(cells if cells.dtype.kind == "M" else parsed(rows, column, form))
@@ -25,7 +22,7 @@ def as_dates(rows: Rows, column: str, form: str | None) -> Any:
         cell = cells.iloc[bad[0]]
         told = f"is {cell!r}, which is not a date like those before" if pandas.notna(cell) else "is missing"
         rows.refuse(bad[0], f"{column} {told}; --date-format says how dates are written")
-    late = np.flatnonzero(dates[1:] <= dates[:-1])
+    late = np.flatnonzero(dates[1:] < dates[:-1] if repeated else dates[1:] <= dates[:-1])
     if len(late):
         row = late[0] + 1
         told = "repeats that of" if dates[row] == dates[row - 1] else f"is before {dates[row - 1]} of"
@@ -38,18 +35,37 @@ def parsed(rows: Rows, column: str, form: str | None) -> Any:
     pandas = require("pandas", "series")
     texts = rows.frame[column]
     texts = texts.where(texts.isna(), texts.astype(str))
+    if form is None:
+        refuse_two_readings(rows, column, texts)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that no format fits the first one: we say that of a row
+        warnings.simplefilter("ignore")  # that no format fits the first one: we say that of a row
         try:
-            return pandas.to_datetime(texts, format=form, errors="coerce")
+            dates = pandas.to_datetime(texts, format=form, errors="coerce")
+        except ValueError:  # offsets that differ, as those of summer and winter do
+            dates = None
+        try:
+            mixed = dates is None or dates.dtype.kind != "M"
+            return pandas.to_datetime(texts, format=form, errors="coerce", utc=True) if mixed else dates
         except ValueError as error:
             raise ValueError(f"{rows.path}, column {column}: {error}") from error
 
 
-def season_of(dates: Any) -> int:
+def refuse_two_readings(rows: Rows, column: str, texts: Any) -> None:
+    """Dates such as 01/02/2016, of which no row tells whether the day or the month comes first."""
+    numbers = texts.astype(str).str.extract(r"^\s*(\d{1,2})([/.-])(\d{1,2})[/.-]\d{4}\b")
+    if not len(numbers) or numbers.isna().any(axis=None):
+        return
+    first, second = (numbers[place].astype(int) for place in (0, 2))
+    if max(first.max(), second.max()) <= 12 and (first != second).any():
+        row, mark = int((first != second).to_numpy().argmax()), numbers[1].iloc[0]
+        forms = " or ".join(mark.join(parts) for parts in (("%d", "%m", "%Y"), ("%m", "%d", "%Y")))
+        rows.refuse(row, f"{column} is {texts.iloc[row]!r}, and no row tells day from month; say --date-format {forms}")
+
+
+def season_of(dates: Any, working_days: bool = False) -> int:
     """Rows of a day; of a week if rows are days, of a year if they are weeks or longer, by the usual distance of two.
 
-    1 where there are not at least 2 of them.
+    A week has 5 rows if these are `working_days`, or if none is on a weekend. 1 where there are not at least 2 of them.
     """
     if len(dates) < 2:
         return 1
@@ -57,11 +73,12 @@ def season_of(dates: Any) -> int:
     day = 86400.0
     for season, shortest, longest in ((day, 0, day / 2), (7 * day, day, day), (365.25 * day, 7 * day, 100 * day)):
         if shortest <= step <= longest:
-            return round(season / step)
+            working = season == 7 * day and (working_days or (len(dates) > 5 and is_working_week(dates)))
+            return 5 if working else round(season / step)
     return 1
 
 
 def frequency_of(dates: Any) -> str | None:
-    """In pandas' words, as "h" or "15min": of all dates, or of the latest where those have gaps; None if these have."""
-    found = inferred(dates) or inferred(dates[-LATEST:])
+    """In pandas' words, as "h" or "15min": of all dates, or of stretches without gaps; None if none fits all."""
+    found = inferred(dates) or usual(dates)
     return None if found is None else str(getattr(found, "freqstr", found))

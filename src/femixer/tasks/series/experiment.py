@@ -100,7 +100,7 @@ def specified(
     check(seed >= 0, "seed", seed, "a whole number of at least 0")
     training.validate()
     known = KNOWN.get(series.name)
-    season = sizes.season or (season_of(series.dates) if known is None else known.season)
+    season = sizes.season or season_of(series.dates, known is not None and known.working_days)
     fields = {**MODELS[model], **(sizes.fields() if MODELS[model]["kind"] == "fem" else {})}
     length = default_lookback(horizon) if lookback is None else lookback
     return Spec(model, series.name, series.fingerprint, horizon, length, seed, season, fields, training)

@@ -30,6 +30,8 @@ def build_model(spec: Spec, series: Series, scaling: Scaling) -> Forecaster:
                     columns=[*series.columns],
                     date_column=series.date_column,
                     frequency=frequency_of(series.dates),
+                    date_format=series.date_format,
+                    missing_below=series.missing_below,
                 )
             )
         except StrictDataclassError as error:  # how transformers wraps what the configuration says

@@ -1,4 +1,4 @@
-"""What is known of data sets by name: where their splits are, how long a season is, which values mean missing."""
+"""What is known of data sets by name: their splits, which values mean missing, what their dates do not say."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ RATIOS = (0.7, 0.2)
 class Known:
     """A data set of the literature."""
 
-    season: int
-    """Rows of a day, or of a working week."""
     borders: tuple[int, int, int] | None = None
     """Rows where training, validation and test end; None: by RATIOS."""
     missing_below: float | None = None
     """Values at or below mean missing."""
     also: str = ""
     """Another name under which the file is found."""
+    working_days: bool = False
+    """Rows are working days, whatever their dates say."""
+    bare: tuple[str, str] | None = None
+    """Of a file of numbers alone, without a header and dates: the first date, and the step."""
 
 
 ETTH = (8640, 11520, 14400)
@@ -30,15 +32,15 @@ ETTM = (34560, 46080, 57600)
 """The same in quarters of an hour."""
 
 KNOWN: dict[str, Known] = {
-    "ETTh1": Known(24, ETTH),
-    "ETTh2": Known(24, ETTH),
-    "ETTm1": Known(96, ETTM),
-    "ETTm2": Known(96, ETTM),
-    "weather": Known(144, missing_below=-9000.0),
-    "solar": Known(144, also="solar_AL"),
-    "electricity": Known(24),
-    "traffic": Known(24),
-    "exchange": Known(5, also="exchange_rate"),
+    "ETTh1": Known(ETTH),
+    "ETTh2": Known(ETTH),
+    "ETTm1": Known(ETTM),
+    "ETTm2": Known(ETTM),
+    "weather": Known(missing_below=-9000.0),
+    "solar": Known(also="solar_AL", bare=("2006-01-01", "10min")),
+    "electricity": Known(),
+    "traffic": Known(),
+    "exchange": Known(also="exchange_rate", working_days=True),
 }
 PACKAGED = "seattle-temps"
 """A real series that vega_datasets installs: temperatures of Seattle in 2010, hourly, 8,759 points (one hour is missing

@@ -58,7 +58,13 @@ def as_trained(reading: Reading, config: ForecastConfig) -> Reading:
         reading.columns,
         f"none: the model has its own, {', '.join(config.columns or ())}",
     )
-    return replace(reading, date_column=reading.date_column or date, columns=tuple(config.columns or ()))
+    return replace(
+        reading,
+        date_column=reading.date_column or date,
+        date_format=reading.date_format or config.date_format,
+        missing_below=config.missing_below if reading.missing_below is None else reading.missing_below,
+        columns=tuple(config.columns or ()),
+    )
 
 
 def as_date(start: str, dates: Any) -> Any:
@@ -69,17 +75,25 @@ def as_date(start: str, dates: Any) -> Any:
     except ValueError:
         first = pandas.NaT
     check(first is not pandas.NaT, "start", start, "a date, as 2016-07-01 or 2016-07-01 12:00")
+    fits = first.tz is None or dates.tz is not None
+    check(fits, "start", start, f"a date without a time zone, as those of the data: {dates[-1]}")
     return first.tz_localize(dates.tz) if dates.tz is not None and first.tz is None else first
 
 
 def forecast_from(model: Forecaster, frame: Any, start: str | None) -> tuple[Any, Any]:
-    """The rows that the forecast is made of, and the forecast."""
+    """The rows that the forecast is made of, and the forecast; rows missing before its start have no values."""
     first = None if start is None else as_date(start, frame.index)
     allowed = f"a date after {frame.index[0]}, and at most the one that follows {frame.index[-1]}"
     check(first is None or first > frame.index[0], "start", start, allowed)
     history = (frame if first is None else frame[frame.index < first]).iloc[-model.config.lookback :]
     forecast = model.predict(history)
-    check(first is None or first <= forecast.index[0], "start", start, allowed)
+    if first is None:
+        return history, forecast
+    check(first <= max(forecast.index[0], frame.index[-1]), "start", start, allowed)
+    while forecast.index[0] < first:
+        missing = forecast[forecast.index < first] * float("nan")
+        history = require("pandas", "series").concat([history, missing]).iloc[-model.config.lookback :]
+        forecast = model.predict(history)
     return history, forecast
 
 
@@ -88,6 +102,7 @@ def main(args: Sequence[str]) -> int:
     model = load(command.model)
     series = read(command.data, as_trained(command.reading, model.config))
     frame = series.frame()
+    frame = frame[~frame.index.duplicated()]
     history, forecast = forecast_from(model, frame, command.start)
     truth = frame.reindex(forecast.index)
     command.out.mkdir(parents=True, exist_ok=True)

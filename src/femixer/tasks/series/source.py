@@ -16,7 +16,7 @@ from femixer.optional import require
 from femixer.options import check
 from femixer.tasks.series.csv_table import read_csv
 from femixer.tasks.series.dates import as_dates
-from femixer.tasks.series.known import KNOWN, PACKAGED, known_name
+from femixer.tasks.series.known import KNOWN, PACKAGED, Known, known_name
 from femixer.tasks.series.rows import Rows
 
 ENDINGS = (".csv", ".parquet")
@@ -44,11 +44,14 @@ class Series:
 
     name: str
     dates: Any
-    """pandas.DatetimeIndex [T], increasing."""
+    """pandas.DatetimeIndex [T], increasing; known data sets may repeat one."""
     values: np.ndarray
     """[T, C] in float64, NaN where missing."""
     columns: tuple[str, ...]
     date_column: str = "date"
+    date_format: str | None = None
+    missing_below: float | None = None
+    """How the file was read."""
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -72,16 +75,17 @@ def read(data: str, reading: Reading | None = None) -> Series:
     reading = reading or Reading()
     path = locate(data)
     name = known_name(path.stem)
-    rows = read_csv(path) if path.suffix != ".parquet" else read_parquet(path)
+    known = KNOWN.get(name, Known())
+    rows = read_csv(path, known.bare) if path.suffix != ".parquet" else read_parquet(path)
     date_column = find_date_column(rows, reading.date_column)
-    dates = as_dates(rows, date_column, reading.date_format)
+    dates = as_dates(rows, date_column, reading.date_format, repeated=name in KNOWN)
     columns = chosen(rows, date_column, reading.columns)
     values = np.column_stack([rows.numbers(column) for column in columns])
-    limit = KNOWN[name].missing_below if reading.missing_below is None and name in KNOWN else reading.missing_below
+    limit = known.missing_below if reading.missing_below is None else reading.missing_below
     if limit is not None:
         values[values <= limit] = np.nan
     check(len(values) > 0, "data", data, "a file that has rows below its header")
-    return Series(name, dates, values, tuple(columns), date_column)
+    return Series(name, dates, values, tuple(columns), date_column, reading.date_format, limit)
 
 
 def locate(data: str) -> Path:
@@ -92,7 +96,8 @@ def locate(data: str) -> Path:
     if data == PACKAGED:
         return packaged()
     stems = [path.name, *(known.also for name, known in KNOWN.items() if name == path.name and known.also)]
-    candidates = [path.with_name(stem + ending) for stem in stems for ending in ENDINGS]
+    bare = [".txt"] if path.name in KNOWN and KNOWN[path.name].bare else []
+    candidates = [path.with_name(stem + ending) for stem in stems for ending in (*ENDINGS, *bare)]
     found = next((candidate for candidate in candidates if candidate.is_file()), None)
     if found is None:
         folder = path if path.is_dir() else path.parent
@@ -137,7 +142,8 @@ def is_date_name(name: str) -> bool:
 def chosen(rows: Rows, date_column: str, columns: Sequence[str]) -> list[str]:
     """The columns of the channels."""
     others = [name for name in rows.columns if name != date_column]
-    check(len(others) > 0, "data", str(rows.path), "a file with columns besides the dates, separated by commas")
+    allowed = "a file with columns besides the dates, separated by commas, semicolons or tabs"
+    check(len(others) > 0, "data", str(rows.path), allowed)
     allowed = f"different ones of {', '.join(others)}"
     for name in columns:
         check(name in others, "columns", name, allowed)

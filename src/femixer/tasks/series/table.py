@@ -12,7 +12,7 @@ from femixer.evaluation.cells import Cell, Entry, escaped, latex_cell, markdown_
 from femixer.options import parse
 from femixer.tasks.series.known import LOOKBACKS
 from femixer.tasks.series.paper import MEANS, PER_HORIZON
-from femixer.tasks.series.selection import METRICS, Group, groups, pair
+from femixer.tasks.series.selection import METRICS, TUNED, Group, groups, setting
 from femixer.tasks.series.store import load
 from femixer.training.results import Record
 
@@ -21,6 +21,7 @@ ORDER = (
     *("iTransformer", "PatchTST", "DLinear", "NLinear", "SeasonalNaive", "LastValue"),
 )
 """Columns from left to right; models that are not among them follow."""
+NAMES = {"lr": "learning rate", "weight_decay": "weight decay", "epochs": "number of epochs"}
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,12 @@ class Table:
     legend: Sequence[str]
 
 
-def tabulate(records: Sequence[Record]) -> Table:
-    found = groups(records)
+def tabulate(records: Sequence[Record], tuned: Sequence[str] = TUNED) -> Table:
+    found = groups(records, tuned)
     present = {record["model"]: None for record in records}
     models = [*(name for name in ORDER if name in present), *(name for name in present if name not in ORDER)]
     metrics = {metric: [[*lines(group, models, metric)] for group in found] for metric in METRICS}
-    return Table(models, metrics, legend(records, metrics["mse"]))
+    return Table(models, metrics, legend(records, metrics["mse"], tuned))
 
 
 def lines(group: Group, models: Sequence[str], metric: str) -> Iterator[Line]:
@@ -89,7 +90,7 @@ def entry(cell: Cell, published: float | None, best: float | None) -> Entry:
     return Entry(f"{cell.mean:.3f}", error, missing, printed, cell.complete and rounded(cell) == best)
 
 
-def legend(records: Sequence[Record], shown: Sequence[Sequence[Line]]) -> list[str]:
+def legend(records: Sequence[Record], shown: Sequence[Sequence[Line]], tuned: Sequence[str]) -> list[str]:
     """What a reader must know."""
     seeds = sorted({record["seed"] for record in records})
     over = f"mean ± standard error over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
@@ -107,9 +108,10 @@ def legend(records: Sequence[Record], shown: Sequence[Sequence[Line]]) -> list[s
         )
     if any(each.missing for each in entries):
         text.append("In brackets: what is finished, where that is not all. Such values are never bold.")
-    pairs = {(record["model"], pair(record)) for record in records}
-    if len(pairs) > len({model for model, _ in pairs}):
-        text.append("Learning rates and weight decays are those of the lowest validation MSE.")
+    settings = {(record["model"], setting(record, tuned)) for record in records}
+    if len(settings) > len({model for model, _ in settings}):
+        names = " and ".join(NAMES[name] for name in tuned)
+        text.append(f"Where several were run, {names} are those of the lowest validation MSE.")
     diverged = sorted({record["model"] for record in records if record["diverged"]})
     if diverged:
         text.append(f"Training diverged, in some runs, of {', '.join(diverged)}; the best weights before that count.")
@@ -170,13 +172,17 @@ class Command:
 
     results: tuple[Path, ...]
     """Stores of `femixer forecast run`, or files of `femixer forecast export`."""
+    choose_epochs: bool = False
+    """Take results of different --epochs, which set how fast the rate rises and falls, as choices like the rate itself,
+    of which the lowest validation MSE counts; otherwise they do not stand in one table."""
     out: Path = Path("results/forecast-table")
     """Folder of the files."""
 
 
 def main(args: Sequence[str]) -> int:
     command = parse(Command, args, "forecast table")
-    table = tabulate([record for path in command.results for record in load(path)])
+    tuned = (*TUNED, "epochs") if command.choose_epochs else TUNED
+    table = tabulate([record for path in command.results for record in load(path)], tuned)
     text = markdown(table)
     write_table(command.out, text, latex(table), as_csv(table))
     print(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from femixer.models.forecast import Forecaster
 from femixer.models.quiet import without_bars
 from femixer.options import parse
+from femixer.tasks.series.dates import frequency_of
 from femixer.tasks.series.experiment import Sizes, Spec, Training, specified
 from femixer.tasks.series.figures import curve
 from femixer.tasks.series.fitting import WIDER, Fitted, fitted
@@ -55,6 +57,9 @@ def run(command: Command) -> Results:
         command.model, series, command.horizon, command.lookback, command.seed, command.sizes, command.training
     )
     check_possible(spec, series)
+    if frequency_of(series.dates) is None and distributed.is_main():
+        told = "rows are taken as equally far apart, and `femixer forecast predict` will not take such dates"
+        print(f"{command.data} has irregular dates: {told}", file=sys.stderr)
     results = Results("forecast", spec, command.run)
     if not results.finished:
         made = fitted(spec, series, results)

@@ -80,9 +80,15 @@ def scaling_of(series: Series) -> Scaling:
     for channel, column in enumerate(rows.T):
         seen = column[~np.isnan(column)]
         if len(seen):
-            constant = seen.min() == seen.max()
+            constant = seen.var() <= rounding_of(seen)
             mean[channel], std[channel] = (seen[0], 1.0) if constant else (seen.mean(), seen.std())
     return Scaling(mean, std)
+
+
+def rounding_of(values: np.ndarray) -> float:
+    """The variance that rounding may give to equal values, as scikit-learn's StandardScaler has it."""
+    eps = len(values) * np.finfo(np.float64).eps
+    return float(eps * values.var() + (eps * values.mean()) ** 2)
 
 
 def windows(
