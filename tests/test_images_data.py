@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from femixer.tasks.images import hub
 from femixer.tasks.images.augmentation import Augmentation
 from femixer.tasks.images.batches import Ahead, Batches, shuffled
 from femixer.tasks.images.decode import Unreadable, decoded
@@ -382,3 +383,44 @@ def test_workers_make_the_same_batches(recwarn):
         for part in parts:
             (one, _), (other, _) = ahead(step, part), made(step, part)
             assert torch.equal(one.pixels, other.pixels) and torch.equal(one.targets, other.targets)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "mode", "expected"),
+    [
+        (np.array([[0, 100], [200, 255]], dtype=np.int32), "I", [[0, 100], [200, 255]]),
+        (np.array([[0, 256], [512, 65535]], dtype=np.int32), "I", [[0, 1], [2, 255]]),
+        (np.array([[0, 0.2], [0.6, 1.0]], dtype=np.float32), "F", [[0, 51], [153, 255]]),
+        (np.array([[0, 100], [200, 255]], dtype=np.float32), "F", [[0, 100], [200, 255]]),
+        (np.array([[0, 256], [512, 65535]], dtype=np.uint16), "I;16", [[0, 1], [2, 255]]),
+    ],
+)
+def test_deep_pictures_keep_their_range(tmp_path, pixels, mode, expected):
+    Image.fromarray(pixels).save(tmp_path / "deep.tiff")
+    with Image.open(tmp_path / "deep.tiff") as written:
+        assert written.mode == mode
+    assert np.asarray(decoded(tmp_path / "deep.tiff", 1)).tolist() == expected
+    Image.fromarray(np.array([[-1.0, 1e9]], dtype=np.float32)).save(tmp_path / "odd.tiff")
+    with pytest.raises(Unreadable, match="a range that is not known"):
+        decoded(tmp_path / "odd.tiff", 1)
+
+
+def test_names_as_labels_and_a_test_part_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
+    content = io.BytesIO()
+    noise(3).save(content, "PNG")
+    rows = {"image": [{"bytes": content.getvalue(), "path": None}] * 9, "label": ["b", "a", "c"] * 3}
+    (tmp_path / "data").mkdir()
+    datasets.Dataset.from_dict(rows, features=kinds).to_parquet(tmp_path / "data/test-00000.parquet")
+    images = found(f"datasets:{tmp_path / 'data'}")
+    assert images.classes == ("a", "b", "c") and images.counts == {"test": 9}
+    assert [images.splits["test"].read(n, 3)[1] for n in range(3)] == [1, 0, 2]
+    with pytest.raises(ValueError, match="has only a part for test; training needs"):
+        read(f"datasets:{tmp_path / 'data'}")
+
+
+def test_a_stream_holds_out_what_stays_in_memory(table, monkeypatch):
+    monkeypatch.setattr(hub, "OF_A_STREAM", 2)
+    images = read(table(), Reading(validation=0.2, streaming=True, buffer=7))
+    assert images.counts["validation"] <= 2 and images.counts["train"] + images.counts["validation"] == 31

@@ -3,11 +3,13 @@
 import csv
 import json
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,13 +17,15 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForImageClassification
+from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
 
 from femixer.cli import main
+from femixer.models import FEMImageProcessor
 from femixer.models.parameters import parameter_count
 from femixer.options import parse
 from femixer.tasks.images import run as runs
 from femixer.tasks.images import train
+from femixer.tasks.images import views as views_module
 from femixer.tasks.images.average import averaged, averaging
 from femixer.tasks.images.classifier import Classifier, config_of
 from femixer.tasks.images.experiment import ENCODERS, specified
@@ -35,7 +39,7 @@ from femixer.tasks.images.scoring import Predictions, predicted
 from femixer.tasks.images.source import Images, read
 from femixer.tasks.images.store import KIND, load
 from femixer.tasks.images.table import as_csv, latex, markdown, tabulate
-from femixer.tasks.images.views import Views
+from femixer.tasks.images.views import Views, spread
 from femixer.training import adamw
 from femixer.training.jobs import engines, export
 from femixer.training.jobs.work import attempt
@@ -216,7 +220,11 @@ def test_a_model_is_evaluated_on_other_folders(tmp_path, trained, colours, capsy
     scores = json.loads((tmp_path / "eval/scores.json").read_text())
     assert scores["top1"] == pytest.approx(1 - error(best)[0]) and scores["pictures"] + scores["broken"] == 8
     shown = capsys.readouterr()
-    assert f"| {scores['top1']:.2%} | 100.00% |" in shown.out and "red/00.png: the file is empty" in shown.err
+    assert f"| {scores['top1']:.2%} | 100.00% |" in shown.out and "the file is empty" not in shown.err
+    assert main([*command, "--data", str(colours), "--split", "all"]) == 0
+    shown, scores = capsys.readouterr(), json.loads((tmp_path / "eval/scores.json").read_text())
+    assert "red/00.png: the file is empty" in shown.err and shown.err.count("skipped: ") == scores["broken"]
+    assert scores["pictures"] + scores["broken"] == len([*colours.glob("*/*.png")])
     some = paint(tmp_path / "some")
     for path in (some / "blue").iterdir():
         path.unlink()
@@ -232,10 +240,8 @@ def test_a_model_is_evaluated_on_other_folders(tmp_path, trained, colours, capsy
         assert told in capsys.readouterr().err
     (some / "red").rename(some / "pink")
     assert main([*command, "--data", str(some)]) == 2
-    assert (
-        "data='pink' is not allowed; choose pictures of the model's classes: blue, green, red"
-        in capsys.readouterr().err
-    )
+    told = "data='some' has other classes than the model: it has the class 'pink', and the model knows blue, green, red"
+    assert told in capsys.readouterr().err
     assert main(["vision", "eval", "--model", str(tmp_path)]) == 2
     assert "which has preparation.json" in capsys.readouterr().err
 
@@ -283,7 +289,7 @@ def test_finished_jobs_are_not_repeated_and_have_equal_parameters(tmp_path, colo
 
 
 def test_a_training_that_diverges_is_recorded_with_the_best_weights_before(tmp_path, colours, monkeypatch, here):
-    def diverges(self, classes, loading, engine):
+    def diverges(self, classes, engine):
         self.results.append([{**self.evaluate(self.model)[0], "step": 0, "seconds": 0.0}])
         self.best.enough([])
         raise FloatingPointError("the loss is nan at step 3")
@@ -456,3 +462,86 @@ def test_learning_rates_are_chosen_by_validation():
 def test_results_that_cannot_be_compared_are_refused(change, told):
     with pytest.raises(ValueError, match=f"results mix different {told}"):
         tabulate([record(), record(**{"seed": 1, **change})])
+
+
+# What strangers do
+
+
+def test_a_saved_model_is_a_pipeline_of_transformers_with_the_same_view(trained, colours):
+    classifier = Classifier.load(trained)
+    paths = [*(colours / "blue").iterdir(), *(colours / "green").iterdir()]
+    processor = AutoImageProcessor.from_pretrained(trained / "model")
+    assert type(processor) is FEMImageProcessor
+    views = Views(Files(colours, paths, torch.zeros(len(paths), dtype=torch.long)), classifier.preparation)
+    ((_, pixels, _),) = views.batches(torch.arange(len(paths)), len(paths))
+    shown = processor([Image.open(path) for path in paths], return_tensors="pt")["pixel_values"]
+    assert torch.equal(shown, pixels)
+    assert torch.equal(processor(np.asarray(Image.open(paths[0])))["pixel_values"], pixels[:1])
+    answers = pipeline("image-classification", model=str(trained / "model"))([str(path) for path in paths])
+    with torch.no_grad():
+        chosen = classifier.model(pixel_values=pixels).logits.argmax(-1).tolist()
+    assert [answer[0]["label"] for answer in answers] == [classifier.classes[label] for label in chosen]
+    grey = FEMImageProcessor(8, 1, 1.0, (0.5,), (0.5,))
+    assert grey(Image.open(paths[0]))["pixel_values"].shape == (1, 1, 8, 8)
+
+
+def test_a_run_that_is_overwritten_leaves_nothing(tmp_path, colours, capsys):
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    for name in ("blue", "green"):
+        shutil.copytree(colours / name, whole / name)
+    command = ["--out", str(out), "--epochs", "1", "--overwrite"]
+    assert main([*TRAIN, str(colours), *command]) == 0
+    assert {"broken.jsonl", "maps.png"} < {path.name for path in out.iterdir()}
+    capsys.readouterr()
+    assert main([*TRAIN, str(whole), "--model", "SMAttn", *command]) == 0
+    assert "could not be read" not in capsys.readouterr().out
+    assert not {"broken.jsonl", "maps.png"} & {path.name for path in out.iterdir()}
+
+
+def test_links_to_nowhere_are_named_and_skipped(tmp_path, colours, capsys):
+    shutil.copytree(colours, tmp_path / "data")
+    (tmp_path / "data/green/dead.png").symlink_to(tmp_path / "nowhere")
+    assert main([*TRAIN, str(tmp_path / "data"), "--out", str(tmp_path / "out"), "--epochs", "1"]) == 0
+    assert "green/dead.png: No such file" in capsys.readouterr().err
+
+
+def test_processes_that_read_ahead_change_no_score(colours, monkeypatch):
+    monkeypatch.setattr(views_module, "REMEMBERED", 0)
+    paths = sorted(colours.glob("*/*.png"))
+    model = nn.Linear(3, 3)
+    model.config = SimpleNamespace(num_labels=3)
+    monkeypatch.setattr(
+        model, "forward", lambda pixel_values: SimpleNamespace(logits=pixel_values.mean((-1, -2))), raising=False
+    )
+    found = []
+    for workers in (0, 2):
+        views = Views(Files(colours, paths, torch.arange(len(paths)) % 3), Preparation(8, 3))
+        predictions = predicted(model, views, 7, "test", workers)
+        found.append((predictions.numbers, predictions.logits, sorted(views.broken)))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert found[0][2] == found[1][2] and len(found[0][2]) == 2
+
+
+def test_shown_pictures_are_of_all_classes():
+    labels = torch.tensor([0] * 7 + [1] * 5 + [2] * 3)
+    assert spread(labels, 3) == [0, 7, 12] and spread(labels, 5) == [0, 1, 7, 8, 12] and spread(labels[:2], 5) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        ("vision table --results {trained}", "is one run of `femixer vision train`; tables are made of"),
+        ("inspect {trained} --text a", "is a model of pictures; see `femixer vision maps`"),
+        ("vision maps --model {trained} --data {colours} --out {out}/m.pdf", "choose a file that ends in .png"),
+        ("vision eval --model {trained} --data datasets:", "data='datasets:' is not allowed"),
+        ("vision eval --model {trained} --data ''", "data='' is not allowed"),
+        ("vision train --lr inf --out {out}", "lr=inf is not allowed"),
+        ("vision train --weight-decay inf --out {out}", "weight_decay=inf is not allowed"),
+        ("vision train --mixup inf --out {out}", "mixup=inf is not allowed"),
+        ("vision train --initializer-range inf --out {out}", "initializer_range=inf is not allowed"),
+    ],
+)
+def test_what_does_not_fit_is_said(args, told, trained, colours, tmp_path, capsys):
+    given = shlex.split(args.format(trained=trained, colours=colours, out=tmp_path))
+    assert main(given) == 2
+    assert told in capsys.readouterr().err

@@ -468,3 +468,21 @@ def test_timm_s_own_vision_transformer_takes_fem():
         img_size=10, patch_size=2, embed_dim=12, depth=2, num_heads=3, num_classes=7, attn_layer=timm_attention("gla")
     )
     assert model(images(2, 5, 5)).shape == (2, 7)
+
+
+def test_several_classes_of_one_image():
+    config = FEMVisionConfig(image_size=8, patch_size=4, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+    config.num_labels, config.problem_type = 3, "multi_label_classification"
+    model, labels = FEMForImageClassification(config), torch.tensor([[1, 1, 0], [0, 0, 0]])
+    output = model(torch.randn(2, 3, 8, 8), labels=labels)
+    p = output.logits.sigmoid()
+    expected = -torch.where(labels > 0, p.log(), (1 - p).log()).mean()
+    torch.testing.assert_close(output.loss, expected)
+
+
+@pytest.mark.parametrize(("name", "value"), [("image_size", "224"), ("image_size", (32, 48)), ("num_channels", 3.0)])
+def test_sizes_that_are_no_numbers_are_named(name, value):
+    with pytest.raises((StrictDataclassError, TypeError, ValueError), match=name):
+        FEMVisionConfig(**{name: value})
+    with pytest.raises((StrictDataclassError, ValueError), match="problem_type"):
+        FEMVisionConfig(problem_type="regression")

@@ -15,6 +15,7 @@ from femixer.models.presets import PRESETS, VISION_PRESETS, preset  # noqa: E402
 from femixer.models.registration import register  # noqa: E402
 from femixer.models.vision import (  # noqa: E402
     FEMForImageClassification,
+    FEMImageProcessor,
     FEMVisionConfig,
     FEMVisionModel,
     PatchMaps,
@@ -31,6 +32,7 @@ __all__ = [
     "FEMForCausalLM",
     "FEMForImageClassification",
     "FEMForecaster",
+    "FEMImageProcessor",
     "FEMModel",
     "FEMVisionConfig",
     "FEMVisionModel",

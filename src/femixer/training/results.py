@@ -16,7 +16,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -70,15 +70,16 @@ class RunOptions:
 class Results:
     """The results folder of one run, opened for writing."""
 
-    def __init__(self, task: str, experiment: Any, run: RunOptions) -> None:
+    def __init__(self, task: str, experiment: Any, run: RunOptions, others: Sequence[str] = ()) -> None:
         """Create the folder, or check that what it holds may be resumed or overwritten.
 
         `experiment` is the dataclass of everything that decides the numbers: a resumed run must agree in all of it.
+        others: files that this task writes besides those above.
         """
         self.folder, self.run = run.out, run
-        distributed.on_main(lambda: self._open(task, experiment))
+        distributed.on_main(lambda: self._open(task, experiment, others))
 
-    def _open(self, task: str, experiment: Any) -> None:
+    def _open(self, task: str, experiment: Any, others: Sequence[str]) -> None:
         run = self.run
         config = {"task": task, "experiment": json.loads(json.dumps(asdict(experiment), default=str))}
         held = self._held()
@@ -92,7 +93,7 @@ class Results:
                 state = "an unfinished run (--resume continues it)"
             raise ValueError(f"out={str(run.out)!r} holds {state}; --overwrite starts anew, or choose another --out")
         # In this order whatever is left after a crash is a run that can be resumed or overwritten.
-        for name in (TABLE, MODEL, CHECKPOINTS, METRICS, SAMPLES, TENSORBOARD, FIGURE):
+        for name in (TABLE, MODEL, CHECKPOINTS, METRICS, SAMPLES, TENSORBOARD, FIGURE, *others):
             atomic.remove(self.folder / name)
         self.folder.mkdir(parents=True, exist_ok=True)
         atomic.write(self.folder / CONFIG, json.dumps({**config, "environment": environment()}, indent=2) + "\n")
@@ -181,6 +182,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
     }
 
 

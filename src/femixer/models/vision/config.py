@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -12,6 +13,7 @@ from femixer.models.config import FEMConfig
 from femixer.options import check
 from femixer.priors import prior_class
 
+PROBLEMS = ("single_label_classification", "multi_label_classification")
 POOLINGS = ("token", "mean")
 POSITIONS = ("learned", "rotary")
 
@@ -60,15 +62,18 @@ class FEMVisionConfig(PreTrainedConfig):
     def validate_architecture(self) -> None:
         """Called by transformers after a change: every layer must be possible."""
         for name in ("image_size", "patch_size", "num_channels"):
-            check(getattr(self, name) > 0, name, getattr(self, name), "a whole number above 0")
+            size = getattr(self, name)
+            check(type(size) is int and size > 0, name, size, "a whole number above 0")
         multiple = f"a multiple of patch_size={self.patch_size}"
         check(self.image_size % self.patch_size == 0, "image_size", self.image_size, multiple)
+        problem = self.problem_type
+        check(problem in (None, *PROBLEMS), "problem_type", problem, f"one of {', '.join(PROBLEMS)}, or None")
         check(self.pooling in POOLINGS, "pooling", self.pooling, f"one of {', '.join(POOLINGS)}")
         check(self.positions in POSITIONS, "positions", self.positions, f"one of {', '.join(POSITIONS)}")
         for name in ("dropout", "drop_path", "mixer_dropout"):
             check(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
         for name in ("layer_norm_eps", "initializer_range"):
-            check(getattr(self, name) > 0, name, getattr(self, name), "a number above 0")
+            check(0 < getattr(self, name) < math.inf, name, getattr(self, name), "a number above 0")
         encoders = ("fem", *(name for name, baseline in BASELINES.items() if baseline.encoder))
         for mixer in [self.mixer] if isinstance(self.mixer, str) else self.mixer:
             check(

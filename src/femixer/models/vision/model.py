@@ -88,12 +88,15 @@ class FEMForImageClassification(FEMVisionPreTrainedModel):
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs: Any) -> ImageClassifierOutput:
-        """labels: a class per image [B], or targets [B, num_labels] that sum to one. loss: cross entropy."""
+        """labels: a class per image [B], or targets [B, num_labels] that sum to one. loss: cross entropy; with
+        config.problem_type="multi_label_classification" each target is a class of its own, yes or no."""
         outputs = self.model(pixel_values=pixel_values, **kwargs)
         logits = self.classifier(outputs.pooler_output)
         loss: Any = None
         if labels is not None:
-            loss = F.cross_entropy(logits.float(), self.targets(labels, logits))
+            several = self.config.problem_type == "multi_label_classification"
+            criterion = F.binary_cross_entropy_with_logits if several else F.cross_entropy
+            loss = criterion(logits.float(), self.targets(labels.float() if several else labels, logits))
         return ImageClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
     def targets(self, labels: Tensor, logits: Tensor) -> Tensor:

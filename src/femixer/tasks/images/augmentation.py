@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Generator, Tensor
@@ -50,7 +51,7 @@ class Augmentation:
         check(0 <= self.smoothing < 1, "smoothing", self.smoothing, "a number from 0 to below 1")
         check(0 <= self.randaugment <= FULL, "randaugment", self.randaugment, f"a number from 0 to {FULL:.0f}")
         for name in ("shift", "turn", "mixup", "cutmix"):
-            check(getattr(self, name) >= 0, name, getattr(self, name), "a number of at least 0")
+            check(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "a number of at least 0")
         check(self.repeats > 0, "repeats", self.repeats, "a whole number above 0")
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,9 +16,9 @@ from femixer.options import check, parse
 from femixer.tasks.images.classifier import Classifier
 from femixer.tasks.images.decode import Picture
 from femixer.tasks.images.figures import CONFUSION, PREDICTIONS, confusion, samples, save
-from femixer.tasks.images.pictures import Joined, Pictures
+from femixer.tasks.images.pictures import Files, Joined, Pictures
 from femixer.tasks.images.scoring import Predictions, predicted
-from femixer.tasks.images.source import DIGITS, Images, Reading, found
+from femixer.tasks.images.source import DIGITS, Broken, Images, Reading, found
 from femixer.tasks.images.views import Views
 from femixer.training import atomic
 
@@ -97,8 +98,10 @@ def choose(classifier: Classifier, data: str, reading: Reading, split: Split | N
 
 def renamed(images: Images, classes: Sequence[str], pictures: Pictures) -> Pictures:
     known = {name: label for label, name in enumerate(classes)}
-    for name in images.classes:
-        check(name in known, "data", name, f"pictures of the model's classes: {', '.join(classes)}")
+    strangers = [name for name in images.classes if name not in known]
+    if strangers:
+        told = f"it has the class {strangers[0]!r}, and the model knows {', '.join(classes)}"
+        raise ValueError(f"data={images.name!r} has other classes than the model: {told}")
     return Renamed(pictures, [known[name] for name in images.classes])
 
 
@@ -111,15 +114,28 @@ def run(command: Command) -> tuple[Predictions, Views]:
     chosen = choose(classifier, command.data, command.reading, command.split)
     images, views = chosen.images, chosen.views
     predictions = predicted(classifier.model, views, command.batch, chosen.split)
-    write(command, predictions, views, classifier.classes, f"{command.model.name} on {images.name}, {chosen.split}")
-    for broken in (*images.broken, *views.broken.values()):
-        print(f"skipped: {broken.name}: {broken.reason}", file=sys.stderr)
+    broken = [*empty_files(images, chosen.split), *views.broken.values()]
+    title = f"{command.model.name} on {images.name}, {chosen.split}"
+    write(command, predictions, views, classifier.classes, title, len(broken))
+    for each in broken:
+        print(f"skipped: {each.name}: {each.reason}", file=sys.stderr)
     return predictions, views
 
 
-def write(command: Command, predictions: Predictions, views: Views, classes: Sequence[str], title: str) -> None:
+def empty_files(images: Images, split: str) -> list[Broken]:
+    """Of a part: those in its own folder, if it has one; which part of a divided folder they are in is not decided."""
+    if split == "all":
+        return [*images.broken]
+    part = images.splits[split]
+    own = f"{part.root}{os.sep}" if isinstance(part, Files) else None
+    return [] if own is None else [each for each in images.broken if each.name.startswith(own)]
+
+
+def write(
+    command: Command, predictions: Predictions, views: Views, classes: Sequence[str], title: str, broken: int
+) -> None:
     command.out.mkdir(parents=True, exist_ok=True)
-    scores = {**predictions.scores(), "pictures": len(predictions.labels), "broken": len(views.broken)}
+    scores = {**predictions.scores(), "pictures": len(predictions.labels), "broken": broken}
     save(command.out / CONFUSION, confusion(predictions, classes, title))
     save(command.out / PREDICTIONS, samples(predictions, views, classes, title))
     atomic.write(command.out / SCORES, json.dumps(scores, indent=2) + "\n")

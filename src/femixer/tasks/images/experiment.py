@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -47,9 +48,9 @@ class Training:
         for name in ("epochs", "batch"):
             check(getattr(self, name) > 0, name, getattr(self, name), "a whole number above 0")
         check(0 <= self.warmup_epochs <= self.epochs, "warmup_epochs", self.warmup_epochs, f"0 to {self.epochs} epochs")
-        check(self.lr > 0, "lr", self.lr, "a number above 0")
+        check(0 < self.lr < math.inf, "lr", self.lr, "a number above 0")
         check(0 <= self.min_lr_fraction <= 1, "min_lr_fraction", self.min_lr_fraction, "a number from 0 to 1")
-        check(self.weight_decay >= 0, "weight_decay", self.weight_decay, "a number of at least 0")
+        check(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "a number of at least 0")
         check(self.clip is None or self.clip > 0, "clip", self.clip, "a number above 0")
         check(0 <= self.ema < 1, "ema", self.ema, "a number from 0 to below 1")
 
@@ -127,7 +128,7 @@ def specified(
     check(seed >= 0, "seed", seed, "a whole number of at least 0")
     check(sizes.parameters is None or sizes.parameters > 0, "parameters", sizes.parameters, "a whole number above 0")
     deviation = sizes.initializer_range
-    check(deviation is None or deviation > 0, "initializer_range", deviation, "a number above 0")
+    check(deviation is None or 0 < deviation < math.inf, "initializer_range", deviation, "a number above 0")
     check(0 < sizes.eval_crop <= 1, "eval_crop", sizes.eval_crop, "a share above 0 and up to 1")
     training.validate()
     augmentation.validate()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from femixer.optional import require
 from femixer.tasks.images.scoring import Predictions
-from femixer.tasks.images.views import Views
+from femixer.tasks.images.views import Views, spread
 from femixer.training import atomic
 from femixer.training.results import Record
 
@@ -85,10 +85,11 @@ def confusion(predictions: Predictions, classes: Sequence[str], title: str) -> A
 
 
 def samples(predictions: Predictions, views: Views, classes: Sequence[str], title: str) -> Any:
-    """Wrong ones first, those that the model is surest of, and then some that are right."""
+    """Wrong ones first, those that the model is surest of, and then some that are right, of all classes."""
     wrong, right = ordered(predictions)
     chosen = [*wrong[: COLUMNS * (ROWS - 1)]]
-    chosen += right[: COLUMNS * ROWS - len(chosen)]
+    left = spread(predictions.labels[right], COLUMNS * ROWS - len(chosen))
+    chosen += [right[place] for place in left]
     rows = -(-len(chosen) // COLUMNS)
     drawing = figure(1.25 * COLUMNS, 0.7 + 1.65 * rows)
     panels = [*drawing.subplots(rows, COLUMNS, squeeze=False).flat]

@@ -60,15 +60,16 @@ def fitted(
         split: Views(pictures, preparation, spec.augmentation if split == "train" else None)
         for split, pictures in images.splits.items()
     }
-    run = Fitting(spec, build_model(spec, images).to(device), views, results, Collected(results.folder, images.broken))
+    model, broken = build_model(spec, images).to(device), Collected(results.folder, images.broken)
+    run = Fitting(spec, model, views, results, broken, (loading or Loading()).workers)
     diverged = None
     try:
-        run.fit(len(images.classes), loading or Loading(), engine or EngineOptions())
+        run.fit(len(images.classes), engine or EngineOptions())
     except FloatingPointError as error:  # a rate that is too high for this model: a result like others
         diverged = str(error)
     step = run.best.load()
     run.model.eval()
-    predictions = predicted(run.model, views["test"], WIDER * spec.training.batch, "test")
+    predictions = predicted(run.model, views["test"], WIDER * spec.training.batch, "test", run.workers)
     metrics = run.with_test(predictions)
     predictions = predictions.gathered()
     return Fitted(
@@ -82,18 +83,21 @@ def fitted(
 class Fitting:
     """One training."""
 
-    def __init__(self, spec: Spec, model: Any, views: Mapping[str, Views], results: Results, broken: Collected) -> None:
+    def __init__(
+        self, spec: Spec, model: Any, views: Mapping[str, Views], results: Results, broken: Collected, workers: int
+    ) -> None:
         self.spec, self.model, self.views, self.results, self.broken = spec, model, views, results, broken
+        self.workers = workers
         self.best = Best(model, results, error, weights=self.better)
         self.optimizer: Optimizer | None = None
 
-    def fit(self, classes: int, loading: Loading, engine: EngineOptions) -> None:
+    def fit(self, classes: int, engine: EngineOptions) -> None:
         how = self.spec.training
         batches = Batches(self.views["train"], self.spec.augmentation, classes, how.batch, self.spec.seed)
         steps = how.epochs * batches.per_epoch
         own = engine.accumulate
         parts = [Part(distributed.rank() * own + i, distributed.world() * own) for i in range(own)]
-        ahead = Ahead(batches, loading.workers, parts, steps)
+        ahead = Ahead(batches, self.workers, parts, steps)
 
         def batch(step: int, part: Part) -> Batch:
             made, broken = ahead(step, part)
@@ -136,7 +140,7 @@ class Fitting:
 
     def score(self, model: Any) -> dict[str, float]:
         batch = WIDER * self.spec.training.batch
-        return predicted(model, self.views["validation"], batch, "validation").scores()
+        return predicted(model, self.views["validation"], batch, "validation", self.workers).scores()
 
     def better(self) -> dict[str, Tensor]:
         """The weights of the last evaluation, or their average if that was better."""

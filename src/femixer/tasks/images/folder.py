@@ -81,7 +81,7 @@ def subfolders(folder: Path) -> list[Path]:
 
 
 def files(folder: Path, classes: Sequence[str], broken: list[Broken]) -> Files:
-    """The pictures of the classes in a folder; files of no bytes are added to `broken`."""
+    """The pictures of the classes in a folder; files that hold nothing are added to `broken`."""
     strangers = [sub.name for sub in subfolders(folder) if sub.name not in classes]
     if strangers:
         known = ", ".join(classes[:5]) + (", ..." if len(classes) > 5 else "")
@@ -115,7 +115,11 @@ def readable(folder: Path, root: Path, broken: list[Broken]) -> Iterator[str]:
             path = Path(place) / name
             if path.suffix.lower() not in image.EXTENSION or name.startswith("."):
                 continue
-            if path.stat().st_size == 0:
-                broken.append(Broken(str(path), "the file is empty"))
+            try:
+                problem = "the file is empty" if path.stat().st_size == 0 else None
+            except OSError as error:  # a link to nowhere
+                problem = error.strerror or str(error)
+            if problem:
+                broken.append(Broken(str(path), problem))
             else:
                 yield path.relative_to(root).as_posix()

@@ -18,6 +18,10 @@ from femixer.tasks.images.decode import Picture, Unreadable, decoded
 from femixer.tasks.images.pictures import Pictures, Some
 from femixer.tasks.images.source import NAMES, PREFIX, SPLITS, Images, Reading, divided, fingerprint, held_out
 
+OF_A_STREAM = 1_500
+"""Rows of a stream that are held out at most: of 224 x 224 pixels, so many stay in memory, and the stream need not be
+read again for each evaluation."""
+TEXTS = ("string", "large_string")
 LABELS = ("label", "labels", "fine_label", "target", "class")
 """Of the column of labels, where the type does not tell."""
 
@@ -28,10 +32,16 @@ class Columns:
     label: str
     classes: tuple[str, ...]
     """Names of the labels 0, 1, ..."""
+    texts: Mapping[str, int] | None = None
+    """Label -> its number, where labels are names themselves."""
 
     def read(self, row: Mapping[str, Any], channels: int) -> tuple[Picture, int]:
         """Of an undecoded row."""
         label = row[self.label]
+        if self.texts is not None:
+            if label not in self.texts:
+                raise ValueError(f"{self.label}={label!r} is not allowed; choose one of {', '.join(self.classes)}")
+            label = self.texts[label]
         if label is None or not 0 <= label < len(self.classes):
             raise ValueError(f"{self.label}={label!r} is not allowed; choose one of 0 to {len(self.classes) - 1}")
         content = row[self.image]
@@ -105,9 +115,9 @@ def read_dataset(data: str, reading: Reading, channels: int) -> Images:
     """datasets:NAME[@REVISION][:CONFIG]; its parts are those called train, validation and test."""
     found = opened(data, reading.streaming)
     names = {split: name for split, known in NAMES.items() for name in found if name.lower() in known}
-    if "train" not in names:
-        raise ValueError(f"data={data!r} has no part called train, but {', '.join(found)}")
-    first = found[names["train"]]
+    if not names:
+        raise ValueError(f"data={data!r} has no part called train, validation or test, but {', '.join(found)}")
+    first = found[names.get("train") or next(iter(names.values()))]
     columns = columns_of(first, data, reading)
     parts = {
         split: part(found[name], columns, f"{data} {name}", reading)
@@ -128,8 +138,8 @@ def read_dataset(data: str, reading: Reading, channels: int) -> Images:
         fingerprint(content, splits),
         channels,
         whole=fingerprint(content),
-        validation=None if {*SPLITS} <= {*parts} else reading.share,
-        one_part=len(parts) == 1,
+        validation=None if {*SPLITS} <= {*parts} or "train" not in parts else reading.share,
+        one_part={*parts} == {"train"},
     )
 
 
@@ -163,8 +173,11 @@ def part(rows: Any, columns: Columns, title: str, reading: Reading) -> Pictures:
 
 def arranged(parts: Mapping[str, Pictures], share: float) -> dict[str, Pictures]:
     """train, validation and test, of those that there are."""
-    train = parts["train"]
     test = parts.get("test") or parts.get("validation")
+    if "train" not in parts:  # to be evaluated on
+        assert test is not None
+        return {"test": test}
+    train = parts["train"]
     if {*SPLITS} <= {*parts}:
         return {split: parts[split] for split in SPLITS}
     if isinstance(train, Table):
@@ -175,13 +188,16 @@ def arranged(parts: Mapping[str, Pictures], share: float) -> dict[str, Pictures]
     if test is None:
         raise ValueError("a stream must have a part called test or validation; without --streaming one is cut off")
     # The labels of a stream are not known beforehand: every so many rows, instead of a share of each class.
-    every = max(2, round(1 / share))
+    every = max(2, round(1 / share), -(-len(train) // OF_A_STREAM))
     numbers = torch.arange(len(train))
     held = numbers % every == every - 1
     return {"train": Some(train, numbers[~held]), "validation": Some(train, numbers[held]), "test": test}
 
 
 def labels_of(table: Table) -> Tensor:
+    texts = table.columns.texts
+    if texts is not None:
+        return torch.tensor([texts.get(label, -1) for label in table.rows[table.columns.label]])
     labels = np.asarray(table.rows.with_format("numpy")[table.columns.label])
     count = len(table.columns.classes)
     bad = np.flatnonzero((labels < 0) | (labels >= count))
@@ -203,14 +219,20 @@ def columns_of(rows: Any, data: str, reading: Reading) -> Columns:
     usual = [name for name in LABELS if name in features]
     label = reading.label_column or (typed[0] if len(typed) == 1 else next(iter(usual), None))
     check(label in features, "label_column", label, f"a column of labels, out of {', '.join(features)}")
-    return Columns(str(image), str(label), class_names(rows, str(label)))
+    classes = class_names(rows, str(label))
+    told = getattr(features[label], "dtype", "") in TEXTS
+    return Columns(str(image), str(label), classes, {name: n for n, name in enumerate(classes)} if told else None)
 
 
 def class_names(rows: Any, label: str) -> tuple[str, ...]:
     kind = rows.features[label]
     if hasattr(kind, "names"):
         return tuple(kind.names)
-    numbers = kind.dtype.startswith(("int", "uint")) and hasattr(rows, "with_format") and hasattr(rows, "__len__")
-    check(numbers, "label_column", label, "a column of ClassLabels, or of whole numbers 0, 1, ... (not as a stream)")
+    known = kind.dtype.startswith(("int", "uint")) or kind.dtype in TEXTS
+    fits = known and hasattr(rows, "with_format") and hasattr(rows, "__len__")
+    allowed = "a column of ClassLabels, or (not as a stream) of whole numbers 0, 1, ... or names"
+    check(fits, "label_column", label, allowed)
+    if kind.dtype in TEXTS:
+        return tuple(sorted({*rows[label]}))
     largest = int(np.max(np.asarray(rows.with_format("numpy")[label])))
     return tuple(str(number) for number in range(largest + 1))

@@ -55,7 +55,7 @@ class Command:
     model: Path = Path("results/vision")
     """Model folder, or results folder of `femixer vision train`."""
     images: tuple[Path, ...] = ()
-    """Files with pictures; without any, the first ones of --data that `femixer vision eval` scores by default."""
+    """Files with pictures; without any, some of --data that `femixer vision eval` scores by default."""
     data: str = DIGITS
     """A folder with a folder per class (train/ and val/ in it, or one that is divided), datasets:NAME, or digits."""
     count: int = 6
@@ -142,12 +142,15 @@ def run(command: Command) -> None:
         )
     else:
         views = choose(classifier, command.data, command.reading).views
-        found = [view for number in range(min(command.count, len(views))) if (view := views.read(number)) is not None]
+        # Evenly over the pictures, which folders have class by class.
+        numbers = [len(views) * n // command.count for n in range(min(command.count, len(views)))]
+        found = [view for number in numbers if (view := views.read(number)) is not None]
         for broken in views.broken.values():
             print(f"skipped: {broken.name}: {broken.reason}", file=sys.stderr)
-        check(len(found) > 0, "data", command.data, "pictures of which some of the first can be read")
+        check(len(found) > 0, "data", command.data, "pictures of which some can be read")
         pixels, right = stacked(found)
         labels = right.tolist()
+    check(command.out.suffix.lower() == ".png", "out", str(command.out), "a file that ends in .png")
     command.out.parent.mkdir(parents=True, exist_ok=True)
     save(command.out, map_figure(classifier, pixels, labels, command.model.name, command.choice))
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from femixer.models.vision import FEMImageProcessor
 from femixer.options import check
 from femixer.tasks.images.cropping import middle
 from femixer.tasks.images.decode import Picture
@@ -50,6 +51,7 @@ class Preparation:
         mean, deviation = self.scale
         about = {**asdict(self), "mean": mean, "deviation": deviation, "resampling": "bicubic"}
         (folder / FILE).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        FEMImageProcessor(self.size, self.channels, self.crop, mean, deviation).save_pretrained(folder)
 
     @classmethod
     def load(cls, folder: Path) -> Preparation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +56,12 @@ class Predictions:
 
 
 @torch.no_grad()
-def predicted(model: Any, views: Views, batch: int, part: str) -> Predictions:
-    """This process's share of the pictures. Called in all processes at once; part: the name of the pictures."""
+def predicted(model: Any, views: Views, batch: int, part: str, workers: int = 0) -> Predictions:
+    """This process's share of the pictures. Called in all processes at once; part: their name; workers: as
+    of `Views.batches`."""
     device = next(model.parameters()).device
     begin, end = (len(views) * at // distributed.world() for at in (distributed.rank(), distributed.rank() + 1))
-    found = [*_found(model, views, torch.arange(begin, end), batch, device)]
+    found = [*_found(model, views.batches(torch.arange(begin, end), batch, workers), views, device)]
     if distributed.total(len(found)) == [0]:
         first = next((f"; of {each.name}: {each.reason}" for each in views.broken.values()), "")
         raise ValueError(f"none of the {len(views)} {part} pictures can be read{first}")
@@ -70,8 +71,10 @@ def predicted(model: Any, views: Views, batch: int, part: str) -> Predictions:
     return Predictions(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
-def _found(model: Any, views: Views, mine: Tensor, batch: int, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
-    for numbers, pixels, labels in views.batches(mine, batch):
+def _found(
+    model: Any, batches: Iterable[tuple[Tensor, Tensor, Tensor]], views: Views, device: torch.device
+) -> Iterator[tuple[Tensor, ...]]:
+    for numbers, pixels, labels in batches:
         check_labels(labels, model.config.num_labels, views, numbers)
         yield numbers, labels, model(pixel_values=pixels.to(device)).logits.float().cpu()
 

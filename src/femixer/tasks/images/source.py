@@ -116,6 +116,7 @@ def found(data: str, reading: Reading | None = None, channels: int | None = None
     reading = reading or Reading()
     reading.validate()
     check(channels in (None, 1, 3), "channels", channels, "1 (grey) or 3 (colours)")
+    check(data not in ("", PREFIX), "data", data, f"{DIGITS}, a folder with a folder per class, or {PREFIX}NAME")
     if data.startswith(PREFIX):
         return read_dataset(data, reading, channels or 3)
     check(not reading.streaming, "streaming", True, f"False for data={data!r}: only {PREFIX}NAME can be a stream")

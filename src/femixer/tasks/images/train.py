@@ -17,7 +17,7 @@ from femixer.tasks.images.fitting import Fitted, Loading, fitted
 from femixer.tasks.images.maps import MAPS, map_figure
 from femixer.tasks.images.recipes import with_recipe_of_data, within_epochs
 from femixer.tasks.images.source import DIGITS, Images, Reading, read
-from femixer.tasks.images.views import stacked
+from femixer.tasks.images.views import spread, stacked
 from femixer.training import EngineOptions, Results, RunOptions, distributed, show_table
 from femixer.training.results import MODEL
 
@@ -62,7 +62,7 @@ def run(command: Command) -> Results:
     parameter_count(
         config_of(spec, images)
     )  # its layers say themselves what they cannot be, before anything is written
-    results = Results("vision", spec, command.run)
+    results = Results("vision", spec, command.run, (BROKEN, CONFUSION, PREDICTIONS, MAPS))
     if not results.finished:
         made = fitted(spec, images, results, command.loading, command.engine)
         distributed.on_main(lambda: finish(results, spec, images, made))
@@ -77,7 +77,8 @@ def finish(results: Results, spec: Spec, images: Images, made: Fitted) -> None:
     save(folder / CONFUSION, confusion(made.predictions, images.classes, f"{spec.title}, test part"))
     save(folder / PREDICTIONS, samples(made.predictions, made.test, images.classes, spec.title))
     if spec.fields["mixer"] == "fem":  # no other mixer can be looked into
-        shown = [view for n in made.predictions.numbers[:SHOWN].tolist() if (view := made.test.read(n)) is not None]
+        places = spread(made.predictions.labels, SHOWN)
+        shown = [view for n in made.predictions.numbers[places].tolist() if (view := made.test.read(n)) is not None]
         pixels, labels = stacked(shown)
         save(folder / MAPS, map_figure(made.classifier, pixels, labels.tolist(), spec.title))
     results.finish(table(spec, images, made))

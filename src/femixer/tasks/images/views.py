@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Generator, Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from femixer.tasks.images.augmentation import Augmentation
 from femixer.tasks.images.decode import Unreadable
@@ -64,13 +65,45 @@ class Views:
         first = next(iter(self.broken.values()))
         raise ValueError(f"none of the {len(self)} training pictures can be read; of {first.name}: {first.reason}")
 
-    def batches(self, numbers: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Those of `numbers` that can be read, `size` at a time: numbers [n], normalized pixels and labels [n]."""
+    def batches(self, numbers: Tensor, size: int, workers: int = 0) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Those of `numbers` that can be read, `size` at a time: numbers [n], normalized pixels and labels [n].
+
+        workers: processes that read them, where they do not stay in memory and are not a stream.
+        """
+        elsewhere = workers > 0 and not self.remembers and self.pictures.blocks is None
+        coming = self._read_by(workers, numbers) if elsewhere else map(self.read, numbers.tolist())
         for some in numbers.split(size):
-            found = [(number, view) for number in some.tolist() if (view := self.read(number)) is not None]
+            found = [(n, view) for n, view in zip(some.tolist(), coming, strict=False) if view is not None]
             if found:
                 pixels, labels = stacked([view for _, view in found])
                 yield torch.tensor([number for number, _ in found]), self.preparation.normalized(pixels / 255), labels
+
+    def _read_by(self, workers: int, numbers: Tensor) -> Iterator[View | None]:
+        loader = DataLoader(Tried(self), sampler=numbers.tolist(), batch_size=None, num_workers=workers)
+        for number, (view, broken) in zip(numbers.tolist(), loader, strict=True):
+            if broken is not None:
+                self.broken[number] = broken
+            yield view
+
+
+class Tried(Dataset[tuple[View | None, Broken | None]]):
+    """Views, each with why it is none, for another process."""
+
+    def __init__(self, views: Views) -> None:
+        self.views = views
+
+    def __getitem__(self, number: int) -> tuple[View | None, Broken | None]:
+        return self.views.read(number), self.views.broken.get(number)
+
+
+def spread(labels: Tensor, count: int) -> list[int]:
+    """`count` places of labels [n], of as many classes as possible: the first of each class, then the second, ..."""
+    seen: dict[int, int] = {}
+    turns = []
+    for label in labels.tolist():
+        turns.append(seen.get(label, 0))
+        seen[label] = turns[-1] + 1
+    return sorted(sorted(range(len(turns)), key=lambda place: (turns[place], place))[:count])
 
 
 def stacked(views: list[View]) -> tuple[Tensor, Tensor]:

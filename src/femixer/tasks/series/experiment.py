@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -33,8 +34,8 @@ class Training:
     def validate(self) -> None:
         for name in ("epochs", "patience", "batch"):
             check(getattr(self, name) > 0, name, getattr(self, name), "a whole number above 0")
-        check(self.lr > 0, "lr", self.lr, "a number above 0")
-        check(self.weight_decay >= 0, "weight_decay", self.weight_decay, "a number of at least 0")
+        check(0 < self.lr < math.inf, "lr", self.lr, "a number above 0")
+        check(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "a number of at least 0")
         check(self.precision in ("no", "bf16"), "precision", self.precision, "no or bf16")
 
 

@@ -82,6 +82,8 @@ def model_folder(checkpoint: Path) -> Path:
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a model folder."""
     transformers = _transformers()
+    if (folder / "preparation.json").is_file():
+        raise ValueError(f"checkpoint={str(folder)!r} is a model of pictures; see `femixer vision maps`")
     if not any((folder / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")):
         raise ValueError(f"checkpoint={str(folder)!r} has no tokenizer: tokenizer_config.json is missing")
     return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -20,7 +20,7 @@ from typing import Any
 
 from femixer.options import check
 from femixer.training import atomic
-from femixer.training.results import Record
+from femixer.training.results import METRICS, Record
 
 INDEX, JOBS, ERRORS, RUNNING = "store.json", "jobs", "errors", "running"
 
@@ -90,6 +90,9 @@ def load(path: str | os.PathLike[str], kind: Kind) -> list[Record]:
     """The records of a store (a folder), or of an exported file."""
     path = Path(path)
     if path.is_dir():
+        if not (path / INDEX).exists() and (path / METRICS).exists():
+            made = f"femixer {kind.command}"
+            raise ValueError(f"results={str(path)!r} is one run of `{made} train`; tables are made of `{made} run`")
         check_format(path / INDEX, kind)
         return [json.loads(file.read_text(encoding="utf-8")) for file in sorted((path / JOBS).glob("*.json"))]
     check(path.is_file(), "results", str(path), f"a store of results, or a file of `femixer {kind.command} export`")
