@@ -294,6 +294,8 @@ def test_working_days_are_followed_by_working_days():
     model = make(channels=1, frequency="B", columns=["a"])
     week = pd.DataFrame({"a": np.arange(5.0)}, index=pd.date_range("2024-01-01", periods=5))  # Monday to Friday
     assert (model.predict(week).index == pd.date_range("2024-01-08", periods=HORIZON, freq="B")).all()
+    closing = week.set_axis(week.index + pd.Timedelta("16h"))
+    assert (model.predict(closing).index == pd.date_range("2024-01-08 16:00", periods=HORIZON, freq="B")).all()
     days = pd.date_range("2024-01-01", periods=43, freq="B").delete(40)  # with a holiday among the last
     forecast = make(channels=1, columns=["a"]).predict(pd.DataFrame({"a": np.arange(42.0)}, index=days))
     assert (forecast.index.day_of_week < 5).all()

@@ -7,8 +7,9 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
+from femixer.models.vision.pictures import middle
 from femixer.tasks.images.augmentation import Augmentation
-from femixer.tasks.images.cropping import middle, random_box, random_crop, random_flip
+from femixer.tasks.images.cropping import random_box, random_crop, random_flip
 from femixer.tasks.images.drawing import beta
 from femixer.tasks.images.erasing import AREAS, erase
 from femixer.tasks.images.erasing import random_box as erased_box

@@ -9,10 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
+from femixer.models.vision.pictures import Unreadable
 from femixer.tasks.images import hub
 from femixer.tasks.images.augmentation import Augmentation
 from femixer.tasks.images.batches import Ahead, Batches, shuffled
-from femixer.tasks.images.decode import Unreadable, decoded
+from femixer.tasks.images.decode import decoded
 from femixer.tasks.images.hub import Stream
 from femixer.tasks.images.pictures import Arrays, Joined, Some
 from femixer.tasks.images.preparation import Preparation
@@ -408,15 +409,25 @@ def test_deep_pictures_keep_their_range(tmp_path, pixels, mode, expected):
 def test_names_as_labels_and_a_test_part_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     kinds = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
-    content = io.BytesIO()
-    noise(3).save(content, "PNG")
-    rows = {"image": [{"bytes": content.getvalue(), "path": None}] * 9, "label": ["b", "a", "c"] * 3}
+    rows = {"image": [{"bytes": encoded(noise(3)), "path": None}] * 9, "label": ["b", "a", "c"] * 3}
     (tmp_path / "data").mkdir()
     datasets.Dataset.from_dict(rows, features=kinds).to_parquet(tmp_path / "data/test-00000.parquet")
     images = found(f"datasets:{tmp_path / 'data'}")
     assert images.classes == ("a", "b", "c") and images.counts == {"test": 9}
     assert [images.splits["test"].read(n, 3)[1] for n in range(3)] == [1, 0, 2]
     with pytest.raises(ValueError, match="has only a part for test; training needs"):
+        read(f"datasets:{tmp_path / 'data'}")
+
+
+@pytest.mark.parametrize("wrong", ["zebra", None])
+def test_names_that_training_does_not_know_are_refused_at_once(tmp_path, monkeypatch, wrong):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
+    for part, labels in {"train": ["b", "a"] * 11, "test": ["a", "b", wrong]}.items():
+        rows = {"image": [{"bytes": encoded(noise(3)), "path": None}] * len(labels), "label": labels}
+        (tmp_path / "data").mkdir(exist_ok=True)
+        datasets.Dataset.from_dict(rows, features=kinds).to_parquet(tmp_path / f"data/{part}-00000.parquet")
+    with pytest.raises(ValueError, match=f"test row 2: label={wrong!r} is not allowed; choose one of a, b"):
         read(f"datasets:{tmp_path / 'data'}")
 
 

@@ -39,7 +39,7 @@ from femixer.tasks.images.scoring import Predictions, predicted
 from femixer.tasks.images.source import Images, read
 from femixer.tasks.images.store import KIND, load
 from femixer.tasks.images.table import as_csv, latex, markdown, tabulate
-from femixer.tasks.images.views import Views, spread
+from femixer.tasks.images.views import Views, spread, stacked
 from femixer.training import adamw
 from femixer.training.jobs import engines, export
 from femixer.training.jobs.work import attempt
@@ -477,12 +477,19 @@ def test_a_saved_model_is_a_pipeline_of_transformers_with_the_same_view(trained,
     shown = processor([Image.open(path) for path in paths], return_tensors="pt")["pixel_values"]
     assert torch.equal(shown, pixels)
     assert torch.equal(processor(np.asarray(Image.open(paths[0])))["pixel_values"], pixels[:1])
+    turned = Image.open(paths[0])
+    turned.getexif()[0x0112] = 3
+    assert torch.equal(processor(turned)["pixel_values"], processor(turned.rotate(180))["pixel_values"])
+    for wrong in (np.zeros((3, 8, 8), dtype=np.uint8), np.zeros((8, 8, 3))):
+        with pytest.raises(ValueError, match="allowed is uint8"):
+            processor(wrong)
     answers = pipeline("image-classification", model=str(trained / "model"))([str(path) for path in paths])
     with torch.no_grad():
         chosen = classifier.model(pixel_values=pixels).logits.argmax(-1).tolist()
     assert [answer[0]["label"] for answer in answers] == [classifier.classes[label] for label in chosen]
     grey = FEMImageProcessor(8, 1, 1.0, (0.5,), (0.5,))
-    assert grey(Image.open(paths[0]))["pixel_values"].shape == (1, 1, 8, 8)
+    for picture in (Image.open(paths[0]), np.zeros((9, 9, 1), dtype=np.uint8)):
+        assert grey(picture)["pixel_values"].shape == (1, 1, 8, 8)
 
 
 def test_a_run_that_is_overwritten_leaves_nothing(tmp_path, colours, capsys):
@@ -514,12 +521,25 @@ def test_processes_that_read_ahead_change_no_score(colours, monkeypatch):
         model, "forward", lambda pixel_values: SimpleNamespace(logits=pixel_values.mean((-1, -2))), raising=False
     )
     found = []
+    sent = []  # what goes from process to process: few large tensors, each of which is an open file
+    monkeypatch.setattr(views_module, "stacked", lambda views: sent.append(len(views)) or stacked(views))
     for workers in (0, 2):
         views = Views(Files(colours, paths, torch.arange(len(paths)) % 3), Preparation(8, 3))
         predictions = predicted(model, views, 7, "test", workers)
         found.append((predictions.numbers, predictions.logits, sorted(views.broken)))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
-    assert found[0][2] == found[1][2] and len(found[0][2]) == 2
+    assert found[0][2] == found[1][2] and len(found[0][2]) == 2 and max(sent) == 7
+
+
+def test_maps_show_each_picture_once(tmp_path, trained, colours, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Views, "read", lambda self, number: drawn.append(number))
+    main(["vision", "maps", "--model", str(trained), "--data", str(colours), "--out", str(tmp_path / "m.png")])
+    assert drawn == [*range(6)]  # all that there are
+    drawn.clear()
+    options = ["--count", "3", "--out", str(tmp_path / "m.png")]
+    main(["vision", "maps", "--model", str(trained), "--data", str(colours), *options])
+    assert drawn == [0, 2, 4]
 
 
 def test_shown_pictures_are_of_all_classes():

@@ -248,7 +248,9 @@ GOOD = "date,a,b\n2016-07-01,1,2\n2016-07-02,3,4\n"
         ("date,time,a\n1,2,3\n", "several columns that could be the dates, date, time"),
         ("date\n2016-07-01\n", "a file with columns besides the dates, separated by commas"),
         ("date,a\n01/02/2016,1\n01/03/2016,1\n", "line 2: date is '01/02/2016', and no row tells day from month"),
+        ("date,a\n01/02/16 12:00,1\n01/03/16 12:00,1\n", "say --date-format '%d/%m/%y %H:%M' or '%m/%d/%y %H:%M'"),
         ("1.5,2\n3,4\n", "line 1: it has numbers, and must name the columns"),
+        ("date\tsales\n2016-07-01\t950\n2016-07-02\t1,234\n", "line 3: sales is '1,234', which is not a number"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, text, told):
@@ -273,6 +275,36 @@ def test_other_separators_encodings_and_an_index_are_read(tmp_path, separator, e
     assert read(str(path)).fingerprint == found.fingerprint  # dates as an index without a name
 
 
+@pytest.mark.parametrize(
+    ("text", "columns", "values"),
+    [
+        ('date,"temp; roof; north"\n2016-01-01,1\n2016-01-02,2\n', ("temp; roof; north",), [1, 2]),
+        ('date;"a,b,c,d"\n2016-01-01;1,5\n2016-01-02;2,5\n', ("a,b,c,d",), [1.5, 2.5]),
+        ("date\twind (x,y,z)\n2016-01-01\t0,125\n2016-01-02\t1,250\n", ("wind (x,y,z)",), [0.125, 1.25]),
+        (",timestamp,a\n2,2016-01-01,1\n4,2016-01-02,2\n", ("a",), [1, 2]),  # a filtered frame
+        (",a\n2001,1\n2002,2\n", ("a",), [1, 2]),  # years
+    ],
+)
+def test_headers_and_indices_of_all_kinds(tmp_path, text, columns, values):
+    (tmp_path / "mine.csv").write_text(text)
+    found = read(str(tmp_path / "mine.csv"))
+    assert found.columns == columns and found.values[:, 0].tolist() == values and len(found.dates) == 2
+
+
+def test_a_column_of_dates_that_is_named_is_taken(tmp_path):
+    (tmp_path / "a.csv").write_text("0,1\n2016-01-01,1\n2016-01-02,2\n")
+    assert read(str(tmp_path / "a.csv"), Reading(date_column="0")).columns == ("1",)
+    (tmp_path / "a.csv").write_text(",1\n2016-01-01,1\n2016-01-02,2\n")
+    assert read(str(tmp_path / "a.csv"), Reading(date_column="Unnamed: 0")).columns == ("1",)
+
+
+def test_irregular_dates_have_no_frequency_however_long_they_are():
+    draw = np.random.default_rng(0)
+    seconds = np.cumsum(draw.integers(1, 1800, 2000))
+    stamps = np.concatenate([seconds, seconds[-1] + np.arange(1, 11)])  # ten of them a second apart
+    assert frequency_of(pd.DatetimeIndex(pd.Timestamp("2020") + pd.to_timedelta(stamps, unit="s"))) is None
+
+
 def test_offsets_of_summer_and_winter_are_one_time(tmp_path):
     dates = pd.date_range("2020-10-24", periods=61, freq="h", tz="Europe/Berlin")
     pd.DataFrame({"a": np.arange(61.0)}, index=dates).rename_axis("date").to_csv(tmp_path / "a.csv")
@@ -281,6 +313,11 @@ def test_offsets_of_summer_and_winter_are_one_time(tmp_path):
 
 
 def test_files_of_the_literature_are_read_as_they_are_distributed(tmp_path):
+    np.savetxt(tmp_path / "solar_AL.txt", np.arange(24.0).reshape(8, 3), delimiter=",")
+    with (tmp_path / "solar_AL.txt").open("a") as file:
+        file.write("1,2\n")
+    with pytest.raises(ValueError, match="line 9: it has 2 values, not 3"):
+        read(str(tmp_path / "solar"))
     np.savetxt(tmp_path / "solar_AL.txt", np.arange(24.0).reshape(8, 3), delimiter=",")
     for data in ("solar", "solar_AL.txt"):
         solar = read(str(tmp_path / data))
@@ -312,6 +349,7 @@ def test_the_season_is_that_of_the_dates_whatever_the_file_is_called(tmp_path):
         (pd.date_range("2020", periods=9, freq="D"), 7, "D"),
         (pd.date_range("2020", periods=97, freq="B"), 5, "B"),
         (pd.date_range("2020", periods=97, freq="B").delete([7, 60, 90]), 5, "B"),
+        (pd.date_range("2020", periods=97, freq="B") + pd.Timedelta("16h"), 5, "B"),
         (pd.date_range("2020", periods=41, freq="MS").delete([11, 35]), 12, "MS"),
         (pd.date_range("2020", periods=9, freq="MS"), 12, "MS"),
         (pd.date_range("2020", periods=9, freq="YS"), 1, "YS-JAN"),
@@ -517,7 +555,7 @@ def test_a_model_reads_new_files_as_that_of_its_training(tmp_path, file):
     expected = {}
     for sentinel in ("nan", "-9999"):
         told = frame.assign(date=frame["date"].dt.strftime("%d.%m.%Y %H:%M"))
-        told.loc[150:190:7, "up"] = float(sentinel)
+        told.loc[190:208:5, "up"] = float(sentinel)
         told.to_csv(file, index=False)
         if sentinel == "nan":
             reading = ["--date-format", "%d.%m.%Y %H:%M", "--missing-below", "-9000"]
@@ -526,6 +564,9 @@ def test_a_model_reads_new_files_as_that_of_its_training(tmp_path, file):
         expected[sentinel] = pd.read_csv(out / "forecast.csv", index_col="date", parse_dates=True)
     assert expected["nan"].equals(expected["-9999"])
     assert expected["nan"].index[0] == frame["date"].iloc[-1] + pd.Timedelta("1h")
+    other = ["--missing-below", "-1e5", "--out", str(out)]
+    assert main(["forecast", "predict", "--model", str(run), "--data", str(file), *other]) == 0
+    assert not pd.read_csv(out / "forecast.csv", index_col="date", parse_dates=True).equals(expected["nan"])
     model = Forecaster.from_pretrained(pretrained_model_name_or_path=run / "model")
     np.testing.assert_allclose(model.predict(told)[["up", "down"]], expected["nan"], rtol=1e-5)
 

@@ -14,6 +14,8 @@ from femixer.optional import require
 DATE_NAMES = ("date", "datetime", "timestamp", "time", "ds")
 STRETCHES = (20, 10, 5)
 """Lengths of stretches of dates that are looked at for a frequency where all of them together have gaps."""
+SPARSE = 10
+"""Steps per date, on average, from which on a frequency is not that of the dates."""
 
 
 def is_frame(history: Any) -> bool:
@@ -72,13 +74,22 @@ def date_column(frame: Any, config: ForecastConfig) -> Any:
 
 def parsed(column: Any, form: str | None) -> Any:
     """A column of time stamps, or of text that says them, in the format that the model was trained with."""
-    pandas = require("pandas", "series")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that it has no single format
-            return pandas.to_datetime(column, format=None if column.dtype.kind == "M" else form)
+        return column if column.dtype.kind == "M" else read_dates(column, form, "raise")
     except (ValueError, TypeError) as error:
         raise ValueError(f"history has dates in column {column.name!r} that cannot be read: {error}") from None
+
+
+def read_dates(texts: Any, form: str | None, errors: str) -> Any:
+    """Texts as time stamps, in UTC where their offsets differ, as those of summer and winter do. errors: of pandas."""
+    pandas = require("pandas", "series")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that they have no single format
+        try:
+            found = pandas.to_datetime(texts, format=form, errors=errors)
+        except ValueError:
+            return pandas.to_datetime(texts, format=form, errors=errors, utc=True)
+        return found if found.dtype.kind == "M" else pandas.to_datetime(texts, format=form, errors=errors, utc=True)
 
 
 def value_columns(frame: Any, config: ForecastConfig) -> Any:
@@ -141,11 +152,23 @@ def usual(stamps: Any) -> Any:
         pieces = [stamps[max(0, end - length) : end] for end in range(len(stamps), 2, -length)]
         found = pandas.Series([inferred(piece) for piece in pieces], dtype=object).dropna()
         for frequency in found.value_counts().index:
-            if stamps.isin(pandas.date_range(stamps[0], stamps[-1], freq=frequency)).all():
+            if (
+                _steps(stamps, frequency) < SPARSE * len(stamps)
+                and stamps.isin(pandas.date_range(stamps[0], stamps[-1], freq=frequency)).all()
+            ):
                 return frequency
     return None
 
 
+def _steps(stamps: Any, frequency: str) -> float:
+    """From the first to the last; 0 where a step has no one length, which is long then."""
+    offset = require("pandas.tseries.frequencies", "series").to_offset(frequency)
+    try:
+        return (stamps[-1] - stamps[0]).total_seconds() * 1e9 / offset.nanos
+    except ValueError:
+        return 0.0
+
+
 def is_working_week(stamps: Any) -> bool:
-    """Whether these are days, and none of them is on a weekend."""
-    return bool((stamps == stamps.normalize()).all() and (stamps.day_of_week < 5).all())
+    """Whether these are one a day, and none of them is on a weekend."""
+    return bool(stamps.normalize().is_unique and (stamps.day_of_week < 5).all())

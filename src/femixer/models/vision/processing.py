@@ -1,4 +1,4 @@
-"""What a model sees of a picture, for transformers' pipelines: the view that `femixer vision eval` has of it."""
+"""What a model sees of a picture, for those who load it with transformers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import torch
 from transformers.image_processing_base import BatchFeature
 from transformers.image_processing_utils import BaseImageProcessor
 
+from femixer.models.vision.pictures import Picture, as_tensor, middle, upright
 from femixer.optional import require
 
 
 class FEMImageProcessor(BaseImageProcessor):
-    """The middle of a picture, whose shorter side is first made image_size / crop long, grey or in colours, with
-    normalized pixels. A picture is one of Pillow's, or an array [H, W] or [H, W, C] in uint8."""
+    """The view that `femixer vision eval` has of a picture: its middle, once the shorter side is image_size / crop
+    long, grey or in colours, with normalized pixels. A picture is one of Pillow's, or an array in uint8, [H, W] or
+    [H, W, C] with 1, 3 or 4 channels. (A pipeline of transformers makes RGB of it before, in its own way.)
+    """
 
     model_input_names = ["pixel_values"]  # noqa: RUF012
 
@@ -37,13 +40,20 @@ class FEMImageProcessor(BaseImageProcessor):
 
     def preprocess(self, images: Any, return_tensors: str | None = "pt", **_: Any) -> BatchFeature:
         """One picture or several -> pixel_values [B, C, image_size, image_size]."""
-        from femixer.tasks.images.decode import converted
-        from femixer.tasks.images.preparation import Preparation, as_tensor
-
-        preparation = Preparation(self.image_size, self.num_channels, self.crop)
         several = images if isinstance(images, (list, tuple)) else [images]
-        image = require("PIL.Image", "vision")
-        pictures = [each if hasattr(each, "convert") else image.fromarray(np.asarray(each)) for each in several]
-        pixels = torch.stack([as_tensor(preparation.fixed(converted(each, self.num_channels))) for each in pictures])
+        shown = [middle(upright(opened(each), self.num_channels), self.image_size, self.crop) for each in several]
+        pixels = torch.stack([as_tensor(each) for each in shown])
         mean, deviation = (torch.tensor(values)[:, None, None] for values in (self.image_mean, self.image_std))
         return BatchFeature({"pixel_values": (pixels / 255 - mean) / deviation}, tensor_type=return_tensors)
+
+
+def opened(image: Any) -> Picture:
+    """A picture of Pillow's, or an array as one."""
+    if hasattr(image, "convert"):
+        return image
+    pixels = np.asarray(image)
+    fits = pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (1, 3, 4))
+    if pixels.dtype != np.uint8 or not fits:
+        given = f"an array of {pixels.dtype} {list(pixels.shape)}"
+        raise ValueError(f"images has {given}; allowed is uint8, [H, W] or [H, W, C] with 1, 3 or 4 channels")
+    return require("PIL.Image", "vision").fromarray(pixels[..., 0] if pixels.shape[2:] == (1,) else pixels)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Generator, Tensor
 
+from femixer.models.vision.pictures import Picture, middle
 from femixer.options import check
-from femixer.tasks.images.cropping import middle, random_crop, random_flip
-from femixer.tasks.images.decode import Picture
+from femixer.tasks.images.cropping import random_crop, random_flip
 from femixer.tasks.images.erasing import erase
 from femixer.tasks.images.mixing import mix, soft
 from femixer.tasks.images.moving import move

@@ -1,4 +1,4 @@
-"""Parts of a picture at the size that a model takes: the middle for evaluation, a random one for training."""
+"""Random parts of a picture at the size that a model takes, for training."""
 
 from __future__ import annotations
 
@@ -6,34 +6,13 @@ import math
 
 from torch import Generator
 
+from femixer.models.vision.pictures import Picture, resized
 from femixer.optional import require
-from femixer.tasks.images.decode import Picture
 from femixer.tasks.images.drawing import integer, uniform
 
 ASPECTS = (3 / 4, 4 / 3)
 """Width / height of random crops (Szegedy et al., 2015)."""
 TRIES = 10
-
-
-def resized(picture: Picture, width: int, height: int, box: tuple[float, ...] | None = None) -> Picture:
-    """A part of the picture, left, top, right, bottom, at another size, bicubic."""
-    if box is None and picture.size == (width, height):
-        return picture
-    return picture.resize((width, height), require("PIL.Image", "vision").Resampling.BICUBIC, box=box)
-
-
-def middle(picture: Picture, size: int, share: float) -> Picture:
-    """The middle size x size pixels, of a picture whose shorter side is first made size / share long."""
-    shorter = round(size / share)
-    scale = shorter / min(picture.size)
-    width, height = (max(shorter, round(side * scale)) for side in picture.size)
-    if (width, height) == (size, size):
-        return resized(picture, size, size)
-    # The same pixels as of the whole picture at that size, which a very long one would fill the memory with.
-    left, top = (width - size) // 2, (height - size) // 2
-    across, down = picture.width, picture.height
-    box = left * across / width, top * down / height, (left + size) * across / width, (top + size) * down / height
-    return resized(picture, size, size, box)
 
 
 def random_crop(picture: Picture, size: int, smallest: float, generator: Generator) -> Picture:

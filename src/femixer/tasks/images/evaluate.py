@@ -12,9 +12,9 @@ from typing import Literal
 
 import torch
 
+from femixer.models.vision.pictures import Picture
 from femixer.options import check, parse
 from femixer.tasks.images.classifier import Classifier
-from femixer.tasks.images.decode import Picture
 from femixer.tasks.images.figures import CONFUSION, PREDICTIONS, confusion, samples, save
 from femixer.tasks.images.pictures import Files, Joined, Pictures
 from femixer.tasks.images.scoring import Predictions, predicted

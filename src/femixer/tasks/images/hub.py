@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from femixer.models.vision.pictures import Picture, Unreadable
 from femixer.optional import require
 from femixer.options import check
-from femixer.tasks.images.decode import Picture, Unreadable, decoded
+from femixer.tasks.images.decode import decoded
 from femixer.tasks.images.pictures import Pictures, Some
 from femixer.tasks.images.source import NAMES, PREFIX, SPLITS, Images, Reading, divided, fingerprint, held_out
 
@@ -117,8 +118,13 @@ def read_dataset(data: str, reading: Reading, channels: int) -> Images:
     names = {split: name for split, known in NAMES.items() for name in found if name.lower() in known}
     if not names:
         raise ValueError(f"data={data!r} has no part called train, validation or test, but {', '.join(found)}")
-    first = found[names.get("train") or next(iter(names.values()))]
-    columns = columns_of(first, data, reading)
+    if "train" not in names:  # to be evaluated on: one part, whose labels are known
+        told = (name for split in ("test", "validation") if (name := names.get(split)) is not None)
+        shown = (name for name in told if not hidden(found[name], columns_of(found[name], data, reading)))
+        names = {"test": next(shown, "")}
+        if not names["test"]:
+            raise ValueError(f"data={data!r} has no part called train, and the labels of the others are hidden")
+    columns = columns_of(found[names.get("train") or names["test"]], data, reading)
     parts = {
         split: part(found[name], columns, f"{data} {name}", reading)
         for split, name in names.items()
@@ -174,9 +180,8 @@ def part(rows: Any, columns: Columns, title: str, reading: Reading) -> Pictures:
 def arranged(parts: Mapping[str, Pictures], share: float) -> dict[str, Pictures]:
     """train, validation and test, of those that there are."""
     test = parts.get("test") or parts.get("validation")
-    if "train" not in parts:  # to be evaluated on
-        assert test is not None
-        return {"test": test}
+    if "train" not in parts:
+        return {**parts}
     train = parts["train"]
     if {*SPLITS} <= {*parts}:
         return {split: parts[split] for split in SPLITS}
@@ -197,7 +202,12 @@ def arranged(parts: Mapping[str, Pictures], share: float) -> dict[str, Pictures]
 def labels_of(table: Table) -> Tensor:
     texts = table.columns.texts
     if texts is not None:
-        return torch.tensor([texts.get(label, -1) for label in table.rows[table.columns.label]])
+        named = table.rows[table.columns.label]
+        for number, label in enumerate(named):
+            if label not in texts:
+                told = f"{table.columns.label}={label!r} is not allowed; choose one of {', '.join(texts)}"
+                raise ValueError(f"{table.name(number)}: {told}")
+        return torch.tensor([texts[label] for label in named])
     labels = np.asarray(table.rows.with_format("numpy")[table.columns.label])
     count = len(table.columns.classes)
     bad = np.flatnonzero((labels < 0) | (labels >= count))
@@ -233,6 +243,6 @@ def class_names(rows: Any, label: str) -> tuple[str, ...]:
     allowed = "a column of ClassLabels, or (not as a stream) of whole numbers 0, 1, ... or names"
     check(fits, "label_column", label, allowed)
     if kind.dtype in TEXTS:
-        return tuple(sorted({*rows[label]}))
+        return tuple(sorted({name for name in rows[label] if name is not None}))
     largest = int(np.max(np.asarray(rows.with_format("numpy")[label])))
     return tuple(str(number) for number in range(largest + 1))

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from femixer.models.vision.pictures import Unreadable, as_tensor
 from femixer.models.vision.reading import PatchMaps, patch_maps
 from femixer.options import check, parse
 from femixer.tasks.images.classifier import Classifier
-from femixer.tasks.images.decode import Unreadable, decoded
+from femixer.tasks.images.decode import decoded
 from femixer.tasks.images.evaluate import choose
 from femixer.tasks.images.figures import TITLE, displayed, figure, save, shortened
-from femixer.tasks.images.preparation import as_tensor
 from femixer.tasks.images.source import DIGITS, Reading
 from femixer.tasks.images.views import stacked
 
@@ -135,6 +135,7 @@ def run(command: Command) -> None:
     classifier = Classifier.load(command.model)
     preparation = classifier.preparation
     check(command.count > 0, "count", command.count, "a whole number above 0")
+    check(command.out.suffix.lower() == ".png", "out", str(command.out), "a file that ends in .png")
     labels: list[int] | None = None
     if command.images:
         pixels = torch.stack(
@@ -142,15 +143,16 @@ def run(command: Command) -> None:
         )
     else:
         views = choose(classifier, command.data, command.reading).views
-        # Evenly over the pictures, which folders have class by class.
-        numbers = [len(views) * n // command.count for n in range(min(command.count, len(views)))]
+        count = min(command.count, len(views))
+        # Evenly over the pictures, which folders have class by class; of a stream the first.
+        step = len(views) / max(count, 1) if views.pictures.blocks is None else 1
+        numbers = [int(n * step) for n in range(count)]
         found = [view for number in numbers if (view := views.read(number)) is not None]
         for broken in views.broken.values():
             print(f"skipped: {broken.name}: {broken.reason}", file=sys.stderr)
         check(len(found) > 0, "data", command.data, "pictures of which some can be read")
         pixels, right = stacked(found)
         labels = right.tolist()
-    check(command.out.suffix.lower() == ".png", "out", str(command.out), "a file that ends in .png")
     command.out.parent.mkdir(parents=True, exist_ok=True)
     save(command.out, map_figure(classifier, pixels, labels, command.model.name, command.choice))
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from torch import Generator
 
+from femixer.models.vision.pictures import Picture
 from femixer.optional import require
-from femixer.tasks.images.decode import Picture
 from femixer.tasks.images.drawing import integer, sign
 
 Operation = Callable[[Picture, float, Generator], Picture]

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from femixer.models.vision.pictures import Picture, converted
 from femixer.optional import require
-from femixer.tasks.images.decode import Picture, converted, decoded
+from femixer.tasks.images.decode import decoded
 
 
 class Pictures(Protocol):

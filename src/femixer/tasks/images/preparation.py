@@ -6,14 +6,12 @@ import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from femixer.models.vision import FEMImageProcessor
+from femixer.models.vision.pictures import Picture, middle
 from femixer.options import check
-from femixer.tasks.images.cropping import middle
-from femixer.tasks.images.decode import Picture
 
 FILE = "preparation.json"
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -59,9 +57,3 @@ class Preparation:
         check(path.is_file(), "model", str(folder), f"a model of `femixer vision train`, which has {FILE}")
         about = json.loads(path.read_text(encoding="utf-8"))
         return cls(**{each.name: about[each.name] for each in fields(cls) if each.name in about})
-
-
-def as_tensor(picture: Picture) -> Tensor:
-    """[C, H, W] in uint8."""
-    pixels = torch.from_numpy(np.array(picture))
-    return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1).contiguous()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Generator
 
+from femixer.models.vision.pictures import Picture
 from femixer.optional import require
-from femixer.tasks.images.decode import Picture
 from femixer.tasks.images.drawing import integer, normal, uniform
 from femixer.tasks.images.operations import OPERATIONS
 

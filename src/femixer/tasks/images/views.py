@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from femixer.models.vision.pictures import Unreadable, as_tensor
 from femixer.tasks.images.augmentation import Augmentation
-from femixer.tasks.images.decode import Unreadable
 from femixer.tasks.images.pictures import Pictures
-from femixer.tasks.images.preparation import Preparation, as_tensor
+from femixer.tasks.images.preparation import Preparation
 from femixer.tasks.images.source import Broken
 
 REMEMBERED = 1 << 28
@@ -71,29 +71,28 @@ class Views:
         workers: processes that read them, where they do not stay in memory and are not a stream.
         """
         elsewhere = workers > 0 and not self.remembers and self.pictures.blocks is None
-        coming = self._read_by(workers, numbers) if elsewhere else map(self.read, numbers.tolist())
-        for some in numbers.split(size):
-            found = [(n, view) for n, view in zip(some.tolist(), coming, strict=False) if view is not None]
-            if found:
-                pixels, labels = stacked([view for _, view in found])
-                yield torch.tensor([number for number, _ in found]), self.preparation.normalized(pixels / 255), labels
-
-    def _read_by(self, workers: int, numbers: Tensor) -> Iterator[View | None]:
-        loader = DataLoader(Tried(self), sampler=numbers.tolist(), batch_size=None, num_workers=workers)
-        for number, (view, broken) in zip(numbers.tolist(), loader, strict=True):
-            if broken is not None:
-                self.broken[number] = broken
-            yield view
+        pieces = [some.tolist() for some in numbers.split(size)]
+        made: Iterable[tuple[Tensor, Tensor, Tensor, dict[int, Broken]]] = map(Read(self).__getitem__, pieces)
+        if elsewhere:
+            made = DataLoader(Read(self), sampler=pieces, batch_size=None, num_workers=workers)
+        for found, pixels, labels, broken in made:
+            self.broken |= broken
+            if len(found):
+                yield found, self.preparation.normalized(pixels / 255), labels
 
 
-class Tried(Dataset[tuple[View | None, Broken | None]]):
-    """Views, each with why it is none, for another process."""
+class Read(Dataset[tuple[Tensor, Tensor, Tensor, dict[int, Broken]]]):
+    """Several views at once: numbers, pixels and labels of those that can be read, and what is wrong with the rest."""
 
     def __init__(self, views: Views) -> None:
         self.views = views
 
-    def __getitem__(self, number: int) -> tuple[View | None, Broken | None]:
-        return self.views.read(number), self.views.broken.get(number)
+    def __getitem__(self, numbers: list[int]) -> tuple[Tensor, Tensor, Tensor, dict[int, Broken]]:
+        found = {number: view for number in numbers if (view := self.views.read(number)) is not None}
+        broken = {number: self.views.broken[number] for number in numbers if number not in found}
+        if not found:
+            return torch.zeros(0), torch.zeros(0), torch.zeros(0), broken
+        return torch.tensor([*found]), *stacked([*found.values()]), broken
 
 
 def spread(labels: Tensor, count: int) -> list[int]:

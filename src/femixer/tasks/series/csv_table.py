@@ -8,7 +8,6 @@ import io
 import itertools
 import re
 from pathlib import Path
-from typing import Any
 
 from femixer.optional import require
 from femixer.tasks.series.rows import Rows
@@ -16,19 +15,40 @@ from femixer.tasks.series.rows import Rows
 SEPARATORS = ",;\t"
 
 
-def read_csv(path: Path, bare: tuple[str, str] | None = None) -> Rows:
-    """bare: the first date and the step of a file that may have neither a header nor dates."""
+def read_csv(path: Path, bare: tuple[str, str] | None = None, names_needed: bool = True) -> Rows:
+    """bare: the first date and the step of a file that may have neither a header nor dates. names_needed: or else
+    numbers in the first line are names, too."""
     pandas = require("pandas", "series")
     text = decoded(path)
-    separator = max(SEPARATORS, key=lambda mark: len(next(csv.reader(io.StringIO(text), delimiter=mark), [])))
+    separator = separator_of(text)
     if bare is not None and is_bare(text, separator):
+        lines = checked_lines(text, path, separator, named=False)
         frame = pandas.read_csv(io.StringIO(text), sep=separator, header=None).rename(columns=str)
         frame.insert(0, "date", pandas.date_range(bare[0], periods=len(frame), freq=bare[1]))
-        return Rows(path, frame, "line", range(1, len(frame) + 1))
+        return Rows(path, frame, "line", lines)
+    if names_needed and is_bare(text, separator):
+        raise ValueError(f"{path}, line 1: it has numbers, and must name the columns, one of them the dates")
     lines = checked_lines(text, path, separator)
     decimal = "," if separator != "," and has_decimal_commas(text, separator) else "."
     frame = pandas.read_csv(io.StringIO(text), sep=separator, decimal=decimal, index_col=False, low_memory=False)
-    return Rows(path, without_index(frame, text), "line", lines)
+    return Rows(path, frame, "line", lines)
+
+
+def separator_of(text: str) -> str:
+    """The one that divides the header most, and the first row into as many cells."""
+    heads = {mark: _first_rows(text, mark, 2) for mark in SEPARATORS}
+    several = [mark for mark, rows in heads.items() if rows and len(rows[0]) > 1]
+    fitting = [mark for mark in several if len({len(row) for row in heads[mark]}) == 1]
+    return max(fitting or several or [","], key=lambda mark: len(heads[mark][0]) if heads[mark] else 0)
+
+
+def _first_rows(text: str, separator: str, count: int) -> list[list[str]]:
+    """Those that are not empty; none where the text is not of this kind."""
+    try:
+        rows = (row for row in csv.reader(io.StringIO(text), delimiter=separator) if row)
+        return [*itertools.islice(rows, count)]
+    except csv.Error:
+        return []
 
 
 def is_bare(text: str, separator: str) -> bool:
@@ -38,19 +58,11 @@ def is_bare(text: str, separator: str) -> bool:
 
 
 def has_decimal_commas(text: str, separator: str) -> bool:
-    """Whether a cell of the first rows is a number as 1,5."""
-    rows = itertools.islice(csv.reader(io.StringIO(text), delimiter=separator), 1, 100)
-    return any(re.fullmatch(r"\s*[-+]?\d+,\d+\s*", cell) for row in rows for cell in row)
-
-
-def without_index(frame: Any, text: str) -> Any:
-    """A first column without a name is what pandas writes for a frame's index: dates, or a count that means nothing."""
-    first = frame.columns[0]
-    if text.lstrip('"')[:1] not in SEPARATORS or not str(first).startswith("Unnamed"):
-        return frame
-    if frame[first].dtype.kind in "iu" and (frame[first].diff().dropna() == 1).all():
-        return frame.drop(columns=first)
-    return frame if "date" in frame.columns else frame.rename(columns={first: "date"})
+    """Whether numbers of the first rows are written as 1,5: none as 1.5, and not all as 1,500, perhaps thousands."""
+    cells = [cell.strip() for row in _first_rows(text, separator, 100)[1:] for cell in row]
+    commas = [cell for cell in cells if re.fullmatch(r"[-+]?\d+,\d+", cell)]
+    points = any(re.fullmatch(r"[-+]?\d+\.\d+", cell) for cell in cells)
+    return not points and not all(re.fullmatch(r"[-+]?[1-9]\d{0,2},\d{3}", cell) for cell in commas)
 
 
 def decoded(path: Path) -> str:
@@ -64,24 +76,24 @@ def decoded(path: Path) -> str:
         return content.decode("latin-1")
 
 
-def checked_lines(text: str, path: Path, separator: str) -> list[int]:
-    """The line of each row. pandas would fill up rows that are too short, and say nothing."""
+def checked_lines(text: str, path: Path, separator: str, named: bool = True) -> list[int]:
+    """The line of each row below the header, or of all without one. pandas would fill up rows that are too short, and
+    say nothing."""
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
     lines: list[int] = []
     try:
         header = [name.strip() for name in next(reader, [])]
         if not any(header):
             raise ValueError(f"{path} is empty, or begins with an empty line; its first line must name the columns")
-        if is_bare(text, separator):
-            raise ValueError(f"{path}, line 1: it has numbers, and must name the columns, one of them the dates")
-        if len({*header}) < len(header):
+        if named and len({*header}) < len(header):
             twice = next(name for name in header if header.count(name) > 1)
             raise ValueError(f"{path}, line 1: the column {twice!r} is there twice")
+        if not named:
+            lines.append(1)
         for row in reader:
             if row and len(row) != len(header):
-                raise ValueError(
-                    f"{path}, line {reader.line_num}: it has {len(row)} values, and the header names {len(header)}"
-                )
+                has = f"it has {len(row)} values, and the header names" if named else f"it has {len(row)} values, not"
+                raise ValueError(f"{path}, line {reader.line_num}: {has} {len(header)}")
             if row:
                 lines.append(reader.line_num)
     except csv.Error as error:

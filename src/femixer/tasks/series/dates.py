@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
+import re
 from typing import Any
 
 import numpy as np
 
-from femixer.models.forecast.frames import inferred, is_working_week, usual
+from femixer.models.forecast.frames import inferred, is_working_week, read_dates, usual
 from femixer.optional import require
 from femixer.tasks.series.rows import Rows
 
@@ -32,34 +32,33 @@ def as_dates(rows: Rows, column: str, form: str | None, repeated: bool = False) 
 
 def parsed(rows: Rows, column: str, form: str | None) -> Any:
     """NaT where a cell is no date. A number such as 2016 is a year, and not nanoseconds."""
-    pandas = require("pandas", "series")
     texts = rows.frame[column]
     texts = texts.where(texts.isna(), texts.astype(str))
     if form is None:
         refuse_two_readings(rows, column, texts)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no format fits the first one: we say that of a row
-        try:
-            dates = pandas.to_datetime(texts, format=form, errors="coerce")
-        except ValueError:  # offsets that differ, as those of summer and winter do
-            dates = None
-        try:
-            mixed = dates is None or dates.dtype.kind != "M"
-            return pandas.to_datetime(texts, format=form, errors="coerce", utc=True) if mixed else dates
-        except ValueError as error:
-            raise ValueError(f"{rows.path}, column {column}: {error}") from error
+    try:
+        return read_dates(texts, form, "coerce")
+    except ValueError as error:
+        raise ValueError(f"{rows.path}, column {column}: {error}") from error
 
 
 def refuse_two_readings(rows: Rows, column: str, texts: Any) -> None:
     """Dates such as 01/02/2016, of which no row tells whether the day or the month comes first."""
-    numbers = texts.astype(str).str.extract(r"^\s*(\d{1,2})([/.-])(\d{1,2})[/.-]\d{4}\b")
+    numbers = texts.astype(str).str.extract(r"^\s*(\d{1,2})([/.-])(\d{1,2})[/.-](\d{4}|\d{2})\b(.*)$")
     if not len(numbers) or numbers.isna().any(axis=None):
         return
     first, second = (numbers[place].astype(int) for place in (0, 2))
     if max(first.max(), second.max()) <= 12 and (first != second).any():
-        row, mark = int((first != second).to_numpy().argmax()), numbers[1].iloc[0]
-        forms = " or ".join(mark.join(parts) for parts in (("%d", "%m", "%Y"), ("%m", "%d", "%Y")))
+        row = int((first != second).to_numpy().argmax())
+        mark, year, rest = (numbers[place].iloc[row] for place in (1, 3, 4))
+        ending = mark + ("%Y" if len(year) == 4 else "%y") + as_format(rest)
+        forms = " or ".join(repr(mark.join(parts) + ending) for parts in (("%d", "%m"), ("%m", "%d")))
         rows.refuse(row, f"{column} is {texts.iloc[row]!r}, and no row tells day from month; say --date-format {forms}")
+
+
+def as_format(time: str) -> str:
+    """What follows a date, such as " 12:00", as a format."""
+    return re.sub(r"\d{1,2}(:\d\d)(:\d\d)?", lambda found: "%H:%M" + (":%S" if found[2] else ""), time, count=1)
 
 
 def season_of(dates: Any, working_days: bool = False) -> int:

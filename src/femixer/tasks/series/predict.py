@@ -100,7 +100,9 @@ def forecast_from(model: Forecaster, frame: Any, start: str | None) -> tuple[Any
 def main(args: Sequence[str]) -> int:
     command = parse(Command, args, "forecast predict", Command())
     model = load(command.model)
-    series = read(command.data, as_trained(command.reading, model.config))
+    reading = as_trained(command.reading, model.config)
+    series = read(command.data, reading)
+    model.config.missing_below = series.missing_below
     frame = series.frame()
     frame = frame[~frame.index.duplicated()]
     history, forecast = forecast_from(model, frame, command.start)

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,10 @@ def read(data: str, reading: Reading | None = None) -> Series:
     path = locate(data)
     name = known_name(path.stem)
     known = KNOWN.get(name, Known())
-    rows = read_csv(path, known.bare) if path.suffix != ".parquet" else read_parquet(path)
+    if path.suffix == ".parquet":
+        rows = read_parquet(path)
+    else:
+        rows = without_count(read_csv(path, known.bare, reading.date_column is None), reading.date_column)
     date_column = find_date_column(rows, reading.date_column)
     dates = as_dates(rows, date_column, reading.date_format, repeated=name in KNOWN)
     columns = chosen(rows, date_column, reading.columns)
@@ -121,6 +124,21 @@ def read_parquet(path: Path) -> Rows:
     if frame.index.dtype.kind == "M":  # dates as the index, as pandas users keep them
         frame = frame.rename_axis(frame.index.name or DATE_NAMES[0]).reset_index()
     return Rows(path, frame, "row", range(1, len(frame) + 1))
+
+
+def without_count(rows: Rows, date_column: str | None) -> Rows:
+    """A first column without a name is what pandas writes for the index of a frame: the dates if no other column has
+    them, and otherwise, if it is whole numbers, a count that means nothing."""
+    frame = rows.frame
+    first, *others = rows.columns or [""]
+    if not first.startswith("Unnamed: ") or date_column == first:
+        return rows
+    counts = frame[first].dtype.kind in "iu"
+    if date_column in others or any(is_date_name(name) for name in others):
+        return replace(rows, frame=frame.drop(columns=first)) if counts else rows
+    if counts and len(frame) and frame[first].iloc[0] in (0, 1):
+        return replace(rows, frame=frame.drop(columns=first))
+    return replace(rows, frame=frame.rename(columns={first: DATE_NAMES[0]}))
 
 
 def find_date_column(rows: Rows, given: str | None) -> str:

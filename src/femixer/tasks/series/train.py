@@ -58,7 +58,7 @@ def run(command: Command) -> Results:
     )
     check_possible(spec, series)
     if frequency_of(series.dates) is None and distributed.is_main():
-        told = "rows are taken as equally far apart, and `femixer forecast predict` will not take such dates"
+        told = "rows are taken as equally far apart, and `femixer forecast predict` may not take such dates"
         print(f"{command.data} has irregular dates: {told}", file=sys.stderr)
     results = Results("forecast", spec, command.run)
     if not results.finished:
