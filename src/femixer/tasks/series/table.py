@@ -110,8 +110,8 @@ def legend(records: Sequence[Record], shown: Sequence[Sequence[Line]], tuned: Se
         text.append("In brackets: what is finished, where that is not all. Such values are never bold.")
     settings = {(record["model"], setting(record, tuned)) for record in records}
     if len(settings) > len({model for model, _ in settings}):
-        names = " and ".join(NAMES[name] for name in tuned)
-        text.append(f"Where several were run, {names} are those of the lowest validation MSE.")
+        *names, last = (NAMES[name] for name in tuned)
+        text.append(f"Where several were run, {', '.join(names)} and {last} are those of the lowest validation MSE.")
     diverged = sorted({record["model"] for record in records if record["diverged"]})
     if diverged:
         text.append(f"Training diverged, in some runs, of {', '.join(diverged)}; the best weights before that count.")
