@@ -12,6 +12,7 @@ from femixer.models.forecast.config import ForecastConfig
 from femixer.optional import require
 
 DATE_NAMES = ("date", "datetime", "timestamp", "time", "ds")
+"""Of a column of time stamps, whatever its capitals, spaces and underscores."""
 STRETCHES = (20, 10, 5)
 """Lengths of stretches of dates that are looked at for a frequency where all of them together have gaps."""
 SPARSE = 10
@@ -63,13 +64,17 @@ def date_column(frame: Any, config: ForecastConfig) -> Any:
         return config.date_column
     is_date = pandas.api.types.is_datetime64_any_dtype
     found = [name for name in frame.columns if is_date(frame[name].dtype)]
-    found = found or [name for name in frame.columns if str(name).lower() in DATE_NAMES]
+    found = found or [name for name in frame.columns if is_date_name(str(name))]
     if len(found) != 1:
         raise ValueError(
             f"history has {len(found)} date columns among {', '.join(map(str, frame.columns))}; allowed is one, named "
             f"{', '.join(DATE_NAMES)}, or a DatetimeIndex"
         )
     return found[0]
+
+
+def is_date_name(name: str) -> bool:
+    return "".join(name.split()).replace("_", "").lower() in DATE_NAMES
 
 
 def parsed(column: Any, form: str | None) -> Any:

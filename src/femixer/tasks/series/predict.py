@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from femixer.models.forecast import ForecastConfig, Forecaster
+from femixer.models.forecast.frames import is_date_name
 from femixer.models.quiet import without_bars
 from femixer.optional import require
 from femixer.options import check, parse
 from femixer.tasks.series.figures import forecast_figure
 from femixer.tasks.series.known import PACKAGED
-from femixer.tasks.series.source import Reading, is_date_name, read
+from femixer.tasks.series.source import Reading, read
 from femixer.training import atomic
 from femixer.training.results import MODEL
 

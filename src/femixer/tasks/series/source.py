@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from femixer.models.forecast.frames import DATE_NAMES, is_date_name
 from femixer.optional import require
 from femixer.options import check
 from femixer.tasks.series.csv_table import read_csv
@@ -20,8 +21,6 @@ from femixer.tasks.series.known import KNOWN, PACKAGED, Known, known_name
 from femixer.tasks.series.rows import Rows
 
 ENDINGS = (".csv", ".parquet")
-DATE_NAMES = ("date", "datetime", "timestamp", "time", "ds")
-"""Of the column of dates, whatever its capitals, spaces and underscores."""
 
 
 @dataclass(frozen=True)
@@ -151,10 +150,6 @@ def find_date_column(rows: Rows, given: str | None) -> str:
         several = f"several columns that could be the dates, {', '.join(found)}" if found else "no column called date"
         raise ValueError(f"{rows.path} has {several}; choose --date-column out of {has}")
     return found[0]
-
-
-def is_date_name(name: str) -> bool:
-    return "".join(name.split()).replace("_", "").lower() in DATE_NAMES
 
 
 def chosen(rows: Rows, date_column: str, columns: Sequence[str]) -> list[str]:
