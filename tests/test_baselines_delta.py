@@ -11,7 +11,7 @@ from matrix import assert_close, noise, outcome, stir, tokens
 from torch import Tensor
 
 from femixer.baselines import RWKV7, DeltaNet, GatedDeltaNet
-from femixer.kernels.delta import CHUNK, LEAST, delta_rule, unit
+from femixer.baselines.kernels.delta_rule import CHUNK, LEAST, delta_rule, unit
 from femixer.layout import Past, arrange
 
 EXACT = 1e-10
@@ -77,10 +77,10 @@ class TestRule:
         layout, state = layout_of(length, marked), noise(BATCH, HEADS, E, D, seed=99)
         names = [name for name, x in given.items() if x is not None]
         results = []
-        for run in (delta_rule, rule):
+        for run, where in ((delta_rule, {"marks": layout.marks()}), (rule, {"layout": layout})):
             leaves = {name: x if x is None else x.clone().requires_grad_() for name, x in given.items()}
             start = state.clone().requires_grad_()
-            y, last = run(**leaves, layout=layout, state=start)
+            y, last = run(**leaves, **where, state=start)
             y = y if layout.padding is None else y.masked_fill(layout.padding[..., None, None], 0)
             total = (y * noise(*y.shape, seed=5)).sum() + (last * noise(*last.shape, seed=6)).sum()
             gradients = torch.autograd.grad(total, [start, *(leaves[name] for name in names)])
@@ -95,7 +95,7 @@ class TestRule:
         layout = layout_of(1000)
         single = {name: x if x is None else x.float() for name, x in given.items()}
         wanted, last = rule(**{name: x if x is None else x.double() for name, x in single.items()}, layout=layout)
-        y, after = delta_rule(**single, layout=layout)
+        y, after = delta_rule(**single)
         assert y.dtype == after.dtype == torch.float32
         assert_close({"y": y, "state": after}, {"y": wanted, "state": last}, 2e-6)
 
@@ -104,7 +104,7 @@ class TestRule:
         length = 200
         key = unit(noise(1, 1, 1, E)).expand(1, length, 1, E).float()
         v = noise(1, length, 1, D).float()
-        y, state = delta_rule(key, key, v, key, None, None, layout_of(length))
+        y, state = delta_rule(key, key, v, key, None, None)
         assert_close({"y": y, "state": state}, {"y": v, "state": key[0, -1, 0, :, None] * v[:, -1, :, None]}, 1e-4)
 
     def test_unit_vectors_have_length_one_and_zero_has_a_gradient(self):

@@ -1,4 +1,4 @@
-"""Baselines with linear attention inside: kernel and layers against the published recurrences, token by token."""
+"""Baselines with linear attention inside against the published recurrences, token by token."""
 
 from __future__ import annotations
 
@@ -8,128 +8,24 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from matrix import SEGMENTS, assert_close, noise, outcome, stir
+from matrix import assert_close, noise, outcome, stir
 from torch import Tensor, nn
 
 from femixer.baselines import BASELINES
-from femixer.kernels.linear_attention import CHUNK, linear_attention
-from femixer.layout import Layout, Past, arrange
 
 EXACT = 1e-10
 BATCH, LENGTH, DIM, HEADS = 2, 71, 21, 3  # several chunks, odd widths
 
 
-def plain(length: int) -> Layout:
-    return Layout(None, torch.arange(length)[None])
-
-
-def naive(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    state: Tensor | None = None,
-    exclusive: bool = False,
-    layout: Layout | None = None,
-) -> tuple[Tensor, Tensor]:
+def naive(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, exclusive: bool = False) -> tuple[Tensor, Tensor]:
     """S_t = decay_t * S_{t-1} + k_t v_tᵀ, y_t = S_tᵀ q_t, with decay [B, T, H, E or 1, D or 1]."""
-    layout = plain(q.shape[1]) if layout is None else layout
-    state = v.new_zeros(*v.shape[:1], v.shape[2], k.shape[3], v.shape[3]) if state is None else state
+    state = v.new_zeros(*v.shape[:1], v.shape[2], k.shape[3], v.shape[3])
     y = []
     for t in range(q.shape[1]):
-        if layout.starts is not None:
-            state = torch.where(layout.starts[:, t, None, None, None], 0, state)
         after = decay[:, t] * state + k[:, t, :, :, None] * v[:, t, :, None]
         y.append(torch.einsum("bhe,bhed->bhd", q[:, t], state if exclusive else after))
-        state = after if layout.padding is None else torch.where(layout.padding[:, t, None, None, None], state, after)
+        state = after
     return torch.stack(y, 1), state
-
-
-GATES = {
-    "none": (lambda gate: None, lambda gate: torch.ones_like(gate[..., :1, :1]), {}),
-    "head": (lambda gate: gate[..., 0, 0], lambda gate: gate[..., :1, :1].exp(), {}),
-    "shared": (lambda gate: gate[:1, ..., 0, 0], lambda gate: gate[:1, ..., :1, :1].exp(), {}),
-    "key": (lambda gate: gate[..., 0], lambda gate: gate[..., :1].exp(), {}),
-    "value": (lambda gate: gate[..., 0, :], lambda gate: gate[..., :1, :].exp(), {"of_values": True}),
-}
-# Decays of values are read inclusively only.
-WAYS = [*((kind, False) for kind in GATES), ("head", True), ("key", True)]
-
-
-def arguments(length: int, strength: float, batch: int = 2, heads: int = 3) -> tuple[Tensor, ...]:
-    """q, k, v, gates [B, T, H, E, D] from 0 to -strength, a state before."""
-    q, k = noise(2, batch, length, heads, 5, seed=1)
-    v, state = noise(batch, length, heads, 7, seed=2), noise(batch, heads, 5, 7, seed=3)
-    gate = -strength * torch.rand(
-        batch, length, heads, 5, 7, generator=torch.Generator().manual_seed(4), dtype=torch.float64
-    )
-    return q, k, v, gate, state
-
-
-class TestKernel:
-    @pytest.mark.parametrize(("kind", "exclusive"), WAYS)
-    @pytest.mark.parametrize("strength", [0.1, 50.0])
-    @pytest.mark.parametrize("length", [1, 23, 2 * CHUNK + 3])
-    def test_is_the_recurrence(self, kind: str, exclusive: bool, strength: float, length: int):
-        gate_of, decay_of, more = GATES[kind]
-        q, k, v, gate, state = (x.requires_grad_() for x in arguments(length, strength))
-        results = (
-            linear_attention(q, k, v, gate_of(gate), plain(length), state, exclusive, **more),
-            naive(q, k, v, decay_of(gate), state, exclusive),
-        )
-        leaves = [q, k, v, state] + ([] if kind == "none" else [gate])
-        ours, wanted = (
-            {"y": y, "state": end}
-            | dict(enumerate(torch.autograd.grad((y * noise(*y.shape, seed=5)).sum() + end.sum(), leaves)))
-            for y, end in results
-        )
-        assert_close(ours, wanted, EXACT)
-
-    @pytest.mark.parametrize("kind", GATES)
-    def test_segments_and_padding(self, kind: str):
-        gate_of, decay_of, more = GATES[kind]
-        q, k, v, gate, state = arguments(SEGMENTS.shape[1], 2.0, batch=3)
-        layout, _ = arrange(q, None, SEGMENTS, Past())
-        ours, end = linear_attention(q, k, v, gate_of(gate), layout, state, **more)
-        wanted, wanted_end = naive(q, k, v, decay_of(gate), state, layout=layout)
-        real = (SEGMENTS >= 0)[..., None, None]
-        assert_close({"y": ours * real, "state": end}, {"y": wanted * real, "state": wanted_end}, EXACT)
-
-    @pytest.mark.parametrize("kind", ["none", "head"])
-    def test_heads_may_share_queries_and_keys(self, kind: str):
-        gate_of, _, _ = GATES[kind]
-        q, k, v, gate, state = arguments(LENGTH, 1.0)
-        q, k = q[:, :, :1], k[:, :, :1]
-        ours = linear_attention(q, k, v, gate_of(gate), plain(LENGTH), state)
-        wanted = linear_attention(*(x.expand(-1, -1, 3, -1) for x in (q, k)), v, gate_of(gate), plain(LENGTH), state)
-        assert_close(dict(enumerate(ours)), dict(enumerate(wanted)), EXACT)
-
-    @pytest.mark.parametrize(("kind", "exclusive"), WAYS)
-    @pytest.mark.parametrize("fast", [True, False])
-    def test_float32_keeps_its_digits_over_long_sequences_of_strong_and_weak_gates(
-        self, kind: str, exclusive: bool, fast: bool, monkeypatch: pytest.MonkeyPatch
-    ):
-        """Also where decays per channel run token by token in a compiled kernel."""
-        if not fast:
-            monkeypatch.setattr("femixer.kernels.linear_attention.compiled", lambda like: False)
-        gate_of, decay_of, more = GATES[kind]
-        q, k, v, gate, state = arguments(131, 50.0)
-        gate = gate.where(torch.rand(gate.shape, generator=torch.Generator().manual_seed(6)) < 0.1, gate / 5000)
-        layout, _ = arrange(q, None, torch.tensor([[0] * 70 + [1] * 61, [3] * 60 + [-1] * 5 + [3] * 66]), Past())
-        real = layout.run[..., None, None] >= 0
-        q, k, v, gate, state = leaves = [x.requires_grad_() for x in (q, k, v, gate, state)]
-        wanted = naive(q, k, v, decay_of(gate), state, exclusive, layout)
-        single = [x.detach().float().requires_grad_() for x in leaves]
-        given = (*single[:3], gate_of(single[3]), layout, single[4])
-        ours = linear_attention(*given, exclusive, **more)
-        assert ours[0].dtype == torch.float32
-        results = []
-        for (y, end), inputs in ((ours, single), (wanted, leaves)):
-            loss = (y * real * noise(*y.shape, seed=5, dtype=y.dtype)).sum() + end.sum()
-            gradients = torch.autograd.grad(loss, inputs, allow_unused=kind == "none")
-            named = zip(["q", "k", "v", "gate", "state"], gradients, strict=True)
-            results.append({"y": y * real, "end": end} | {name: g for name, g in named if g is not None})
-        assert_close(*results, 5e-6)
 
 
 def heads(x: Tensor, count: int = HEADS) -> Tensor:

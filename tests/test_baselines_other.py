@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from matrix import SEGMENTS, assert_close, noise, stir
+from matrix import assert_close, noise, stir
 from torch import Tensor, nn
 
 from femixer.baselines import AFT, BASELINES, HGRN, DiffTransformer, Hyena, Laser, Mamba
-from femixer.kernels import selective_scan as scan_module
-from femixer.kernels.long_convolution import CHUNK, long_convolution
-from femixer.kernels.selective_scan import selective_scan
-from femixer.layout import Past, arrange
+from femixer.baselines.kernels.long_convolution import CHUNK, long_convolution
 
 EXACT = 1e-10
 BATCH, LENGTH, DIM = 2, 13, 12
@@ -181,57 +178,6 @@ class TestMamba:
     def test_wrong_options_are_named(self, option: str):
         with pytest.raises(ValueError, match=f"{option}=0"):
             Mamba(DIM, 3, **{option: 0})
-
-
-class TestSelectiveScan:
-    @staticmethod
-    def arguments(length: int, channels: int = 67, modes: int = 3) -> list[Tensor]:
-        """More channels than one block of lanes; a state before."""
-        rate, step = -noise(modes, channels, seed=1).exp(), noise(3, length, channels, seed=2).exp()
-        write, read = noise(2, 3, length, modes, seed=3)
-        return [rate, step, write, read, noise(3, length, channels, seed=4), noise(3, modes, channels, seed=5)]
-
-    @staticmethod
-    def naive(
-        rate: Tensor, step: Tensor, write: Tensor, read: Tensor, x: Tensor, h: Tensor, ids: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        y = []
-        last = None
-        for t in range(x.shape[1]):
-            new = (step[:, t, None] * rate).exp() * h + (step[:, t] * x[:, t])[:, None] * write[:, t, :, None]
-            if ids is not None:
-                here = ids[:, t]
-                fresh = (step[:, t] * x[:, t])[:, None] * write[:, t, :, None]
-                last = torch.full_like(here, -1) if last is None else last
-                new = torch.where((here != last)[:, None, None], fresh, new)
-                new = torch.where((here < 0)[:, None, None], h, new)
-                last = torch.where(here < 0, last, here)
-            h = new
-            out = (read[:, t, :, None] * h).sum(1)
-            y.append(out if ids is None else out.masked_fill((here < 0)[:, None], 0))
-        return torch.stack(y, 1), h
-
-    @pytest.mark.parametrize("compiled", [True, False])
-    @pytest.mark.parametrize("packed", [True, False])
-    def test_is_its_recurrence_with_gradients(self, compiled: bool, packed: bool, monkeypatch: pytest.MonkeyPatch):
-        if not compiled:
-            monkeypatch.setattr(scan_module, "compiled", lambda x: False)
-        ids = SEGMENTS.repeat(1, 3) if packed else None
-        arguments = [part.requires_grad_() for part in self.arguments(69 if packed else 33)]
-        marks = None if ids is None else arrange(arguments[4], None, ids, Past())[0].marks()
-        *parts, state = arguments
-        results = []
-        for y, last in (selective_scan(*parts, marks, state), self.naive(*parts, state, ids)):
-            objective = (y * noise(*y.shape, seed=8)).sum() + (last * noise(*last.shape, seed=9)).sum()
-            grads = torch.autograd.grad(objective, arguments)
-            results.append({"y": y, "last": last, **{f"d{i}": grad for i, grad in enumerate(grads)}})
-        assert_close(*results, EXACT)
-
-    def test_float32_is_as_good_as_its_rounding(self):
-        parts = [part.float() for part in self.arguments(200)]
-        exact = self.naive(*(part.double() for part in parts), None)
-        ours = selective_scan(*parts[:5], None, parts[5])
-        assert_close(dict(zip("ys", ours, strict=True)), dict(zip("ys", exact, strict=True)), 1e-6)
 
 
 class TestHyena:

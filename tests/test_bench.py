@@ -2,6 +2,11 @@
 
 import itertools
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +17,7 @@ from torch import Tensor
 from femixer import FreeEnergyMixer
 from femixer.baselines import Attention
 from femixer.bench import cli, measure
+from femixer.bench.busy import busy
 from femixer.bench.layer.command import run
 from femixer.bench.layer.options import Options
 from femixer.bench.layer.parameters import Parameters
@@ -189,8 +195,9 @@ def test_flops_are_those_worked_out_by_hand() -> None:
     assert forward[None] == forward[""] == projections + attention
     # [v, exp(beta v)] is as wide as attention's values, inside femixer's own operator.
     assert forward["LTG"] == projections + attention
-    # The conditioner is compiled kernels where it is as narrow as here.
-    assert forward["CLTG"] == forward["LTG"]
+    # The conditioner projects to three times four channels; their product with the narrow matrix of the modulation is
+    # made by a compiled kernel, which is not seen.
+    assert forward["CLTG"] == forward["LTG"] + 2 * tokens * 24 * 3 * 4
     rival = found[Entry(Mixer(), "eager")]
     # The backward pass has two products for each of the forward; attention computes its scores once more.
     assert measure.flops(rival.train_and_clear) == 3 * projections + attention * 7 // 2
@@ -237,6 +244,72 @@ def test_an_encoder_is_measured_without_decoding(tmp_path: Path) -> None:
     assert [cost.name for cost in report.layers] == ["attention", "FEM softmax LTG"]
 
 
+def seconds_of(pid: int) -> float:
+    """Processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_busy_machine_has_processes_that_compute_until_the_end() -> None:
+    with busy(2) as pids:
+        before = [seconds_of(pid) for pid in pids]
+        deadline = time.monotonic() + 60
+        while not all(seconds_of(pid) > start for pid, start in zip(pids, before, strict=True)):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    assert len(pids) == 2 and not any(map(is_running, pids))
+    with busy(0) as none:
+        assert none == []
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_busy_processes_end_with_an_error(error: type[BaseException]) -> None:
+    with pytest.raises(error), busy(1) as pids:
+        raise error
+    assert not any(map(is_running, pids))
+
+
+def test_a_busy_process_that_ends_early_is_an_error() -> None:
+    def kill(pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
+
+    with pytest.raises(RuntimeError, match="1 of 1 processes beside the measurement ended early"), busy(1) as pids:
+        kill(pids[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_busy_processes_end_with_the_command(number: signal.Signals) -> None:
+    code = "import time; from femixer.bench.busy import busy\nwith busy(1) as x: print(*x, flush=True); time.sleep(60)"
+    command = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert command.stdout is not None
+    pid = int(command.stdout.readline())
+    command.send_signal(number)
+    command.communicate(timeout=60)
+    deadline = time.monotonic() + 60
+    while is_running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_layer_is_measured_beside_busy_processes(tmp_path: Path) -> None:
+    report = run(replace(TINY, parts=("LTG",), busy=1, out=tmp_path))
+    assert json.loads((tmp_path / "layer.json").read_text())["settings"]["busy"] == 1
+    assert all(table.title.endswith(", beside 1 busy process") for table in tables(report, True))
+    assert sequence_target(cost("softmax", "LTG", 1024), {**SOFTMAX_SIZE, "busy": 1}) == Target()
+
+
 def test_peak_memory_of_a_layer_repeats_to_the_byte() -> None:
     for call in contestants(TINY, 13).values():
         call.train_and_clear()
@@ -261,6 +334,7 @@ def test_peak_memory_of_a_layer_repeats_to_the_byte() -> None:
         (["layer", "--forward-lengths", "-3"], "forward_lengths=-3"),
         (["layer", "--lengths", "8", "--forward-lengths", "8"], "lengths with forward_lengths="),
         (["layer", "--modes", "eager", "eager"], "modes="),
+        (["layer", "--busy", "-1"], "busy=-1"),
         (["laier"], "command='laier'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The time-decay conditioner (part C): recurrence, definition, segments, padding, encoder mode, initial spans."""
+"""The time-decay conditioner (part C): definition, segments, padding, encoder mode, initial spans."""
 
 from __future__ import annotations
 
@@ -11,93 +11,13 @@ from matrix import SEGMENTS, assert_close, noise, segments_of, stir, tokens
 from torch import Tensor
 
 from femixer import FreeEnergyMixer
-from femixer.conditioner import TimeDecayConditioner, context
-from femixer.kernels.recurrence import linear_recurrence
+from femixer.conditioner import TimeDecayConditioner
+from femixer.kernels.conditioner import plain
 from femixer.layout import Layout, Past, arrange
 
 
 def layout_of(x: Tensor, **given: Tensor) -> Layout:
     return arrange(x, given.get("mask"), given.get("segments"), Past())[0]
-
-
-def loop(decay: Tensor, inputs: Tensor, initial: Tensor) -> Tensor:
-    """h_t = decay_t h_{t-1} + input_t, one token after the other, in float64."""
-    decay, inputs, h = decay.double(), inputs.double(), initial.double()
-    result = []
-    for t in range(inputs.shape[1]):
-        h = decay[:, t] * h + inputs[:, t]
-        result.append(h)
-    return torch.stack(result, 1) if result else inputs
-
-
-LENGTHS = [0, 1, 2, 3, 17, 64, 100, 1025]
-
-
-class TestRecurrence:
-    @pytest.mark.parametrize("length", LENGTHS)
-    def test_it_is_the_loop_with_its_gradients(self, length: int):
-        leaves = [noise(2, length, 3).sigmoid(), noise(2, length, 3, seed=1), noise(2, 3, seed=2)]
-        cotangent = noise(2, length, 3, seed=3)
-
-        def outcome(recurrence) -> dict[str, Tensor]:
-            given = [leaf.clone().requires_grad_() for leaf in leaves]
-            h = recurrence(*given)
-            # The sums make every leaf part of the graph also without tokens.
-            gradients = torch.autograd.grad((h * cotangent).sum() + 0 * sum(leaf.sum() for leaf in given), given)
-            return {"h": h.detach(), **dict(zip(("d decay", "d inputs", "d initial"), gradients, strict=True))}
-
-        assert_close(outcome(linear_recurrence), outcome(loop), 1e-12)
-
-    @pytest.mark.parametrize("length", [1, 2, 3, 10])
-    def test_gradcheck(self, length: int):
-        decay, inputs, initial = noise(2, length, 2).sigmoid(), noise(2, length, 2, seed=1), noise(2, 2, seed=2)
-        leaves = [leaf.requires_grad_() for leaf in (decay, inputs, initial)]
-        assert torch.autograd.gradcheck(linear_recurrence, leaves)
-
-    def test_exact_at_16384_tokens(self):
-        """Spans from 2 to 1000 tokens, in float32, with gradients; a plain float32 loop has 7e-7 here."""
-        length, spans = 16384, torch.logspace(0.3, 3, 5, dtype=torch.float64)
-        decay = (-1 / spans).exp().expand(1, length, 5).float().contiguous().requires_grad_()
-        inputs, initial = noise(1, length, 5, dtype=torch.float32).requires_grad_(), torch.zeros(1, 5)
-        h = linear_recurrence(decay, inputs, initial)
-        wanted = loop(decay.detach(), inputs.detach(), initial)
-        assert ((h - wanted).abs().amax(1) <= 3e-6 * wanted.abs().amax(1)).all()
-        # The gradient of inputs is the same recurrence backwards: sum_t decay^(t - i).
-        (gradient,) = torch.autograd.grad(h.sum(), inputs)
-        backwards = loop(decay.detach().flip(1), torch.ones(1, length, 5), initial).flip(1)
-        assert ((gradient - backwards).abs().amax(1) <= 3e-6 * backwards.abs().amax(1)).all()
-
-    @pytest.mark.parametrize("length", [3, 17, 1025])
-    def test_decay_one_is_a_sum_and_decay_zero_forgets(self, length: int):
-        decay = torch.zeros(2, length, 2, dtype=torch.float64)
-        decay[..., 0] = 1
-        inputs, initial = noise(2, length, 2), noise(2, 2, seed=1)
-        decay.requires_grad_()
-        h = linear_recurrence(decay, inputs, initial)
-        assert_close({"sum": h[..., 0].detach()}, {"sum": initial[:, None, 0] + inputs[..., 0].cumsum(1)}, 1e-12)
-        assert torch.equal(h[..., 1], inputs[..., 1])
-        (gradient,) = torch.autograd.grad(h.sum(), decay)
-        assert gradient.isfinite().all()
-
-    def test_arguments_are_left_alone_and_may_be_strided(self):
-        decay, inputs = noise(3, 17, 2).sigmoid().permute(2, 1, 0), noise(17, 2, 3, seed=1).transpose(0, 1)
-        before = decay.clone(), inputs.clone()
-        h = linear_recurrence(decay, inputs, torch.zeros(2, 3, dtype=torch.float64))
-        assert_close({"h": h}, {"h": loop(decay, inputs, torch.zeros(2, 3))}, 1e-12)
-        assert torch.equal(decay, before[0])
-        assert torch.equal(inputs, before[1])
-
-    def test_a_token_is_remembered_exactly_as_long_as_its_decays_say(self):
-        """An exponential of a cumulative sum, or a quotient of two, forgets everything after about 40 tokens."""
-        length = 2000
-        decay = (0.7 + 0.3 * noise(1, length, 4).sigmoid()).float()
-        inputs = torch.zeros(1, length, 4)
-        inputs[:, 0] = 1
-        h = linear_recurrence(decay, inputs, torch.zeros(1, 4)).double()
-        wanted = decay.double()[:, 1:].cumprod(1)
-        visible = wanted > 1e-30
-        assert visible.sum() > 400
-        assert ((h[:, 1:] / wanted - 1).abs()[visible] < 1e-4).all()
 
 
 def double_sum(decay: Tensor, u: Tensor, ids: Tensor, causal: bool) -> Tensor:
@@ -114,30 +34,34 @@ def double_sum(decay: Tensor, u: Tensor, ids: Tensor, causal: bool) -> Tensor:
     return h
 
 
+def context(s: Tensor, u: Tensor, layout: Layout, causal: bool) -> Tensor:
+    """sum_i K(t, i) u_i over earlier tokens and the token itself, and over later ones if not causal; s: logits."""
+    *_, sums = plain.forward(torch.cat([s, u, torch.zeros_like(u)], -1), layout.marks(), None, causal, 1e-5)
+    return sums if causal else sum(sums.chunk(2, -1))
+
+
 class TestContext:
     @pytest.mark.parametrize("causal", [True, False])
     @pytest.mark.parametrize("kind", ["plain", "segments"])
     def test_it_is_the_double_sum(self, causal: bool, kind: str):
-        decay, u = noise(3, 23, 2).sigmoid(), noise(3, 23, 2, seed=1)
+        s, u = noise(3, 23, 2), noise(3, 23, 2, seed=1)
         ids = SEGMENTS if kind == "segments" else torch.zeros_like(SEGMENTS)
         given = {"segments": ids} if kind == "segments" else {}
-        h = context(decay, u, layout_of(u, **given), torch.zeros(3, 2, dtype=torch.float64), causal)
-        real = ids >= 0
-        assert_close({"h": h[real]}, {"h": double_sum(decay, u, ids, causal)[real]}, 1e-12)
+        h, real = context(s, u, layout_of(u, **given), causal), ids >= 0
+        assert_close({"h": h[real]}, {"h": double_sum((-s).sigmoid(), u, ids, causal)[real]}, 1e-12)
 
     def test_in_encoder_mode_the_token_itself_counts_once(self):
         u = noise(1, 1, 2)
-        h = context(noise(1, 1, 2).sigmoid(), u, layout_of(u), torch.zeros(1, 2, dtype=torch.float64), False)
-        assert torch.equal(h, u)
+        assert_close({"h": context(noise(1, 1, 2), u, layout_of(u), False)}, {"h": u}, 1e-15)
 
     def test_padding_has_decay_one_and_adds_nothing(self):
-        decay, u = noise(2, 9, 3).sigmoid(), noise(2, 9, 3, seed=1)
+        s, u = noise(2, 9, 3), noise(2, 9, 3, seed=1)
         keep = torch.ones(2, 9, dtype=torch.bool)
         keep[:, 4:7] = False
-        h = context(decay, u, layout_of(u, mask=keep), torch.zeros(2, 3, dtype=torch.float64), True)
+        h = context(s, u, layout_of(u, mask=keep), True)
         for t in (4, 5, 6):
-            assert torch.equal(h[:, t], h[:, 3])
-        assert_close({"h": h[:, 7]}, {"h": decay[:, 7] * h[:, 3] + u[:, 7]}, 1e-14)
+            assert_close({"h": h[:, t]}, {"h": h[:, 3]}, 1e-14)
+        assert_close({"h": h[:, 7]}, {"h": (-s).sigmoid()[:, 7] * h[:, 3] + u[:, 7]}, 1e-14)
 
     @pytest.mark.parametrize("causal", [True, False])
     def test_the_kernel_of_the_module_is_rank_one_in_time(self, causal: bool):
@@ -147,10 +71,7 @@ class TestContext:
         x = tokens(batch=1, length=9, dim=12)
         s, u, _ = module.in_proj(F.layer_norm(x, (12,))).detach().chunk(3, -1)
         gate = F.softplus(s)[0]
-        initial = torch.zeros(1, 2, dtype=torch.float64)
-        jacobian = torch.autograd.functional.jacobian(
-            lambda u: context((-F.softplus(s)).exp(), u, layout_of(x), initial, causal), u
-        )[0, :, :, 0]
+        jacobian = torch.autograd.functional.jacobian(lambda u: context(s, u, layout_of(x), causal), u)[0, :, :, 0]
         for c in range(2):
             kernel = jacobian[:, c, :, c]
             assert jacobian[:, c, :, 1 - c].count_nonzero() == 0
@@ -179,15 +100,17 @@ class TestModule:
         return direction * torch.sigmoid(direction) * h
 
     @pytest.mark.parametrize("causal", [True, False])
-    def test_features_are_their_formula(self, causal: bool):
-        module = TimeDecayConditioner(12, 5, causal, dtype=torch.float64)
+    @pytest.mark.parametrize("channels", [4, 5, 9])
+    @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+    def test_features_are_their_formula(self, causal: bool, channels: int, dtype: torch.dtype, tolerance: float):
+        module = TimeDecayConditioner(12, channels, causal, dtype=torch.float64)
         with torch.no_grad():
-            module.in_proj.weight.copy_(0.3 * noise(15, 12))
-            module.in_proj.bias.add_(0.3 * noise(15, seed=1))
-        x = tokens(dim=12)
-        features, _ = module(x, layout_of(x, segments=SEGMENTS))
-        real = SEGMENTS >= 0
-        assert_close({"features": features[real]}, {"features": self.plain(module, x, SEGMENTS)[real]}, 1e-10)
+            module.in_proj.weight.copy_(0.3 * noise(3 * channels, 12))
+            module.in_proj.bias.add_(0.3 * noise(3 * channels, seed=1))
+        x = tokens(dim=12) + 3  # what is normalized may lie away from zero
+        wanted, real = self.plain(module, x, SEGMENTS), SEGMENTS >= 0
+        features, _ = module.to(dtype)(x.to(dtype), layout_of(x, segments=SEGMENTS))
+        assert_close({"features": features[real]}, {"features": wanted[real]}, tolerance)
 
     def test_chunks_give_what_the_whole_gives(self):
         module, x = TimeDecayConditioner(12, 5, dtype=torch.float64), tokens(dim=12)

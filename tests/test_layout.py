@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from femixer.kernels import marks as marks_of
 from femixer.layout import Past, arrange
 
 
@@ -13,21 +14,21 @@ class Row:
     """One row of a stream, token by token."""
 
     def __init__(self) -> None:
-        self.identity, self.run, self.count = -1, -1, 0
+        self.identity, self.segment, self.count = -1, -1, 0
 
     def token(self, identity: int) -> tuple[int, int]:
-        """(run, position) of the next token; a padding token has neither and changes nothing."""
+        """(segment, position) of the next token; a padding token has neither and changes nothing."""
         if identity < 0:
             return -1, -1
         if identity != self.identity:
-            self.identity, self.run, self.count = identity, self.run + 1, 0
+            self.identity, self.segment, self.count = identity, self.segment + 1, 0
         self.count += 1
-        return self.run, self.count - 1
+        return self.segment, self.count - 1
 
 
-def ends_of(runs: list[int]) -> list[bool]:
-    """Whether a token is real and no later real token is of its run."""
-    return [run >= 0 and run not in runs[t + 1 :] for t, run in enumerate(runs)]
+def ends_of(segments: list[int]) -> list[bool]:
+    """Whether a token is real and no later real token is of its segment."""
+    return [segment >= 0 and segment not in segments[t + 1 :] for t, segment in enumerate(segments)]
 
 
 @st.composite
@@ -55,31 +56,34 @@ def test_arrange_is_the_plain_loop(stream):
         layout, past = arrange(x, mask, segments, past)
         seen += length
         wanted = [[row.token(identity) for identity in line] for row, line in zip(rows, ids, strict=True)]
-        runs = [[run for run, _ in line] for line in wanted]
+        numbers = [[number for number, _ in line] for line in wanted]
         positions = [[position for _, position in line] for line in wanted]
 
         assert past.seen == seen
         position = layout.position.expand(batch, length)
         assert position.shape == (batch, length)
-        if layout.run is None:
-            assert all(run == 0 for line in runs for run in line)
+        if layout.segment is None:
+            assert all(number == 0 for line in numbers for number in line)
             assert position.tolist() == positions
             continue
-        real = layout.run >= 0
-        assert layout.run.tolist() == runs
+        real = layout.segment >= 0
+        assert layout.segment.tolist() == numbers
         assert torch.where(real, position, -1).tolist() == positions
         assert (position >= 0).all()
         assert layout.padding.equal(~real)
         assert layout.starts.tolist() == [[p == 0 for p in line] for line in positions]
-        assert layout.ends.tolist() == [ends_of(line) for line in runs]
-        assert past.run.tolist() == [row.run for row in rows]
+        assert layout.ends.tolist() == [ends_of(line) for line in numbers]
+        marks = layout.marks()
+        found = (marks_of.is_padding(marks), marks_of.is_start(marks), marks_of.is_end(marks))
+        assert all(map(torch.equal, found, (layout.padding, layout.starts, layout.ends)))
+        assert past.segment.tolist() == [row.segment for row in rows]
         assert past.tokens.tolist() == [row.count for row in rows]
         assert past.identity.tolist() == [row.identity for row in rows]
 
 
-def test_tokens_without_mask_or_segments_need_no_runs():
+def test_tokens_without_mask_or_segments_need_no_segments():
     layout, past = arrange(torch.zeros(2, 5, 1), None, None, Past(7))
-    assert layout.run is None
+    assert layout.segment is None
     assert layout.position.tolist() == [[7, 8, 9, 10, 11]]
     assert past == Past(12)
 
@@ -87,14 +91,14 @@ def test_tokens_without_mask_or_segments_need_no_runs():
 def test_a_segment_goes_on_after_a_hole_and_a_repeated_id_is_a_new_one():
     ids = torch.tensor([[3, 3, -1, 3, 5, 3, -9, -9, 3]])
     layout, past = arrange(torch.zeros(1, 9, 1), None, ids, Past())
-    assert layout.run.tolist() == [[0, 0, -1, 0, 1, 2, -1, -1, 2]]
-    assert torch.where(layout.run >= 0, layout.position, -1).tolist() == [[0, 1, -1, 2, 0, 0, -1, -1, 1]]
+    assert layout.segment.tolist() == [[0, 0, -1, 0, 1, 2, -1, -1, 2]]
+    assert torch.where(layout.segment >= 0, layout.position, -1).tolist() == [[0, 1, -1, 2, 0, 0, -1, -1, 1]]
     assert layout.starts.nonzero()[:, 1].tolist() == [0, 4, 5]
     assert layout.ends.nonzero()[:, 1].tolist() == [3, 4, 8]
-    assert (past.identity.item(), past.run.item(), past.tokens.item()) == (3, 2, 2)
+    assert (past.identity.item(), past.segment.item(), past.tokens.item()) == (3, 2, 2)
 
 
 def test_ids_may_be_any_integers():
     ids = torch.tensor([[2**62, 2**62, 0, -(2**62)]])
     layout, _ = arrange(torch.zeros(1, 4, 1), None, ids, Past())
-    assert layout.run.tolist() == [[0, 0, 1, -1]]
+    assert layout.segment.tolist() == [[0, 0, 1, -1]]

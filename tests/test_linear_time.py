@@ -372,7 +372,7 @@ class TestState:
         with torch.no_grad():
             past = m(noise(3, 4, DIM, seed=9), return_state=True)[1]
             whole, after = m(x, **given, state=past, return_state=True)
-            monkeypatch.setattr("femixer.mixer.STRETCH", 5 * 3 * DIM)
+            monkeypatch.setattr("femixer.layer.STRETCH", 5 * 3 * DIM)
             lengths: list[int] = []
             sees: list[bool] = []
             m.out_proj.register_forward_hook(lambda _, inputs, __: lengths.append(inputs[0].shape[1]))

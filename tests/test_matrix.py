@@ -318,7 +318,7 @@ class TestDefinition:
         m, x = variant.build(causal=causal), tokens()
         projected, layout = m.prepare(x, segments=SEGMENTS)
         p = m.prior.over_tokens(m.prior.weights(projected.inputs, layout))
-        visible = (layout.run[:, :, None] == layout.run[:, None]) & (layout.run >= 0)[:, :, None]
+        visible = (layout.segment[:, :, None] == layout.segment[:, None]) & (layout.segment >= 0)[:, :, None]
         if causal:
             visible = visible.tril()
         if p.dim() == 5:  # per channel
@@ -327,7 +327,7 @@ class TestDefinition:
         assert (p >= 0).all()
         if getattr(m.prior, "normalize", True):
             total = p.sum(3)
-            assert total[(layout.run >= 0)[:, None].expand(total.shape[:3])].sub(1).abs().max() < 1e-12
+            assert total[(layout.segment >= 0)[:, None].expand(total.shape[:3])].sub(1).abs().max() < 1e-12
 
     @variants()
     def test_rows_of_weights_are_the_rows_of_all_weights(self, variant: Variant):

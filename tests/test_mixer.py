@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from matrix import DIM, HEADS, assert_close, noise, outcome, stir, tokens
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from femixer import FreeEnergyMixer, free_energy
 from femixer.gates import gated_read, outer_gate, temperature_gate
@@ -305,6 +306,55 @@ class TestInputs:
         with torch.autocast("cpu", torch.bfloat16):
             m(x).sum().backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in m.parameters())
+
+    def test_gradients_under_autocast_are_those_without(self):
+        """To the precision that torch then has in the gradient of the last projection."""
+        m, x = stir(FreeEnergyMixer(64, 2)), noise(2, 71, 64, dtype=torch.float32).requires_grad_()
+        wanted = torch.autograd.grad(m(x).square().sum(), [x, *m.parameters()])
+        loss = m(x).square().sum()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = torch.autograd.grad(loss, [x, *m.parameters()])
+        for a, b in zip(found, wanted, strict=True):
+            assert_close({"x": a}, {"x": b}, 2e-2)
+
+    @pytest.mark.parametrize("size", [1.0, 2000.0])
+    def test_a_mixer_may_be_computed_again_for_its_gradients(self, size: float):
+        """Checkpointed, also where heads are read again."""
+        m, x = stir(FreeEnergyMixer(64, 2)), noise(2, 71, 64, dtype=torch.float32).requires_grad_()
+        with torch.no_grad():
+            m.value_proj.linear.weight.mul_(size)
+        wanted = torch.autograd.grad(m(x).square().sum(), [x, *m.parameters()])
+        y = checkpoint(m, x, use_reentrant=False)
+        for a, b in zip(torch.autograd.grad(y.square().sum(), [x, *m.parameters()]), wanted, strict=True):
+            assert_close({"x": a}, {"x": b}, 1e-6)
+
+    @pytest.mark.parametrize(("dim", "heads"), [(30, 1), (42, 3)])
+    def test_one_token_of_odd_width_is_exact(self, dim: int, heads: int):
+        m, x = stir(FreeEnergyMixer(dim, heads, dtype=torch.float64)), noise(1, 1, dim)
+        exact = outcome(m, m, x)
+        assert_close(outcome(m.float(), m, x.float()), exact, 1e-5)
+
+    @pytest.mark.parametrize("parts", ["L", "LG", "CL", "LT", "CLTG"])
+    @pytest.mark.parametrize("length", [71, 300])
+    def test_a_token_that_is_not_a_number_shows_in_every_later_one(self, parts: str, length: int):
+        m, x = stir(FreeEnergyMixer(64, 2, parts=parts)), noise(3, length, 64, dtype=torch.float32)
+        x[1, 50, 3] = torch.nan
+        for recorded in (True, False):
+            with torch.set_grad_enabled(recorded):
+                y = m(x)
+            assert y[1, 50:].isnan().all() and y[[0, 2]].isfinite().all()
+
+    def test_the_number_of_threads_changes_rounding_only(self):
+        """Tasks write to places of their own; sums over tasks are made in one order."""
+        m, x, results = stir(FreeEnergyMixer(32, 4)), noise(67, 31, 32, dtype=torch.float32), []
+        before = torch.get_num_threads()
+        try:
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                results.append(outcome(m, m, x))
+        finally:
+            torch.set_num_threads(before)
+        assert_close(*results, 1e-5)
 
     @pytest.mark.parametrize("prior", ["softmax", "linear", "gla"])
     def test_an_encoder_with_grouped_heads_is_its_formula(self, prior: str):

@@ -1,67 +1,24 @@
-"""The softmax prior: rotary positions, equality with standard attention, windows, biases, the exact read, the cache."""
+"""The softmax prior: rotary positions, equality with standard attention, windows, biases, the cache."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from matrix import assert_close, noise, oracle, reads_of, stir, streamed, tokens
+from matrix import assert_close, noise, oracle, stir, streamed, tokens
 from torch import Tensor, nn
 
 from femixer import FreeEnergyMixer
-from femixer.kernels import attend, blocked
-from femixer.kernels.softmax import softmax_read
 from femixer.layout import Past
 from femixer.priors import Alibi
-from femixer.rotary import rotary_angles, rotate
+from femixer.rotary import Rotation, rotated
 from femixer.state import SPARE
 
 
 class TestRotary:
-    def test_rotation_is_a_rotation(self):
-        """Orthogonal for every position: norms and inner products at one position are kept."""
-        x, other = noise(2, 11, 3, 10), noise(2, 11, 3, 10, seed=1)
-        cos, sin = rotary_angles(torch.arange(11)[None], 10, 10000.0, torch.float64)
-        turned = rotate(x, cos, sin)
-        assert_close({"norm": turned.norm(dim=-1)}, {"norm": x.norm(dim=-1)}, 1e-14)
-        assert_close({"product": (turned * rotate(other, cos, sin)).sum(-1)}, {"product": (x * other).sum(-1)}, 1e-14)
-        assert torch.equal(turned[:, 0], x[:, 0])
-        assert (turned[:, 1:] - x[:, 1:]).abs().amin((0, 1, 2)).min() > 0
-
-    def test_positions_add_up(self):
-        x = noise(2, 1, 3, 10)
-        first, second, both = (rotary_angles(torch.tensor([[t]]), 10, 10000.0, torch.float64) for t in (4, 9, 13))
-        assert_close({"x": rotate(rotate(x, *first), *second)}, {"x": rotate(x, *both)}, 1e-14)
-
-    def test_each_pair_turns_by_its_own_frequency(self):
-        cos, sin = rotary_angles(torch.tensor([[0, 1, 7]]), 6, 100.0, torch.float64)
-        for t, position in enumerate((0, 1, 7)):
-            for i in range(3):
-                angle = position * 100.0 ** (-2 * i / 6)
-                assert cos[0, t, 0, i] == pytest.approx(math.cos(angle), abs=1e-15)
-                assert sin[0, t, 0, i] == pytest.approx(math.sin(angle), abs=1e-15)
-
-    def test_scores_depend_on_distance_only(self):
-        q, k = noise(1, 1, 1, 8).expand(1, 13, 1, 8), noise(1, 1, 1, 8, seed=1).expand(1, 13, 1, 8)
-        cos, sin = rotary_angles(torch.arange(13)[None], 8, 10000.0, torch.float64)
-        scores = torch.einsum("bthe,bshe->ts", rotate(q, cos, sin), rotate(k, cos, sin))
-        for distance in range(-12, 13):
-            diagonal = scores.diagonal(distance)
-            assert diagonal.max() - diagonal.min() < 1e-13
-        assert scores[0].unique().numel() == 13
-
-    @pytest.mark.parametrize("position", [16_383, 1_000_000])
-    def test_angles_are_exact_far_out(self, position: int):
-        cos, sin = rotary_angles(torch.tensor([[position]]), 64, 10000.0, torch.float32)
-        for i in range(32):
-            angle = position * 10000.0 ** (-2 * i / 64)
-            assert cos[0, 0, 0, i].item() == pytest.approx(math.cos(angle), abs=1e-7)
-            assert sin[0, 0, 0, i].item() == pytest.approx(math.sin(angle), abs=1e-7)
-
     @pytest.mark.parametrize("kind", ["plain", "mask"])
     def test_a_stream_far_out_reads_as_at_the_beginning(self, kind: str):
         m, x = stir(FreeEnergyMixer(24, 3)), tokens(dtype=torch.float32)
@@ -97,11 +54,11 @@ class TestStandardAttention:
         m = FreeEnergyMixer(48, 6, parts="", causal=causal, rope=rope, kv_heads=kv_heads)
         stir(m)
         x = tokens(dim=48, length=37, dtype=torch.float32)
-        q, k = (m.prior_proj(x)[name].unflatten(-1, (-1, 8)) for name in "qk")
+        q, k = (m.prior_proj(x)[name] for name in "qk")
         v = m.value_proj(x)["v"].unflatten(-1, (-1, 8))
         if rope:
-            cos, sin = rotary_angles(torch.arange(37)[None], 8, 10000.0, torch.float32)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            q, k = (t.flatten(2) for t in rotated(q, k, Rotation(torch.arange(37)[None], 8, 10000.0), torch.float32))
+        q, k = (t.unflatten(-1, (-1, 8)) for t in (q, k))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2).flatten(2)
         assert_close({"y": m(x)}, {"y": m.out_proj(out)}, 1e-6)
@@ -233,227 +190,6 @@ class TestLearnedBias:
         stir(m)
         x = tokens(dim=8)
         assert_close({"y": streamed(m, x, [5, 1, 1, 9, 7])}, {"y": m(x)}, 1e-10)
-
-
-# The kernel itself, in float64, against the definition.
-
-GEOMETRIES: dict[str, dict] = {
-    "causal": {},
-    "encoder": {"causal": False},
-    "window": {"window": 13},
-    "encoder window": {"causal": False, "window": 13},
-    "wide window": {"window": 200},
-    "bias": {"bias": True},
-    "encoder bias window": {"causal": False, "bias": True, "window": 70},
-    "grouped": {"groups": 1},
-    "grouped bias": {"groups": 2, "bias": True},
-    "segments": {"runs": True},
-    "encoder segments": {"runs": True, "causal": False},
-    "segments window": {"runs": True, "window": 5},
-    "encoder segments window bias grouped": {"runs": True, "causal": False, "window": 5, "bias": True, "groups": 1},
-    "chunk": {"queries": 31},
-    "one query": {"queries": 1},
-    "chunk window": {"queries": 31, "window": 13},
-    "chunk segments": {"queries": 31, "runs": True},
-    "chunk segments window bias": {"queries": 31, "runs": True, "window": 5, "bias": True},
-}
-geometries = pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
-
-
-class Case:
-    """Random inputs of softmax_read for one geometry, and the same read by its definition."""
-
-    def __init__(self, values: str = "tame", queries: int | None = None, groups: int = 4, length: int = 97, **geometry):
-        heads, width, channels = 4, 6, 5
-        queries = length if queries is None else queries
-        self.geometry = {"causal": True, "window": None, "bias": None, "runs": None, **geometry}
-        self.q, self.k = noise(2, queries, heads, width), noise(2, length, groups, width, seed=1)
-        self.v, self.beta = noise(2, length, groups, channels, seed=2), noise(groups, channels, seed=3).exp()
-        if values == "wild":
-            index = torch.arange(length, dtype=torch.float64)
-            self.v[..., 1] = (index * 40)[:, None]
-            self.v[..., 2] = (-index * 40)[:, None]
-            self.v[:, length * 2 // 3, :, 3] = 5e3
-            self.v[..., 4] = 4e3 * (1 - 2 * (index % 2))[:, None]
-        if self.geometry["bias"]:
-            self.geometry["bias"] = noise(2, heads, queries, length, seed=4)
-        if self.geometry["runs"]:
-            run = torch.zeros(2, length, dtype=torch.long)
-            run[0, 20:], run[0, 21:], run[0, 80:] = 1, 2, 3
-            run[1, 50:] = 1
-            run[0, :4] = run[0, 30:36] = run[1, -9:] = run[1, 48:53] = -1
-            self.geometry["runs"] = run[:, length - queries :], run
-
-    def leaves(self) -> list[Tensor]:
-        return [x.clone().requires_grad_() for x in (self.q, self.k, self.v, self.beta)] + (
-            [] if self.geometry["bias"] is None else [self.geometry["bias"].clone().requires_grad_()]
-        )
-
-    def fast(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, bias: Tensor | None = None):
-        return softmax_read(q, k, v, beta, **{**self.geometry, "bias": bias})
-
-    def prior(self, q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
-        """p [B, H, T, S] in plain torch."""
-        k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
-        scores = torch.einsum("bthe,bshe->bhts", q, k) / math.sqrt(q.shape[-1])
-        if bias is not None:
-            scores = scores + bias
-        (t, s), window = scores.shape[-2:], self.geometry["window"]
-        visible = torch.zeros(q.shape[0], t, s, dtype=torch.bool)
-        for b in range(q.shape[0]):
-            run = self.geometry["runs"][1][b].tolist() if self.geometry["runs"] else [0] * s
-            rank = [sum(r >= 0 for r in run[:i]) for i in range(s)]
-            for row in range(t):
-                at = row + s - t
-                for i in range(s):
-                    near = window is None or abs(rank[at] - rank[i]) < window
-                    future = self.geometry["causal"] and i > at
-                    visible[b, row, i] = run[at] >= 0 and run[i] == run[at] and near and not future
-        scores = scores.masked_fill(~visible[:, None], -torch.inf)
-        return scores.softmax(-1).masked_fill(~visible[:, None], 0)
-
-    def plain(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, bias: Tensor | None = None):
-        return reads_of(self.prior(q, k, bias), v, beta)
-
-
-def with_gradients(read: Callable, case: Case, with_beta: bool = True) -> dict[str, Tensor]:
-    q, k, v, beta, *bias = case.leaves()
-    mean, free = read(q, k, v, beta if with_beta else None, *bias)
-    loss = (mean * noise(*mean.shape, seed=5)).sum()
-    leaves = {"q": q, "k": k, "v": v, **({"bias": bias[0]} if bias else {})}
-    if with_beta:
-        loss = loss + (free * noise(*free.shape, seed=6)).sum()
-        leaves["beta"] = beta
-    gradients = torch.autograd.grad(loss, list(leaves.values()))
-    reads = {"mean": mean.detach(), **({"free": free.detach()} if with_beta else {})}
-    return {**reads, **{f"d {name}": g for name, g in zip(leaves, gradients, strict=True)}}
-
-
-@pytest.fixture
-def reads_by_blocked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Which functions of the exact path were called."""
-    calls: list[str] = []
-    for name in ("free_energy", "gradients"):
-
-        def spied(name: str, inner: Callable) -> Callable:
-            def call(*args):
-                calls.append(name)
-                return inner(*args)
-
-            return call
-
-        monkeypatch.setattr(blocked, name, spied(name, getattr(blocked, name)))
-    return calls
-
-
-class TestExactRead:
-    @geometries
-    def test_the_one_pass_read_is_the_definition(self, geometry: dict, reads_by_blocked: list[str]):
-        case = Case(**geometry)
-        assert_close(with_gradients(case.fast, case), with_gradients(case.plain, case), 1e-10)
-        assert "free_energy" not in reads_by_blocked
-
-    @geometries
-    def test_the_mean_alone_is_the_definition(self, geometry: dict):
-        case = Case(**geometry)
-        fast, plain = (with_gradients(read, case, with_beta=False) for read in (case.fast, case.plain))
-        assert_close(fast, plain, 1e-10)
-
-    @geometries
-    def test_the_blocked_read_is_the_definition_for_values_of_any_range(self, geometry, reads_by_blocked):
-        case = Case("wild", **geometry)
-        fast, plain = (with_gradients(read, case) for read in (case.fast, case.plain))
-        assert_close(fast, plain, 1e-9)
-        one_pass_suffices = geometry in ({"causal": False}, {"queries": 1})
-        if not one_pass_suffices:
-            assert reads_by_blocked.count("free_energy") > 0
-            assert reads_by_blocked.count("gradients") > 0
-
-    @geometries
-    def test_one_pass_and_blocked_agree_where_both_apply(self, geometry: dict, reads_by_blocked: list[str]):
-        """A further channel, wide and cold, sends every head to the blocked read; the others must not notice."""
-        case = Case(**geometry)
-        one_pass = with_gradients(case.fast, case)
-        assert "free_energy" not in reads_by_blocked
-
-        def beside_a_cold_channel(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *bias: Tensor):
-            cold = 1e3 * noise(*v.shape[:-1], 1, seed=9)
-            mean, free = case.fast(q, k, torch.cat([v, cold], -1), F.pad(beta, (0, 1), value=0.01), *bias)
-            return mean[..., :-1], free[..., :-1]
-
-        assert_close(with_gradients(beside_a_cold_channel, case), one_pass, 1e-10)
-        assert {"free_energy", "gradients"} <= set(reads_by_blocked)
-
-    def test_small_values_at_small_temperatures_stay_on_the_fast_path(self, reads_by_blocked: list[str]):
-        case = Case()
-        case.v, case.beta = 0.1 * case.v, 0.02 * case.beta
-        assert_close(with_gradients(case.fast, case), with_gradients(case.plain, case), 1e-10)
-        assert not reads_by_blocked
-
-    def test_exact_on_both_sides_of_where_sums_become_too_small(self):
-        """Head h has a future value 16 + 4 h nats above the others; the smallest float32 is exp(-87)."""
-        heads, length = 20, 211
-        q, k = noise(1, length, heads, 6, dtype=torch.float32), noise(1, length, heads, 6, seed=1, dtype=torch.float32)
-        beta = torch.tensor([[0.1, 0.3, 1.0]]).expand(heads, 3).contiguous()
-        v = 0.5 * noise(1, length, heads, 3, seed=2, dtype=torch.float32)
-        v[:, -1] = (16 + 4 * torch.arange(heads))[:, None] / beta
-        _, free = softmax_read(q, k, v, beta)
-        scores = torch.einsum("bthe,bshe->bhts", q.double(), k.double()) / math.sqrt(6)
-        p = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
-        _, wanted = reads_of(p, v.double(), beta.double())
-        assert ((free - wanted).abs() / wanted.abs().clamp(min=1))[:, :-1].max() <= 1e-5
-
-    def test_only_heads_that_need_it_are_read_again(self, monkeypatch):
-        case = Case()
-        case.v[1, 60, 2, 0] = 1e6
-        seen = []
-        inner = blocked.free_energy
-        monkeypatch.setattr(blocked, "free_energy", lambda s: seen.append(s.q.shape[0]) or inner(s))
-        case.fast(case.q, case.k, case.v, case.beta)
-        assert seen == [1]
-
-    @pytest.mark.parametrize("causal", [True, False])
-    @pytest.mark.parametrize("window", [None, 3, 100, 700])
-    def test_blocks_of_keys_and_rows_cover_everything_once(self, causal: bool, window: int | None):
-        """More tokens than a block of keys (512) and of rows (64) holds."""
-        n, m = 601, 1187
-        q, k, v, beta = noise(1, n, 3), noise(1, m, 3, seed=1), 300 * noise(1, m, 2, seed=2), noise(1, 2).exp()
-        s = blocked.Sequences(q, k, v, beta, None, causal, window, 0.4)
-        row, key = torch.arange(m - n, m)[:, None], torch.arange(m)
-        visible = torch.ones(n, m, dtype=torch.bool)
-        visible &= (key <= row) | torch.tensor(not causal)
-        if window is not None:
-            visible &= (row - key).abs() < window
-        p = (s.q @ s.k.mT * 0.4).masked_fill(~visible, -torch.inf).softmax(-1)
-        _, wanted = reads_of(p[:, None], s.v[:, :, None], s.beta)
-        assert_close({"F": blocked.free_energy(s)}, {"F": wanted[:, :, 0]}, 1e-11)
-
-    @pytest.mark.parametrize("size", [1e10, 1e30])
-    @pytest.mark.parametrize("scores", [1e-3, 1.0, 1e3])
-    @pytest.mark.parametrize("geometry", [{}, {"causal": False}, {"window": 5}, {"runs": True}, {"queries": 1}])
-    def test_any_finite_input_gives_finite_results_between_mean_and_maximum(self, size, scores, geometry):
-        case = Case(**geometry)
-        q, k, v, beta = (
-            x.float().requires_grad_() for x in (scores * case.q, scores * case.k, size * case.v, case.beta)
-        )
-        mean, free = case.fast(q, k, v, beta)
-        assert mean.isfinite().all()
-        assert free.isfinite().all()
-        bottom, top = (f(v, 1, keepdim=True) for f in (torch.amin, torch.amax))
-        rounding = 1e-5 * size
-        assert (mean <= free + rounding).all()
-        assert (free <= top.clamp(min=0) + rounding).all()
-        assert (mean >= bottom.clamp(max=0) - rounding).all()
-        for gradient in torch.autograd.grad(free.sum() / size, (q, k, v, beta)):
-            assert gradient.isfinite().all()
-
-    @pytest.mark.parametrize("values", [0.0, 3.7, -1e4, 1e30])
-    def test_constant_values_are_read_as_themselves(self, values: float):
-        q, k = noise(2, 50, 2, 4, dtype=torch.float32), noise(2, 50, 2, 4, seed=1, dtype=torch.float32)
-        v = torch.full((2, 50, 2, 3), values)
-        mean, free = softmax_read(q, k, v, torch.tensor([[0.02, 1.0, 30.0]]).expand(2, 3).contiguous())
-        assert ((free - values).abs() <= 1e-6 * max(1.0, abs(values))).all()
-        assert ((mean - values).abs() <= 1e-6 * max(1.0, abs(values))).all()
 
 
 class TestLongSequence:
@@ -592,22 +328,3 @@ class TestCache:
         _, wanted = oracle(m.prior, inputs, v, beta, layout)
         error = (torch.cat(reads, 1) - wanted).abs() / wanted.abs().clamp(min=1)
         assert error.max() <= 1e-5
-
-
-@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 3}, {"kv_heads": 1}], ids=str)
-def test_the_path_of_other_devices_gives_the_same(monkeypatch, options):
-    """Away from the CPU kernel the read calls scaled_dot_product_attention and has a backward of its own."""
-    torch.manual_seed(0)
-    m = FreeEnergyMixer(24, 3, dtype=torch.float64, **options)
-    x = torch.randn(2, 11, 24, dtype=torch.float64, requires_grad=True)
-    mask = torch.ones(2, 11, dtype=torch.bool)
-    mask[1, 3:5] = False
-
-    def results() -> list[torch.Tensor]:
-        y = m(x, mask=mask) if options else m(x)
-        return [y, *torch.autograd.grad(y.square().sum(), [x, *m.parameters()])]
-
-    wanted = results()
-    monkeypatch.setattr(attend, "has_own_kernel", lambda q: False)
-    for got, want in zip(results(), wanted, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)

@@ -16,7 +16,7 @@ from femixer.models.named import NAMED
 from femixer.models.parameters import parameter_count
 from femixer.models.vision import patch_maps
 from femixer.models.vision.depth import StochasticDepth, rising
-from femixer.rotary import Grid, Turn, on_grid, rotated
+from femixer.rotary import Grid, Rotation, on_grid, rotated
 
 PATCH, CHANNELS = 2, 3
 PRIORS = {
@@ -154,19 +154,19 @@ def test_learned_positions_are_interpolated_but_not_the_class_tokens():
     assert embedding.positions_for(Grid(5, 5)) is embedding.positions
 
 
-def test_rotary_positions_turn_half_of_the_pairs_by_rows_and_half_by_columns():
-    """Token t of a 2 x 3 grid behind two tokens in front; pair i of 2 per axis turns by base^(-i/2) per step."""
+def test_rotary_positions_rotate_half_of_the_pairs_by_rows_and_half_by_columns():
+    """Token t of a 2 x 3 grid behind two tokens in front; pair i of 2 per axis rotates by base^(-i/2) per step."""
     torch.manual_seed(0)
     q, k = torch.randn(1, 8, 16, dtype=torch.float64), torch.randn(1, 8, 8, dtype=torch.float64)
     with on_grid(Grid(2, 3)):
-        turned = rotated(q, k, Turn(torch.arange(8)[None], 8, 100.0), torch.float64)
-    for given, found in zip((q, k), turned, strict=True):
+        found = rotated(q, k, Rotation(torch.arange(8)[None], 8, 100.0), torch.float64)
+    for given, heads in zip((q, k), found, strict=True):
         numbers = torch.view_as_complex(given.view(8, -1, 4, 2))
         for token, (row, column) in enumerate([(0, 0), (0, 0), *itertools.product(range(2), range(3))]):
             angle = torch.tensor([row, row / 10, column, column / 10], dtype=torch.float64)
             expected = torch.view_as_real(numbers[token] * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
-            torch.testing.assert_close(found[0, token], expected)
-    torch.testing.assert_close(rotated(q, k, Turn(torch.zeros(1, 8), 8, 100.0), torch.float64)[0].flatten(2), q)
+            torch.testing.assert_close(heads[0, token], expected)
+    torch.testing.assert_close(rotated(q, k, Rotation(torch.zeros(1, 8), 8, 100.0), torch.float64)[0].flatten(2), q)
 
 
 @pytest.mark.parametrize("name", ROTARY)

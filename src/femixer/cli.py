@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from femixer.kernels.dispatch import BackendError
 from femixer.optional import MissingExtra
 from femixer.subcommands import dispatch
 from femixer.training.interrupt import Interrupted
@@ -20,11 +21,13 @@ COMMANDS = {
     "upgrade": ("femixer.surgery.command", "put FEM into a transformers model that you already have"),
     "inspect": ("femixer.inspection.command", "what a trained model reads: figures and a page to look around in"),
     "bench": ("femixer.bench.cli", "speed and memory, as ratios measured in one run"),
+    "doctor": ("femixer.doctor", "versions, backends, and whether every operator computes what its definition says"),
 }
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code: 0 done, 2 wrong usage, 130 interrupted (and resumable)."""
+    """Run one command and return the exit code: 0 done, 1 the doctor found something wrong, 2 wrong usage,
+    130 interrupted (and resumable)."""
     args = [*(sys.argv[1:] if args is None else args)]
     if args[:1] == ["--version"]:
         from femixer import __version__
@@ -36,7 +39,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `femixer ... | head`: nobody reads any more, and Python would complain again when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (ValueError, FloatingPointError, MissingExtra, OSError) as error:
+    except (ValueError, FloatingPointError, BackendError, MissingExtra, OSError) as error:
         if sys.flags.dev_mode:  # python -X dev -m femixer ...: show where it comes from
             raise
         tell(f"error: {error}")

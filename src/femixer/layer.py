@@ -1,8 +1,10 @@
-"""What every mixer shares: checked inputs, and states that belong to the mixer that made them."""
+"""What every mixer shares: checked inputs, states that belong to the mixer that made them, and long sequences a stretch
+at a time."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ from torch import Tensor, nn
 from femixer.state import State
 
 _owners = itertools.count()
+# Numbers of x in a stretch: what a layer makes of more of them no longer fits into a CPU's caches.
+STRETCH = 2**21
 
 
 class MixerLayer(nn.Module):
@@ -42,7 +46,8 @@ class MixerLayer(nn.Module):
             raise TypeError(f"x must be a floating-point tensor, not {getattr(x, 'dtype', type(x).__name__)}")
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x has shape {tuple(x.shape)}; allowed is [batch, tokens, {self.dim}]")
-        dtype = self.out_proj.weight.dtype
+        # A replaced layer, as torch's quantize_dynamic makes them, may have no tensor there and takes what it takes.
+        dtype = getattr(self.out_proj.weight, "dtype", x.dtype)
         if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"x has dtype {x.dtype}; allowed is the mixer's own, {dtype}, or any under autocast")
         if mask is not None and segments is not None:
@@ -79,3 +84,25 @@ class MixerLayer(nn.Module):
         """A copied or unpickled mixer is another one: it does not take the original's states."""
         super().__setstate__(state)
         self._owner = next(_owners)
+
+
+Mix = Callable[[Tensor, Tensor | None, Tensor | None, State, bool], tuple[Tensor, State]]
+
+
+def in_stretches(
+    mix: Mix, x: Tensor, mask: Tensor | None, segments: Tensor | None, state: State, keep: bool
+) -> tuple[Tensor, State]:
+    """mix(x, mask, segments, state, keep) -> (y, next state), some tokens at a time where no gradients are wanted: the
+    layer needs memory for a stretch and not for the sequence.
+
+    For layers that go on from a state of constant size as fast as they read a whole sequence.
+    """
+    step = max(1, STRETCH // max(1, x.shape[0] * x.shape[2]))
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.device.type != "cpu" or x.shape[1] <= step:
+        return mix(x, mask, segments, state, keep)
+    x, pieces = x.detach(), []
+    for start in range(0, x.shape[1], step):
+        here = [None if given is None else given[:, start : start + step] for given in (mask, segments)]
+        piece, state = mix(x[:, start : start + step], here[0], here[1], state, True)
+        pieces.append(piece)
+    return torch.cat(pieces, 1), state

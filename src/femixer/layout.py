@@ -7,83 +7,74 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Marks of tokens for scans: nothing, padding (skipped), a segment's first token (the past is forgotten).
-PADDING, START = 1, 2
+from femixer.kernels.marks import END, PADDING, START
 
 
 class Past(NamedTuple):
     """What a stream remembers of its tokens. `seen` counts them; the tensors [B] exist once padding or segments did.
 
-    identity: segment id of the last real token (-1: none yet); run: number of its segment (-1: none yet);
+    identity: segment id of the last real token (-1: none yet); segment: number of its segment (-1: none yet);
     tokens: how many real tokens that segment has so far.
     """
 
     seen: int = 0
     identity: Tensor | None = None
-    run: Tensor | None = None
+    segment: Tensor | None = None
     tokens: Tensor | None = None
 
 
 class Layout(NamedTuple):
-    """run [B, T]: number of the token's segment, -1 for padding; position [B, T] or [1, T]: real tokens before it.
+    """segment [B, T]: number of the token's segment, -1 for padding; position [B, T] or [1, T]: real tokens before it.
 
-    run is None where every token is real and of one segment.
+    segment is None where every token is real and of one segment.
     """
 
-    run: Tensor | None
+    segment: Tensor | None
     position: Tensor
 
     @property
     def padding(self) -> Tensor | None:
         """bool [B, T]"""
-        return None if self.run is None else self.run < 0
+        return None if self.segment is None else self.segment < 0
 
     @property
     def starts(self) -> Tensor | None:
         """bool [B, T]: the first real token of a segment."""
-        return None if self.run is None else (self.run >= 0) & (self.position == 0)
+        return None if self.segment is None else (self.segment >= 0) & (self.position == 0)
 
     @property
     def ends(self) -> Tensor | None:
         """bool [B, T]: the last real token of a segment (as far as this layout reaches)."""
-        if self.run is None:
+        if self.segment is None:
             return None
-        run = self.run
-        # The next real token's run, looking back from the end; padding is skipped by the running minimum.
-        later = run.masked_fill(run < 0, torch.iinfo(run.dtype).max)
-        later = torch.cat([later[:, 1:], torch.full_like(later[:, :1], torch.iinfo(run.dtype).max)], 1)
+        segment = self.segment
+        # The next real token's segment, looking back from the end; padding is skipped by the running minimum.
+        later = segment.masked_fill(segment < 0, torch.iinfo(segment.dtype).max)
+        later = torch.cat([later[:, 1:], torch.full_like(later[:, :1], torch.iinfo(segment.dtype).max)], 1)
         following = later.flip(1).cummin(1).values.flip(1)
-        return (run >= 0) & (following != run)
+        return (segment >= 0) & (following != segment)
 
     def marks(self) -> Tensor | None:
-        """int8 [B, T] for a scan forwards in time: PADDING, START or 0."""
-        return self._marks(self.starts)
-
-    def marks_reversed(self) -> Tensor | None:
-        """The marks for a scan of the tokens in reversed order, in that order."""
-        marks = self._marks(self.ends)
-        return None if marks is None else marks.flip(1)
-
-    def _marks(self, first: Tensor | None) -> Tensor | None:
-        padding = self.padding
-        if padding is None or first is None:
+        """int8 [B, T], bits of femixer.kernels.marks; None where every token is real and of one segment."""
+        padding, starts, ends = self.padding, self.starts, self.ends
+        if padding is None or starts is None or ends is None:
             return None
-        return padding.to(torch.int8) * PADDING + first.to(torch.int8) * START
+        return (padding * PADDING + starts * START + ends * END).to(torch.int8)
 
 
-def runs_together(before: Tensor | None, seen: int, run: Tensor | None, x: Tensor) -> Tensor | None:
-    """Runs [B, seen + T] of `seen` earlier tokens and of the tokens x [B, T, ...].
+def segments_together(before: Tensor | None, seen: int, segment: Tensor | None, x: Tensor) -> Tensor | None:
+    """Segments [B, seen + T] of `seen` earlier tokens and of the tokens x [B, T, ...].
 
     Either is None where all its tokens are real and of one segment, and so is the result if both are.
     """
-    if before is None and run is None:
+    if before is None and segment is None:
         return None
     batch, length = x.shape[:2]
     if before is None:
         before = torch.zeros(batch, seen, dtype=torch.long, device=x.device)
-    if run is None:
-        run = torch.zeros(batch, length, dtype=torch.long, device=x.device)
-    return torch.cat([before, run], 1)
+    if segment is None:
+        segment = torch.zeros(batch, length, dtype=torch.long, device=x.device)
+    return torch.cat([before, segment], 1)
 
 
 def arrange(x: Tensor, mask: Tensor | None, segments: Tensor | None, past: Past) -> tuple[Layout, Past]:
@@ -96,9 +87,9 @@ def arrange(x: Tensor, mask: Tensor | None, segments: Tensor | None, past: Past)
     if mask is None and segments is None and past.identity is None:
         position = torch.arange(past.seen, past.seen + length, device=x.device)[None]
         return Layout(None, position), Past(past.seen + length)
-    identity, last_run, tokens = past.identity, past.run, past.tokens
-    if identity is None or last_run is None or tokens is None:
-        identity = last_run = torch.full((batch,), 0 if past.seen else -1, device=x.device)
+    identity, last_segment, tokens = past.identity, past.segment, past.tokens
+    if identity is None or last_segment is None or tokens is None:
+        identity = last_segment = torch.full((batch,), 0 if past.seen else -1, device=x.device)
         tokens = torch.full_like(identity, past.seen)
     if segments is not None:
         ids = segments.long()
@@ -114,11 +105,11 @@ def arrange(x: Tensor, mask: Tensor | None, segments: Tensor | None, past: Past)
     previous = ids.gather(1, torch.cat([last_real[:, :1], last_real[:, :-1]], 1))
     start = real & (ids != previous)
     start[:, 0] = False
-    run = last_run[:, None] + start.cumsum(1)
+    segment = last_segment[:, None] + start.cumsum(1)
     count = real.cumsum(1) - real[:, :1].long() + tokens[:, None]
     before = (count - 1).masked_fill(~start, 0).cummax(1).values
     in_segment = count - before
     position = (in_segment - 1).masked_fill(~real, 0)[:, 1:]
-    layout = Layout(run.masked_fill(~real, -1)[:, 1:], position)
+    layout = Layout(segment.masked_fill(~real, -1)[:, 1:], position)
     last = ids.gather(1, last_real[:, -1:])[:, 0]
-    return layout, Past(past.seen + length, last, run[:, -1], in_segment[:, -1])
+    return layout, Past(past.seen + length, last, segment[:, -1], in_segment[:, -1])

@@ -10,20 +10,16 @@ from torch import Tensor, nn
 from femixer.budget import solve_widths
 from femixer.conditioner import TimeDecayConditioner
 from femixer.gates import inverse_temperature
-from femixer.layer import MixerLayer
+from femixer.layer import MixerLayer, in_stretches
 from femixer.layout import Layout, Past, arrange
 from femixer.priors import Prior, build_prior, prior_class
-from femixer.projection import Columns, Projection, project
-from femixer.rotary import Turn
+from femixer.projection import Columns, Projection
 from femixer.state import State
 
 if TYPE_CHECKING:
     from femixer.inspection import Inspection
 
 PARTS = "CLTG"
-# Numbers of x that are taken through the layer at a time, where a prior reads on as fast as at once and nothing is kept
-# for gradients: what the layer makes of more of them would go through memory between its steps.
-STRETCH = 2**21
 
 
 class Projected(NamedTuple):
@@ -101,7 +97,6 @@ class FreeEnergyMixer(MixerLayer):
             # d / 16, but no more than softmax attention's priors get: the conditioner stays below 2 % of a model.
             context = max(4, min(heads * widths.value // 16, dim // 32))
             self.conditioner = TimeDecayConditioner(dim, context, causal, **made)
-        # Two products, not one: what the prior rotates or maps need not stay in memory with the values and gates.
         columns = self.prior.columns()
         self.prior_proj = Projection(dim, columns, bias, context, **made) if columns else None
         self.value_proj = Projection(dim, value_columns, bias, context, **made)
@@ -129,7 +124,8 @@ class FreeEnergyMixer(MixerLayer):
         """Largest inverse temperature [heads, d_v], positive; zero where the mixer reads the mean (no part L)."""
         beta = self._beta()
         if beta is None:
-            return self.out_proj.weight.new_zeros(self.heads, self.widths.value)
+            weight = self.out_proj.weight
+            return torch.zeros(self.heads, self.widths.value, device=weight.device, dtype=weight.dtype)
         return beta.repeat_interleave(self.heads // self.kv_heads, 0)
 
     def forward(
@@ -147,44 +143,34 @@ class FreeEnergyMixer(MixerLayer):
         """
         self.check_inputs(x, mask, segments, state, return_state)
         before = State.start(self._owner, x) if state is None else state
-        step = max(1, STRETCH // max(1, x.shape[0] * self.dim))
-        if x.shape[1] > step and self.causal and self.prior.reads_on and not recording():
-            y, after = self._mix_in_stretches(x, mask, segments, before, step)
+        if self.causal and self.prior.reads_on:
+            y, after = in_stretches(self._mix, x, mask, segments, before, return_state)
         else:
             y, after = self._mix(x, mask, segments, before, return_state)
         return (y, after) if return_state else y
-
-    def _mix_in_stretches(
-        self, x: Tensor, mask: Tensor | None, segments: Tensor | None, state: State, step: int
-    ) -> tuple[Tensor, State]:
-        x, pieces = x.detach(), []
-        for start in range(0, x.shape[1], step):
-            here = [None if given is None else given[:, start : start + step] for given in (mask, segments)]
-            piece, state = self._mix(x[:, start : start + step], here[0], here[1], state, True)
-            pieces.append(piece)
-        return torch.cat(pieces, 1), state
 
     def _mix(
         self, x: Tensor, mask: Tensor | None, segments: Tensor | None, before: State, keep: bool
     ) -> tuple[Tensor, State]:
         """-> (y, the state after x, if it is to be kept)."""
         layout, past = arrange(x, mask, segments, before.past)
-        turn = self.prior.turn(layout.position)
-        inputs, v, lam, gate, context = self._project(x, layout, before.conditioner, turn)
-        read, memory = self.prior.gated_read(inputs, v, self._beta(), lam, gate, layout, before.prior, keep)
+        inputs, v, lam, gate, context = self._project(x, layout, before.conditioner)
+        read, memory = self.prior(inputs, v, self._beta(), lam, gate, layout, before.prior, keep)
         y = self.out_proj(self.dropout(read.flatten(-2).to(x.dtype)))
         if layout.padding is not None:
             y = y.masked_fill(layout.padding[..., None], 0)
         return y, before.next(past, memory, context) if keep else before
 
-    def _project(self, x: Tensor, layout: Layout, context: Tensor | None, turn: Turn | None = None) -> Projected:
+    def _project(self, x: Tensor, layout: Layout, context: Tensor | None) -> Projected:
         if layout.padding is not None:
             x = x.masked_fill(layout.padding[..., None], 0)
         features = None
         if self.conditioner is not None:
             features, context = self.conditioner(x, layout, context)
-        inputs, values = project(x, features, self.prior_proj, self.value_proj, turn, self.widths.value)
-        return Projected(inputs, values["v"], values.get("lam"), values.get("gate"), context)
+        inputs = {} if self.prior_proj is None else self.prior_proj(x, features)
+        values = self.value_proj(x, features)
+        heads = {name: columns.unflatten(-1, (-1, self.widths.value)) for name, columns in values.items()}
+        return Projected(inputs, heads["v"], heads.get("lam"), heads.get("gate"), context)
 
     def prepare(
         self, x: Tensor, mask: Tensor | None = None, segments: Tensor | None = None
@@ -229,8 +215,3 @@ def _check_arguments(
         raise TypeError(f"value_dim={value_dim!r} must be an integer or None")
     if prior_options is not None and not isinstance(prior_options, dict):
         raise TypeError(f"prior_options={prior_options!r} must be a dict of the prior's options or None")
-
-
-def recording() -> bool:
-    """Whether autograd or a compiler watches."""
-    return torch.is_grad_enabled() or torch.compiler.is_compiling()

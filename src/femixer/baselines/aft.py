@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from femixer.baselines.base import Baseline
-from femixer.kernels.running import empty_state, running_read
+from femixer.kernels.channel_scan import channel_scan
 from femixer.layout import Layout
 
 
@@ -40,7 +40,7 @@ class AFT(Baseline):
         q, k, v = self.in_proj(x).chunk(3, -1)
         dtype = torch.promote_types(v.dtype, torch.float32)
         # The scan has its three rows first; a state has the batch first.
-        state = empty_state(v) if memory is None else memory.transpose(0, 1)
-        read = running_read(k.to(dtype), None, v.to(dtype), None, layout.marks(), state)
+        state = None if memory is None else memory.transpose(0, 1)
+        read = channel_scan(k.to(dtype), None, v.to(dtype), None, layout.marks(), state)
         y = self.out_proj(self.dropout((q.sigmoid() * read.mean).to(x.dtype)))
         return y, read.state.transpose(0, 1) if keep else None

@@ -9,18 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.baselines.base import Baseline
-from femixer.layout import Layout, runs_together
-from femixer.rotary import Turn, check_base, rotated
+from femixer.layout import Layout, segments_together
+from femixer.rotary import Rotation, check_base, rotated
 from femixer.state import Growing
 
 
 class Cache(NamedTuple):
     """Rotated keys and values of the tokens seen, [B, G, S, E] each: the layout that one query reads fastest; their
-    runs [B, S] where there was padding or a segment."""
+    segments [B, S] where there was padding or a segment."""
 
     keys: Growing
     values: Growing
-    run: Tensor | None
+    segment: Tensor | None
 
 
 class Attention(Baseline):
@@ -66,14 +66,14 @@ class Attention(Baseline):
 
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
         q, k, v = self._heads(x, layout.position)
-        run = layout.run
+        segment = layout.segment
         if memory is not None:
-            run = runs_together(memory.run, memory.keys.length, run, x)
-            memory = Cache(memory.keys.append(k), memory.values.append(v), run)
+            segment = segments_together(memory.segment, memory.keys.length, segment, x)
+            memory = Cache(memory.keys.append(k), memory.values.append(v), segment)
             k, v = memory.keys.tensor, memory.values.tensor
         elif keep:
-            memory = Cache(Growing.of(k.contiguous()), Growing.of(v.contiguous()), run)
-        return self.out_proj(self.dropout(self._attend(q, k, v, run).transpose(1, 2).flatten(2))), memory
+            memory = Cache(Growing.of(k.contiguous()), Growing.of(v.contiguous()), segment)
+        return self.out_proj(self.dropout(self._attend(q, k, v, segment).transpose(1, 2).flatten(2))), memory
 
     def _heads(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, T, E], keys and values [B, G, T, E] of tokens at their positions [B or 1, T]."""
@@ -81,23 +81,23 @@ class Attention(Baseline):
         q, k = self.query_key_proj(x).split(widths, -1)
         v = self.value_proj(x).unflatten(-1, (-1, self.width))
         if self.rope:
-            q, k = rotated(q, k, Turn(position, self.width, self.rope_base), q.dtype)
+            q, k = rotated(q, k, Rotation(position, self.width, self.rope_base), q.dtype)
         else:
             q, k = (part.unflatten(-1, (-1, self.width)) for part in (q, k))
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, run: Tensor | None) -> Tensor:
-        """[B, H, T, E]; causal queries are the last T of the S keys. run [B, S]: see Layout."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segment: Tensor | None) -> Tensor:
+        """[B, H, T, E]; causal queries are the last T of the S keys. segment [B, S]: see Layout."""
         (batch, heads, length, width), seen = q.shape, k.shape[2]
-        if length == 1 and run is None:
+        if length == 1 and segment is None:
             # The queries that share a key become rows of one product, so grouped keys are read once.
             grouped = q.reshape(batch, self.kv_heads, -1, width)
             return F.scaled_dot_product_attention(grouped, k, v).view(q.shape)
         mask = None
-        if self.causal and (length != seen or run is not None):
+        if self.causal and (length != seen or segment is not None):
             mask = torch.ones(length, seen, dtype=torch.bool, device=q.device).tril(seen - length)
-        if run is not None:
-            together = run[:, None, -length:, None] == run[:, None, None]
+        if segment is not None:
+            together = segment[:, None, -length:, None] == segment[:, None, None]
             mask = together if mask is None else mask & together
         return F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=self.causal and mask is None, enable_gqa=heads != self.kv_heads

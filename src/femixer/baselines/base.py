@@ -30,8 +30,8 @@ class Baseline(MixerLayer):
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
         """x [B, T, dim] -> (y [B, T, dim], what to remember of it if `keep`).
 
-        layout.run is None, or [B, T] with padding (-1) only at the end of rows. memory: of the tokens before x, None
-        before the first; a NamedTuple of tensors with the batch first or of Growing, or such a tensor itself.
+        layout.segment is None, or [B, T] with padding (-1) only at the end of rows. memory: of the tokens before x,
+        None before the first; a NamedTuple of tensors with the batch first or of Growing, or such a tensor itself.
         What y is at padding does not matter, but it must be finite and memory must not depend on it.
         """
         raise TypeError(f"{type(self).__name__} must define mix()")
@@ -55,11 +55,11 @@ class Baseline(MixerLayer):
         padding = layout.padding
         if x.shape[0] == 0 or x.shape[1] == 0:
             y = x.clone()
-        elif padding is None or layout.run is None:
+        elif padding is None or layout.segment is None:
             y, memory = self.mix(x, layout, memory, return_state)
         else:
             order = padding.long().argsort(dim=1, stable=True)
-            together = Layout(layout.run.gather(1, order), layout.position.gather(1, order))
+            together = Layout(layout.segment.gather(1, order), layout.position.gather(1, order))
             # Whatever stands at padding, also infinity, must not reach a sum, not even multiplied by zero.
             real = x.masked_fill(padding[..., None], 0).gather(1, order[..., None].expand_as(x))
             mixed, memory = self.mix(real, together, memory, return_state)

@@ -47,7 +47,7 @@ class ShortConvolution(nn.Module):
         y = x * weight[0]
         for j in range(1, self.width):
             earlier = whole[:, reach - j : reach - j + length]
-            if layout.run is not None:
+            if layout.segment is not None:
                 earlier = earlier.masked_fill((layout.position < j)[..., None], 0)
             y = torch.addcmul(y, earlier, weight[j])
         if self.bias is not None:
@@ -66,15 +66,15 @@ def token_before(x: Tensor, layout: Layout, before: Tensor | None) -> tuple[Tens
     before = torch.zeros_like(x[:, :1]) if before is None else before.to(x.dtype)
     whole = torch.cat([before, x], 1)
     earlier = whole[:, :-1]
-    if layout.run is not None:
+    if layout.segment is not None:
         earlier = earlier.masked_fill((layout.position == 0)[..., None], 0)
     return earlier, last_tokens(whole, 1, layout)
 
 
 def last_tokens(whole: Tensor, count: int, layout: Layout) -> Tensor:
     """The last `count` real tokens of whole [B, count + T, C], whose last T lie as in `layout`, as a copy."""
-    if layout.run is None:
+    if layout.segment is None:
         return whole[:, whole.shape[1] - count :].clone()
-    real = (layout.run >= 0).sum(1, keepdim=True)
+    real = (layout.segment >= 0).sum(1, keepdim=True)
     index = real + torch.arange(count, device=whole.device)
     return whole.gather(1, index[..., None].expand(-1, -1, whole.shape[2]))

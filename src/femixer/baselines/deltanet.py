@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from femixer.baselines.base import Baseline
 from femixer.baselines.convolution import Memory, ShortConvolution
+from femixer.baselines.kernels.delta_rule import delta_rule, unit
 from femixer.baselines.norm import RMSNorm
-from femixer.kernels.delta import delta_rule, unit
 from femixer.kernels.precision import without_autocast
 from femixer.layout import Layout
 from femixer.options import check
@@ -57,6 +57,6 @@ class DeltaNet(Baseline):
             q, k, v = F.silu(qkv.to(dtype)).unflatten(-1, (3, self.heads, -1)).unbind(2)
             beta = torch.sigmoid(logits.to(dtype))[..., None]
             q, k = unit(q), unit(k)
-            read, state = delta_rule(q, k, beta * v, beta * k, None, None, layout, state)
+            read, state = delta_rule(q, k, beta * v, beta * k, None, None, layout.marks(), state)
             y = self.norm(read).flatten(2)
         return self.out_proj(self.dropout(y.to(x.dtype))), Memory(recent, state) if keep else None

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from femixer.baselines.base import Baseline
 from femixer.baselines.norm import RMSNorm
+from femixer.kernels.softmax import reading_dtype
 from femixer.layout import Layout
 from femixer.options import check
 from femixer.priors.base import Widths
-from femixer.priors.softmax import SoftmaxPrior, reading_dtype
-from femixer.rotary import Turn, check_base, rotated
+from femixer.priors.softmax import SoftmaxPrior
+from femixer.rotary import Rotation, check_base, rotated
 
 
 class DiffTransformer(Baseline):
@@ -67,7 +68,7 @@ class DiffTransformer(Baseline):
 
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
         v = self.value_proj(x).unflatten(-1, (-1, 2 * self.width))
-        q, k = self._heads(x, layout, reading_dtype(v))
+        q, k = self._heads(x, layout, reading_dtype(v, None))
         # sqrt(2): the prior divides by the root of the widened key's width.
         first, second = (math.sqrt(2) * q.unflatten(2, (-1, 2))).unbind(3)
         widened = torch.stack([F.pad(first, (0, self.width)), F.pad(second, (self.width, 0))], 3)
@@ -83,5 +84,5 @@ class DiffTransformer(Baseline):
         """Queries and keys [B, T, H, E]; maps 2 j and 2 j + 1 are those of differential head j."""
         q, k = self.query_key_proj(x).chunk(2, -1)
         if self.rope:
-            return rotated(q, k, Turn(layout.position, self.width, self.rope_base), dtype)
+            return rotated(q, k, Rotation(layout.position, self.width, self.rope_base), dtype)
         return q.unflatten(-1, (-1, self.width)).to(dtype), k.unflatten(-1, (-1, self.width)).to(dtype)

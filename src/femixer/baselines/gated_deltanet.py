@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from femixer.baselines.base import Baseline
 from femixer.baselines.convolution import Memory, ShortConvolution
+from femixer.baselines.kernels.delta_rule import delta_rule, unit
 from femixer.baselines.norm import RMSNorm
 from femixer.baselines.steps import random_steps_
-from femixer.kernels.delta import delta_rule, unit
 from femixer.kernels.precision import without_autocast
 from femixer.layout import Layout
 from femixer.options import check
@@ -81,6 +81,6 @@ class GatedDeltaNet(Baseline):
             gate = -self.log_rate.to(dtype).exp() * F.softplus(alpha + self.step_bias.to(dtype))
             beta = torch.sigmoid(beta)[..., None]
             q, k = unit(q), unit(k)
-            read, state = delta_rule(q, k, beta * v, beta * k, None, gate, layout, state)
+            read, state = delta_rule(q, k, beta * v, beta * k, None, gate, layout.marks(), state)
             y = self.norm(read).flatten(2) * F.silu(g.to(dtype))
         return self.out_proj(self.dropout(y.to(x.dtype))), Memory(recent, state) if keep else None

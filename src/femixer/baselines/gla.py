@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.baselines.base import Baseline
+from femixer.baselines.kernels.linear_attention import linear_attention
 from femixer.baselines.norm import RMSNorm
-from femixer.kernels.linear_attention import linear_attention
 from femixer.kernels.precision import without_autocast
 from femixer.layout import Layout
 from femixer.options import check
@@ -59,6 +59,6 @@ class GLA(Baseline):
         with without_autocast(x.device):
             q, gate = q.to(dtype) * self.width**-0.5, F.logsigmoid(logits.to(dtype)) / CALM
             q, k, v, gate = (part.unflatten(-1, (self.heads, -1)) for part in (q, k, v, gate))
-            read, state = linear_attention(q, k, v, gate, layout, memory, keep=keep)
+            read, state = linear_attention(q, k, v, gate, layout.marks(), memory, keep=keep)
             y = self.norm(read).flatten(2) * F.silu(g.to(dtype))
         return self.out_proj(self.dropout(y.to(x.dtype))), state

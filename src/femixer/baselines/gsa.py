@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.baselines.base import Baseline
+from femixer.baselines.kernels.linear_attention import linear_attention
 from femixer.baselines.norm import RMSNorm
-from femixer.kernels.linear_attention import linear_attention
 from femixer.kernels.precision import without_autocast
 from femixer.layout import Layout
 from femixer.options import check
@@ -67,8 +67,8 @@ class GSA(Baseline):
             q, k, v = F.silu(content).unflatten(-1, (3, self.heads, -1)).unbind(2)
             gate = F.logsigmoid(logits).unflatten(-1, (self.heads, self.slots)) / CALM
             fresh = -torch.expm1(gate)
-            scores, keys = linear_attention(q, k, fresh, gate, layout, keys, of_values=True, keep=keep)
-            read, values = linear_attention(scores.softmax(-1), fresh, v, gate, layout, values, keep=keep)
+            scores, keys = linear_attention(q, k, fresh, gate, layout.marks(), keys, of_values=True, keep=keep)
+            read, values = linear_attention(scores.softmax(-1), fresh, v, gate, layout.marks(), values, keep=keep)
             y = self.norm(F.silu(read.flatten(2)))
         memory = None if keys is None or values is None else Memory(keys, values)
         return self.out_proj(self.dropout(y.to(x.dtype))), memory

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.baselines.base import Baseline
+from femixer.baselines.kernels.linear_attention import linear_attention
 from femixer.baselines.norm import RMSNorm
-from femixer.kernels.linear_attention import linear_attention
 from femixer.kernels.precision import without_autocast
 from femixer.layout import Layout
 from femixer.options import check
@@ -54,7 +54,7 @@ class HGRN2(Baseline):
         with without_autocast(x.device):
             q, f = F.silu(q.to(dtype)) * q.shape[-1] ** -0.5, f.to(dtype)
             k = (1 - self.lower_bound) * torch.sigmoid(-f)
-            read, state = linear_attention(q, k, i, self._log_forget(f), layout, memory, keep=keep)
+            read, state = linear_attention(q, k, i, self._log_forget(f), layout.marks(), memory, keep=keep)
             y = self.norm(read.flatten(2))
         return self.out_proj(self.dropout(y.to(x.dtype))), state
 

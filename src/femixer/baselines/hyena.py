@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from femixer.baselines.base import Baseline
 from femixer.baselines.convolution import ShortConvolution
-from femixer.kernels.long_convolution import long_convolution
+from femixer.baselines.kernels.long_convolution import long_convolution
 from femixer.kernels.precision import without_autocast
-from femixer.layout import Layout, runs_together
+from femixer.layout import Layout, segments_together
 from femixer.options import check
 from femixer.state import Growing
 
@@ -67,12 +67,12 @@ class Filter(nn.Module):
 
 
 class Memory(NamedTuple):
-    """The last inputs of the short convolution [B, 2, 3 dim]; all of the long one's [B, 1, S, dim]; their runs [B, S]
-    where there was padding or a segment."""
+    """The last inputs of the short convolution [B, 2, 3 dim]; all of the long one's [B, 1, S, dim]; their segments
+    [B, S] where there was padding or a segment."""
 
     recent: Tensor
     history: Growing
-    run: Tensor | None
+    segment: Tensor | None
 
 
 class Hyena(Baseline):
@@ -119,14 +119,14 @@ class Hyena(Baseline):
         projected, recent = self.convolution(self.in_proj(x), layout, before)
         q, k, v = projected.chunk(3, -1)
         u = k * v
-        history, run = None, layout.run
+        history, segment = None, layout.segment
         if memory is not None:
             history = memory.history.append(u[:, None])
-            run = runs_together(memory.run, memory.history.length, run, x)
+            segment = segments_together(memory.segment, memory.history.length, segment, x)
         elif keep:
             history = Growing.of(u[:, None])
         whole = u if history is None else history.tensor[:, 0]
-        read = long_convolution(whole, self.filter(whole.shape[1]), run, last=x.shape[1] == 1)[:, -x.shape[1] :]
+        read = long_convolution(whole, self.filter(whole.shape[1]), segment, last=x.shape[1] == 1)[:, -x.shape[1] :]
         o = q.to(read.dtype) * torch.addcmul(read, self.skip.to(read.dtype), u.to(read.dtype))
         y = self.out_proj(self.dropout(o.to(x.dtype)))
-        return y, None if history is None or not keep else Memory(recent, history, run)
+        return y, None if history is None or not keep else Memory(recent, history, segment)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.baselines.base import Baseline
-from femixer.kernels.linear_attention import linear_attention
+from femixer.baselines.kernels.linear_attention import linear_attention
 from femixer.kernels.precision import without_autocast
 from femixer.layout import Layout
 from femixer.options import check
@@ -63,7 +63,7 @@ class LinearAttention(Baseline):
         with without_autocast(x.device):
             q, k, v = self._features(q.to(dtype), 0), self._features(k.to(dtype), 1), v.to(dtype)
             # A value of one sums the keys.
-            sums, state = linear_attention(q, k, F.pad(v, (0, 1), value=1.0), None, layout, memory, keep=keep)
+            sums, state = linear_attention(q, k, F.pad(v, (0, 1), value=1.0), None, layout.marks(), memory, keep=keep)
             y = sums[..., :-1] / (sums[..., -1:] + EPS)
         return self.out_proj(self.dropout(y.flatten(2).to(x.dtype))), state
 

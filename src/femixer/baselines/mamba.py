@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from femixer.baselines.base import Baseline
 from femixer.baselines.convolution import Memory, ShortConvolution
+from femixer.baselines.kernels.selective_scan import selective_scan
 from femixer.baselines.steps import random_steps_
-from femixer.kernels.selective_scan import selective_scan
 from femixer.layout import Layout
 from femixer.options import check
 

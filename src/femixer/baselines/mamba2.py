@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from femixer.baselines.base import Baseline
 from femixer.baselines.convolution import Memory, ShortConvolution
+from femixer.baselines.kernels.linear_attention import linear_attention
 from femixer.baselines.norm import RMSNorm
 from femixer.baselines.steps import random_steps_
-from femixer.kernels.linear_attention import linear_attention
 from femixer.kernels.precision import without_autocast
 from femixer.layout import Layout
 from femixer.options import check
@@ -83,7 +83,7 @@ class Mamba2(Baseline):
             step = F.softplus(logits.to(dtype) + self.step_bias.to(dtype))
             gate = -self.log_rate.to(dtype).exp() * step
             b, c, v = b[:, :, None], c[:, :, None], step[..., None] * u
-            read, state = linear_attention(c, b, v, gate, layout, state, keep=keep)
+            read, state = linear_attention(c, b, v, gate, layout.marks(), state, keep=keep)
             y = (read + self.skip.to(dtype)[:, None] * u).flatten(2)
             y = self.norm(y * F.silu(z.to(dtype)))
         return self.out_proj(self.dropout(y.to(x.dtype))), None if state is None else Memory(recent, state)

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.baselines.base import Baseline
+from femixer.baselines.kernels.linear_attention import linear_attention
 from femixer.baselines.norm import HeadNorm
-from femixer.kernels.linear_attention import linear_attention
 from femixer.kernels.precision import without_autocast
 from femixer.layout import Layout
 from femixer.options import check
-from femixer.rotary import Turn, check_base, rotated
+from femixer.rotary import Rotation, check_base, rotated
 
 
 class RetNet(Baseline):
@@ -57,10 +57,10 @@ class RetNet(Baseline):
         q, k, v, g = self.in_proj(x).split(self.widths, -1)
         dtype = torch.promote_types(v.dtype, torch.float32)
         with without_autocast(x.device):
-            q, k = rotated(q, k, Turn(layout.position, self.width, self.rope_base), dtype)
+            q, k = rotated(q, k, Rotation(layout.position, self.width, self.rope_base), dtype)
             head = torch.arange(self.heads, dtype=torch.float64, device=x.device)
             gate = torch.log1p(-(2.0 ** (-5 - head))).expand(1, x.shape[1], -1)
             v = v.unflatten(-1, (self.heads, -1))
-            read, state = linear_attention(q * self.width**-0.5, k, v, gate, layout, memory, keep=keep)
+            read, state = linear_attention(q * self.width**-0.5, k, v, gate, layout.marks(), memory, keep=keep)
             y = self.norm(read) * F.silu(g.to(dtype))
         return self.out_proj(self.dropout(y.to(x.dtype))), state

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from femixer.baselines.base import Baseline
 from femixer.baselines.convolution import Memory, token_before
+from femixer.baselines.kernels.linear_attention import linear_attention
 from femixer.baselines.norm import HeadNorm
-from femixer.kernels.linear_attention import linear_attention
 from femixer.kernels.precision import without_autocast
 from femixer.layout import Layout
 from femixer.options import check
@@ -97,7 +97,7 @@ class RWKV6(Baseline):
         with without_autocast(x.device):
             gate = -(logits.to(dtype) + self.decay_bias.to(dtype)).exp()
             r, k, v, gate = (part.to(dtype).unflatten(-1, (self.heads, -1)) for part in (r, k, v, gate))
-            read, state = linear_attention(r, k, v, gate, layout, state, exclusive=True, keep=keep)
+            read, state = linear_attention(r, k, v, gate, layout.marks(), state, exclusive=True, keep=keep)
             read = read + (r * self.bonus.to(dtype) * k).sum(-1, keepdim=True) * v
             y = self.norm(read) * F.silu(g.to(dtype))
         y = self.out_proj(self.dropout(y.to(x.dtype)))

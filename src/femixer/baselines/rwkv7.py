@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from femixer.baselines.base import Baseline
 from femixer.baselines.convolution import Memory, token_before
+from femixer.baselines.kernels.delta_rule import delta_rule, unit
 from femixer.baselines.norm import HeadNorm
-from femixer.kernels.delta import delta_rule, unit
 from femixer.kernels.precision import without_autocast
 from femixer.layout import Layout
 from femixer.options import check
@@ -111,7 +111,7 @@ class RWKV7(Baseline):
             r, k, v, gate, a, removed = (part.unflatten(-1, (self.heads, -1)) for part in parts)
             kappa = unit(removed)
             # The rule reads the state after its decay, kappa the one before.
-            read, state = delta_rule(r, k, v, kappa * torch.exp(-gate), -a * kappa, gate, layout, state)
+            read, state = delta_rule(r, k, v, kappa * torch.exp(-gate), -a * kappa, gate, layout.marks(), state)
             bonus = (r * self.bonus.to(dtype) * k).sum(-1, keepdim=True) * v
             y = (self.norm(read) + bonus.flatten(2)) * g.to(dtype)
         y = self.out_proj(self.dropout(y.to(x.dtype)))

@@ -1,13 +1,18 @@
-"""What every scan returns, and the numbers that stand for nothing in the scans written in plain torch."""
+"""What every scan returns, and what the scans written in plain torch share: the running shift of exponentials, and the
+read from sums of the streams 1, v and exp(beta v - shift)."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # Stands for the logarithm of nothing where an infinity would make NaN of a difference.
 NOTHING = -1e9
+# The same where exponents may be of any size, in float64.
+LOWEST = -1e300
 # A total below this is nothing; gradients divide by its square.
 TINY = 1e-140
 
@@ -24,3 +29,79 @@ class Reading(NamedTuple):
     def double(self) -> Reading:
         free = None if self.free is None else self.free.double()
         return Reading(self.mean.double(), free, self.log_total.double(), self.state)
+
+
+def running_shift(
+    exponent: Tensor, slowest: Tensor, top: Tensor, padding: Tensor | None, start: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """shift_t = max(exponent_t, shift_{t-1} + slowest_t) along the last dim, and the shift before the first token.
+
+    exponent, slowest (the log decay of what decays slowest) [..., T]; top [...] of the state, -inf if there is none;
+    padding and start bool, broadcast to [..., T]. Where nothing is seen yet the shift is lower than any exponent.
+    """
+    exponent, slowest = exponent.detach(), slowest.detach().expand_as(exponent)
+    first = top.detach().clamp_min(LOWEST)[..., None]
+    if padding is not None and start is not None:
+        # A start leaves what came before below anything that follows.
+        known = torch.where(first > LOWEST, first, 0).abs()
+        least = -4 * torch.maximum(exponent.abs().amax(-1, keepdim=True), known) - 1e3
+        slowest = torch.where(start, least, slowest)
+        exponent = exponent.masked_fill(padding, LOWEST)
+    reach = slowest.cumsum(-1)
+    return torch.cat([first, exponent - reach], -1).cummax(-1).values[..., 1:] + reach, first
+
+
+def last_top(shift: Tensor) -> Tensor:
+    """The state's top from the shift at the last token: -inf if nothing was seen."""
+    return shift.masked_fill(shift <= LOWEST / 2, -torch.inf)
+
+
+def read_of_sums(
+    sums: tuple[Tensor, ...], shift: Tensor | None, beta: Tensor | None, padding: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Mean, with a beta also free energy, and log total, zero at padding, from sums of 1, v and exp(beta v - shift).
+
+    Written as `<=` so that NaN propagates.
+    """
+    nothing = sums[0] <= TINY
+    total = sums[0].masked_fill(nothing, 1)
+    mean, log_total = sums[1] / total, total.log().masked_fill(nothing, -torch.inf)
+    if padding is not None:
+        mean, log_total = mean.masked_fill(padding, 0), log_total.masked_fill(padding, 0)
+    if shift is None or beta is None:
+        return mean, log_total
+    ratio = sums[2] / total
+    unseen = ratio <= TINY
+    if padding is not None:
+        unseen = unseen | padding
+    value = (shift + ratio.masked_fill(unseen, 1).log()) / beta
+    return mean, torch.where(unseen, mean, torch.maximum(value, mean)), log_total
+
+
+def mix(past: Reading, future: Reading, beta: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Mean, free energy and log total of two reads together; `future` is in reversed time.
+
+    log(w e^(beta F) + w' e^(beta F')) is taken relative to the larger F.
+    """
+    # A padding row is empty on both sides; any finite number does there. A logarithm divided by beta needs the digits.
+    dtype = past.mean.dtype
+    past, future = past.double(), future.double()
+    beta = None if beta is None else beta.double()
+    ours = past.log_total.masked_fill(past.log_total == -torch.inf, 0)
+    theirs = future.log_total.flip(1)
+    empty = theirs == -torch.inf
+    odds = (theirs.masked_fill(empty, 0) - ours).masked_fill(empty, -torch.inf)
+    share = torch.sigmoid(odds)
+    mean = past.mean + share * (future.mean.flip(1) - past.mean)
+    log_total = ours + F.softplus(odds)
+    if beta is None or past.free is None or future.free is None:
+        return mean.to(dtype), None, log_total.to(dtype)
+    other = torch.where(empty, past.free, future.free.flip(1))
+    rise = beta * (other - past.free)
+    ours_above = rise <= 0
+    above, below = torch.where(ours_above, past.free, other), torch.where(ours_above, rise, -rise)
+    finite = odds.masked_fill(empty, 0)
+    log_share, log_rest = F.logsigmoid(finite), F.logsigmoid(-finite)
+    high, low = torch.where(ours_above, log_rest, log_share), torch.where(ours_above, log_share, log_rest)
+    free = torch.where(empty, past.free, above + torch.logaddexp(high, low + below) / beta)
+    return mean.to(dtype), free.to(dtype), log_total.to(dtype)

@@ -21,7 +21,7 @@ class FEMConfig(PreTrainedConfig):
     """
 
     model_type = "fem"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  transformers adds to it
 
     vocab_size: int = 32000
     hidden_size: int = 512

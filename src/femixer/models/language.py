@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +17,10 @@ from transformers.utils.output_capturing import capture_outputs
 from femixer.models.block import FEMBlock
 from femixer.models.cache import FEMCache
 from femixer.models.config import FEMConfig
+from femixer.models.loading import load_all
 from femixer.models.mixers import build_mixer
 from femixer.models.norm import RMSNorm
+from femixer.models.packing import PACKING, check_arguments, packed_segments
 
 
 class FEMPreTrainedModel(PreTrainedModel):
@@ -24,6 +28,7 @@ class FEMPreTrainedModel(PreTrainedModel):
 
     config_class = FEMConfig
     base_model_prefix = "model"
+    is_body = False  # of a model with a head
     supports_gradient_checkpointing = True
     _no_split_modules = ["FEMBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
@@ -33,11 +38,19 @@ class FEMPreTrainedModel(PreTrainedModel):
     _is_stateful = True
 
     @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, from safetensors only: a pickle could run any code."""
-        if kwargs.setdefault("use_safetensors", True) is not True:
-            raise ValueError(f"use_safetensors={kwargs['use_safetensors']!r} is not allowed; choose True")
-        return super().from_pretrained(*args, **kwargs)
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: Any,
+        *args: Any,
+        allow_missing: bool | Sequence[str] = False,
+        output_loading_info: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """As in transformers, but from safetensors only (a pickle could run any code), and only if the weights are
+        complete, of the right shapes and finite. allow_missing: True, or patterns of names that may start anew."""
+        load, kind = functools.partial(super().from_pretrained, *args), cls.config_class.model_type
+        model, info = load_all(load, pretrained_model_name_or_path, kind, allow_missing, kwargs)
+        return (model, info) if output_loading_info else model
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         # For code outside of transformers it would pass over modules that own no parameter but only other modules.
@@ -62,6 +75,8 @@ class FEMPreTrainedModel(PreTrainedModel):
 class FEMModel(FEMPreTrainedModel):
     """input_ids [B, T] -> hidden states [B, T, hidden_size]."""
 
+    is_body = True
+
     def __init__(self, config: FEMConfig) -> None:
         super().__init__(config)
         dim, eps, width = config.hidden_size, config.rms_norm_eps, config.intermediate_size
@@ -85,7 +100,9 @@ class FEMModel(FEMPreTrainedModel):
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """attention_mask [B, past + T] or [B, T]: 0 is padding, anywhere. segments int [B, T]: packed documents, a
-        change of id starts one, negative is padding. Positions follow from these two; `position_ids` are not read."""
+        change of id starts one, negative is padding. Positions follow from these two. What collators of packed
+        documents pass (position_ids, seq_idx, cu_seq_lens_q) is read as segments: see femixer.models.packing."""
+        check_arguments(kwargs, PACKING)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -96,6 +113,8 @@ class FEMModel(FEMPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = FEMCache(len(self.layers))
         mask = padding_mask(attention_mask, x)
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        segments = packed_segments(x, segments, mask, kwargs, seen)
         if mask is not None and segments is not None:
             segments, mask = segments.masked_fill(~mask, -1), None
         for layer in self.layers:
@@ -134,6 +153,10 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         """labels [B, T]: the tokens themselves (they are shifted here), -100 where nothing is to be learned; with
         segments, what the last token of a document says about the next document is not scored, nor is padding.
         logits_to_keep: logits of that many last positions only (0: of all). The rest is as in FEMModel."""
+        if labels is not None:
+            rows = input_ids if inputs_embeds is None else inputs_embeds
+            assert rows is not None
+            segments = packed_segments(rows, segments, padding_mask(attention_mask, rows), kwargs, 0)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

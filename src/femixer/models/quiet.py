@@ -1,4 +1,4 @@
-"""Saving and loading without transformers' progress bars."""
+"""Saving and loading without transformers' progress bars and reports."""
 
 from __future__ import annotations
 
@@ -18,3 +18,14 @@ def without_bars() -> Iterator[None]:
     finally:
         if was:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def without_reports() -> Iterator[None]:
+    """transformers reports at length what it could not load, where we raise one line."""
+    was = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(was)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from femixer.kernels.channel_scan import channel_scan
 from femixer.kernels.reading import Reading
-from femixer.kernels.running import empty_state, running_read
 from femixer.layout import Layout
 from femixer.priors.directed import DirectedPrior, decay_between
 from femixer.projection import Columns
@@ -36,9 +36,9 @@ class ChannelPrior(DirectedPrior):
         key, gate = (None if name not in tracks else tracks[name].flatten(-2) for name in ("key", "gate"))
         flat, shape = v.flatten(-2), v.shape[-2:]
         # The scan has its three rows first; a state has the batch first.
-        state = empty_state(flat) if state is None else state.transpose(0, 1)
+        state = None if state is None else state.transpose(0, 1)
         beta = None if beta is None else beta.flatten()
-        read = running_read(key, gate, flat, beta, marks, state, exclusive)
+        read = channel_scan(key, gate, flat, beta, marks, state, exclusive)
         mean, free, log_total = (None if x is None else x.unflatten(-1, shape) for x in read[:3])
         assert mean is not None
         assert log_total is not None

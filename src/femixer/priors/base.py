@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from femixer.gates import gated_read
 from femixer.layout import Layout
 from femixer.projection import Columns
-from femixer.rotary import Turn
 
 
 class Widths(NamedTuple):
@@ -64,18 +63,13 @@ class Prior(nn.Module):
         """What the prior wants projected from the tokens, by name."""
         raise TypeError(f"{type(self).__name__} must define columns()")
 
-    def turn(self, position: Tensor) -> Turn | None:
-        """How queries and keys turn at their positions [B or 1, T], where they do."""
-        return None
-
     def read(
         self, inputs: dict[str, Tensor], v: Tensor, beta: Tensor | None, layout: Layout, state: Any, keep: bool
     ) -> tuple[Tensor, Tensor | None, Any]:
         """-> (E_p[v], log E_p[exp(beta v)] / beta, next state), each read [B, T, H, D].
 
-        inputs: the projections [B, T, width], queries and keys perhaps as heads [B, T, heads, E] that are turned
-        already; v [B, T, G, D] with G key/value heads; beta [G, D], None for the mean only; state of the tokens before;
-        keep: whether a next state is wanted.
+        inputs: the projections [B, T, width]; v [B, T, G, D] with G key/value heads; beta [G, D], None for the mean
+        only; state of the tokens before; keep: whether a next state is wanted.
         """
         raise TypeError(f"{type(self).__name__} must define read()")
 
@@ -90,9 +84,24 @@ class Prior(nn.Module):
         state: Any,
         keep: bool,
     ) -> tuple[Tensor, Any]:
-        """`read`, then the gates by their logits [B, T, H, D]: what the mixer calls. A prior may do both at once."""
+        """`read`, then the gates of logits lam and gate [B, T, H, D] -> (o [B, T, H, D], next state). A prior may do
+        both at once."""
         mean, free, memory = self.read(inputs, v, beta, layout, state, keep)
         return gated_read(mean, free, lam, gate), memory
+
+    def forward(
+        self,
+        inputs: dict[str, Tensor],
+        v: Tensor,
+        beta: Tensor | None,
+        lam: Tensor | None,
+        gate: Tensor | None,
+        layout: Layout,
+        state: Any,
+        keep: bool,
+    ) -> tuple[Tensor, Any]:
+        """The gated read: what the mixer calls, as a module, so that whoever owns its parameters is asked for them."""
+        return self.gated_read(inputs, v, beta, lam, gate, layout, state, keep)
 
     def weights(
         self,

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from femixer.kernels.marks import reversed_marks
 from femixer.kernels.precision import without_autocast
-from femixer.kernels.reading import Reading
+from femixer.kernels.reading import Reading, mix
 from femixer.layout import Layout
 from femixer.priors.base import Prior
 from femixer.state import usable
@@ -61,7 +61,7 @@ class DirectedPrior(Prior):
             mean, free, log_total, state = past
             if not self.causal:
                 mirrored = {name: x.flip(1) for name, x in tracks.items()}
-                marks = layout.marks_reversed()
+                marks = reversed_marks(layout.marks())
                 future = self.scan(mirrored, v.flip(1), beta, marks, None, False, exclusive=True)
                 per_head = None if beta is None else beta.repeat_interleave(mean.shape[2] // beta.shape[0], 0)
                 mean, free, log_total = mix(past, future, per_head)
@@ -104,38 +104,9 @@ class DirectedPrior(Prior):
         length = layout.position.shape[1]
         key = torch.arange(length, device=rows.device)
         seen = torch.ones(1, len(rows), length, dtype=torch.bool, device=rows.device)
-        if layout.run is not None:
-            seen = (layout.run[:, rows, None] == layout.run[:, None]) & (layout.run[:, rows, None] >= 0)
+        if layout.segment is not None:
+            seen = (layout.segment[:, rows, None] == layout.segment[:, None]) & (layout.segment[:, rows, None] >= 0)
         return seen & (key <= rows[:, None]) if self.causal else seen
-
-
-def mix(past: Reading, future: Reading, beta: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Mean, free energy and log total of two reads together; `future` is in reversed time.
-
-    log(w e^(beta F) + w' e^(beta F')) is taken relative to the larger F.
-    """
-    # A padding row is empty on both sides; any finite number does there. A logarithm divided by beta needs the digits.
-    dtype = past.mean.dtype
-    past, future = past.double(), future.double()
-    beta = None if beta is None else beta.double()
-    ours = past.log_total.masked_fill(past.log_total == -torch.inf, 0)
-    theirs = future.log_total.flip(1)
-    empty = theirs == -torch.inf
-    odds = (theirs.masked_fill(empty, 0) - ours).masked_fill(empty, -torch.inf)
-    share = torch.sigmoid(odds)
-    mean = past.mean + share * (future.mean.flip(1) - past.mean)
-    log_total = ours + F.softplus(odds)
-    if beta is None or past.free is None or future.free is None:
-        return mean.to(dtype), None, log_total.to(dtype)
-    other = torch.where(empty, past.free, future.free.flip(1))
-    rise = beta * (other - past.free)
-    ours_above = rise <= 0
-    above, below = torch.where(ours_above, past.free, other), torch.where(ours_above, rise, -rise)
-    finite = odds.masked_fill(empty, 0)
-    log_share, log_rest = F.logsigmoid(finite), F.logsigmoid(-finite)
-    high, low = torch.where(ours_above, log_rest, log_share), torch.where(ours_above, log_share, log_rest)
-    free = torch.where(empty, past.free, above + torch.logaddexp(high, low + below) / beta)
-    return mean.to(dtype), free.to(dtype), log_total.to(dtype)
 
 
 def decay_between(gate: Tensor, rows: Tensor) -> Tensor:

@@ -10,27 +10,20 @@ exponentials exp(beta v_{i,k}), so a head has one temperature.
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.conditioner import inverse_softplus, spread_decay_
-from femixer.kernels.reading import NOTHING, TINY, Reading
-from femixer.kernels.recurrence import linear_recurrence
-from femixer.layout import PADDING, START, Layout
+from femixer.kernels.pair_state_space import PairSums, PairSystem, pair_state_space_read
+from femixer.kernels.reading import Reading
+from femixer.layout import Layout
 from femixer.priors.base import Widths
 from femixer.priors.directed import DirectedPrior, decay_between
 from femixer.priors.mamba import EPSILON
 from femixer.projection import Columns
-
-
-class PairSums(NamedTuple):
-    """State: sums [B, 3, H, N] of 1, v and exp(beta v - top) through W, and top [B, H], float64."""
-
-    sums: Tensor
-    top: Tensor
 
 
 class InteractivePrior(DirectedPrior):
@@ -90,58 +83,11 @@ class InteractivePrior(DirectedPrior):
         keep: bool,
         exclusive: bool,
     ) -> Reading:
-        dtype, v = v.dtype, v.double()
-        gate, b, c = (tracks[name].double() for name in ("gate", "b", "c"))
-        write, read = (F.softplus(x.double()) for x in (self.write_map, self.read_map))
-        start = torch.zeros_like(v[..., 0, 0], dtype=torch.bool)
-        real = ~start
-        if marks is not None:
-            real, start = marks != PADDING, marks == START
-            gate = torch.where(real[..., None, None], gate, 0)
-        b = b[:, :, None] * real[..., None, None]
-        if state is None:
-            sums = v.new_zeros(v.shape[0], 3, self.heads, self.state_size)
-            state = PairSums(sums, v.new_full((v.shape[0], self.heads), -torch.inf))
-
-        def sweep(decay: Tensor, through: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
-            """Sums that a row reads [B, T, H, D], and the state [B, H, N] after the last token."""
-            written = linear_recurrence(decay.flatten(2), (b * through).flatten(2), initial.flatten(1))
-            written = written.unflatten(2, initial.shape[1:])
-            h = decay * torch.cat([initial[:, None], written[:, :-1]], 1) if exclusive else written
-            return torch.einsum("bthn,btn,hdn->bthd", h, c, read), written[:, -1]
-
-        decay = gate.masked_fill(start[..., None, None], -torch.inf).exp()
-        totals, last_total = sweep(decay, write.sum(-1).expand(*gate.shape), state.sums[:, 0])
-        there = ~(totals <= TINY) & real[..., None, None]  # what is not a number is there, and stays that
-        safe = torch.where(there, totals, 1)
-        log_total = torch.where(there, safe.log(), -torch.inf)
-        weighted, last_mean = sweep(decay, torch.einsum("bthk,hnk->bthn", v, write), state.sums[:, 1])
-        mean = torch.where(there, weighted / safe, 0)
-        if beta is None:
-            sums = torch.stack([last_total, last_mean, state.sums[:, 2]], 1)
-            return Reading(mean.to(dtype), None, log_total.to(dtype), PairSums(sums, state.top))
-        exponent = beta.double() * v
-        shift = self._shift(exponent.detach().amax(-1), gate.detach().amax(-1), start, real, state.top)
-        first = torch.where(state.top > -torch.inf, state.top, NOTHING)[:, None]
-        change = torch.cat([first, shift[:, :-1]], 1) - shift
-        x = torch.where(real[..., None, None], exponent - shift[..., None], 0).exp()
-        decay = (gate + change[..., None]).masked_fill(start[..., None, None], -torch.inf).exp()
-        energy, last_energy = sweep(decay, torch.einsum("bthk,hnk->bthn", x, write), state.sums[:, 2])
-        ratio = energy / safe
-        seen = there & ~(ratio <= 0)
-        free = (shift[..., None] + torch.where(seen, ratio, 1).log()) / beta.double()
-        free = torch.where(seen, torch.maximum(free, mean), mean)
-        top = shift[:, -1].masked_fill(shift[:, -1] < NOTHING / 2, -torch.inf)
-        next_state = PairSums(torch.stack([last_total, last_mean, last_energy], 1), top)
-        return Reading(mean.to(dtype), free.to(dtype), log_total.to(dtype), next_state)
-
-    @staticmethod
-    def _shift(largest: Tensor, slowest: Tensor, start: Tensor, real: Tensor, top: Tensor) -> Tensor:
-        """The largest exponent so far [B, T, H], decaying with the slowest mode."""
-        reach = slowest.masked_fill(start[..., None], 10 * NOTHING).cumsum(1)
-        first = torch.where(top > -torch.inf, top, NOTHING)[:, None]
-        fresh = torch.where(real[..., None], largest, NOTHING)
-        return torch.cat([first, fresh - reach], 1).cummax(1).values[:, 1:] + reach
+        write_map, read_map = (F.softplus(x.to(v.dtype)) for x in (self.write_map, self.read_map))
+        system = PairSystem(tracks["gate"], tracks["b"], tracks["c"], write_map, read_map)
+        state = PairSums.empty(system.gate) if state is None else state
+        beta = None if beta is None else beta[:, 0]
+        return pair_state_space_read(system, v, beta, marks, state, exclusive)
 
     def log_scores(self, tracks: dict[str, Tensor], rows: Tensor) -> Tensor:
         """[B, H, rows, T * D, D]: over pairs (i, k), for every output channel j."""

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from femixer.kernels.chunked import chunked_read
-from femixer.kernels.fast_weights import FastWeights, fast_weight_read
+from femixer.kernels.decayed_linear import decayed_linear_read
 from femixer.kernels.reading import Reading
 from femixer.layout import Layout
 from femixer.priors.base import Widths
 from femixer.priors.directed import DirectedPrior, decay_between
 from femixer.projection import Columns
-from femixer.rotary import Turn, check_base, rotated
+from femixer.rotary import Rotation, check_base, rotated
 
 # Small against features of order one; large enough that the sum of two products of it is a normal number.
 EPSILON = 1e-6
@@ -45,13 +44,10 @@ class LinearPrior(DirectedPrior):
         width = self.widths.key
         return {"q": Columns(self.heads * width), "k": Columns(self.kv_heads * width)}
 
-    def turn(self, position: Tensor) -> Turn | None:
-        return Turn(position, self.widths.key, self.rope_base, EPSILON) if self.rope else None
-
     def tracks(self, inputs: dict[str, Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
-        turn = self.turn(layout.position)
-        if turn is not None:
-            q, k = rotated(inputs["q"], inputs["k"], turn, dtype)
+        if self.rope:
+            rotation = Rotation(layout.position, self.widths.key, self.rope_base, EPSILON)
+            q, k = rotated(inputs["q"], inputs["k"], rotation, dtype)
         else:
             q, k = (inputs[name].to(dtype).unflatten(-1, (-1, self.widths.key)).relu() + EPSILON for name in ("q", "k"))
         return {"q": q, "k": k}
@@ -67,13 +63,7 @@ class LinearPrior(DirectedPrior):
         exclusive: bool,
     ) -> Reading:
         q, k, gate = tracks["q"], tracks["k"], tracks.get("gate")
-        by_head = gate is None or gate.shape[-1] == 1
-        if state is None and not keep and by_head:
-            heads = None if gate is None else gate[..., 0]
-            mean, free, log_total = chunked_read(q, k, heads, v, beta, marks, exclusive)
-            return Reading(mean, free, log_total[..., None], None)
-        state = FastWeights.empty(k, v, beta) if state is None else state
-        read = fast_weight_read(q, k, gate, v, beta, marks, state, exclusive)
+        read = decayed_linear_read(q, k, gate, v, beta, marks, state, exclusive, keep)
         return Reading(read.mean, read.free, read.log_total[..., None], read.state)
 
     def log_scores(self, tracks: dict[str, Tensor], rows: Tensor) -> Tensor:

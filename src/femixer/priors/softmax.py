@@ -9,15 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from femixer.gates import EPS
-from femixer.kernels.attend import Geometry
-from femixer.kernels.backend import one_token
-from femixer.kernels.gated_softmax import gated_softmax, serves
-from femixer.kernels.softmax import softmax_read
-from femixer.kernels.softmax_step import CACHE_HEADROOM, compiled_step, softmax_step
-from femixer.layout import Layout, runs_together
+from femixer.kernels.gated_softmax import gated_softmax_read
+from femixer.kernels.softmax import reading_dtype, softmax_read
+from femixer.kernels.softmax_step import HEADROOM, TOO_LARGE, softmax_step
+from femixer.layout import Layout, segments_together
 from femixer.priors.base import Prior, Widths
 from femixer.projection import Columns
-from femixer.rotary import Turn, check_base, rotated
+from femixer.rotary import Rotation, check_base, rotated
 from femixer.state import Growing
 
 ScoreBias = Callable[[Tensor, Tensor], Tensor]
@@ -42,7 +40,8 @@ class Alibi(nn.Module):
 class Stream(NamedTuple):
     """Cached values [B, G, S, D]; with `exponentials`, beside exp(beta (v - shift)) in one buffer of width 2D.
 
-    shift [B, G, 1, D]: without exponentials the largest value so far.
+    shift [B, G, 1, D]: without exponentials the largest value so far. Exponentials are kept on a CPU only: whether they
+    still fit their shift is a question to the device, for which another device would have to wait.
     """
 
     data: Growing
@@ -53,7 +52,7 @@ class Stream(NamedTuple):
     @classmethod
     def of(cls, v: Tensor, beta: Tensor | None, exponentials: bool) -> Stream:
         shift = v.detach().amax(2, keepdim=True) if v.shape[2] else None
-        exponentials = exponentials and beta is not None
+        exponentials = exponentials and beta is not None and v.device.type == "cpu"
         if exponentials and beta is not None and shift is not None:
             return cls(Growing.of(_beside(v, beta[:, None] * (v - shift))), v.shape[-1], True, shift)
         return cls(Growing.of(v.contiguous()), v.shape[-1], exponentials, shift)
@@ -71,7 +70,7 @@ class Stream(NamedTuple):
             shift = torch.maximum(self.shift, v.detach().amax(2, keepdim=True))
             return self._replace(data=self.data.append(v), shift=shift)
         above = beta[:, None] * (v - self.shift)
-        if above.numel() and bool(above.amax() > CACHE_HEADROOM):
+        if above.numel() and bool(above.amax() > HEADROOM):
             return Stream.of(torch.cat([self.values, v], 2), beta, True)
         return self._replace(data=self.data.append(_beside(v, above)))
 
@@ -84,12 +83,12 @@ def _beside(v: Tensor, exponent: Tensor) -> Tensor:
 
 
 class Cache(NamedTuple):
-    """Rotated keys and the values of the past [B, G, S, .]; their runs [B, S] where there was padding or a segment;
-    positions [1 or B, S] where a score bias asks for them."""
+    """Rotated keys and the values of the past [B, G, S, .]; their segments [B, S] where there was padding or more than
+    one; positions [1 or B, S] where a score bias asks for them."""
 
     keys: Growing
     stream: Stream
-    run: Tensor | None
+    segment: Tensor | None
     position: Tensor | None
 
 
@@ -129,14 +128,11 @@ class SoftmaxPrior(Prior):
         width = self.widths.key
         return {"q": Columns(self.heads * width), "k": Columns(self.kv_heads * width)}
 
-    def turn(self, position: Tensor) -> Turn | None:
-        return Turn(position, self.widths.key, self.rope_base) if self.rope else None
-
     def _heads(self, inputs: dict[str, Tensor], position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Queries [B, T, H, E] and keys [B, T, G, E] at their positions."""
-        q, k, turn = inputs["q"], inputs["k"], self.turn(position)
-        if turn is not None:
-            return rotated(q, k, turn, dtype)
+        q, k = inputs["q"], inputs["k"]
+        if self.rope:
+            return rotated(q, k, Rotation(position, self.widths.key, self.rope_base), dtype)
         return q.unflatten(-1, (-1, self.widths.key)).to(dtype), k.unflatten(-1, (-1, self.widths.key)).to(dtype)
 
     def _bias(self, query: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -145,29 +141,17 @@ class SoftmaxPrior(Prior):
     def read(
         self, inputs: dict[str, Tensor], v: Tensor, beta: Tensor | None, layout: Layout, state: Any, keep: bool
     ) -> tuple[Tensor, Tensor | None, Any]:
-        dtype = reading_dtype(v)
-        v = v.to(dtype)
-        beta = None if beta is None else beta.to(dtype)
-        q, k = self._heads(inputs, layout.position, dtype)
+        q, k, v, beta = self._read_from(inputs, v, beta, layout)
         if state is None and not keep:
-            runs = None if layout.run is None else (layout.run, layout.run)
-            bias = self._bias(layout.position, layout.position, dtype)
-            mean, free = softmax_read(q, k, v, beta, causal=self.causal, window=self.window, bias=bias, runs=runs)
+            mean, free = softmax_read(q, k, v, beta, causal=self.causal, **self._visible(layout, q.dtype))
             return mean, free, None
-        if state is not None and self._sees_all(state, layout) and one_token(inputs["q"]):
-            return self._step(q, k, v, beta, state)
-        cache = self._append(state, k, v, beta, layout)
-        bias = None if cache.position is None else self._bias(layout.position, cache.position, dtype)
-        runs = None if cache.run is None else (cache.run[:, -q.shape[1] :], cache.run)
-        if q.shape[1] == 1 and not torch.is_grad_enabled():
-            if bias is not None:
-                bias = bias.expand(q.shape[0], self.heads, 1, cache.keys.length)
-            run_q, run_k = (None, None) if runs is None else runs
-            geometry = Geometry(bias, run_q, run_k, True, self.window)
-            stream = cache.stream
-            mean, free = softmax_step(q, cache.keys, stream.data, stream.shift, beta, geometry)
+        one_more = state is not None and state.stream.shift is not None and q.shape[1] == 1
+        if one_more and not torch.is_grad_enabled():
+            mean, free, cache = self._step(q, k, v, beta, layout, state)
         else:
-            mean, free = self._whole(q, cache, beta, bias, runs)
+            cache = self._append(state, k, v, beta, layout)
+            keys, values = cache.keys.tensor.transpose(1, 2), cache.stream.values.transpose(1, 2)
+            mean, free = softmax_read(q, keys, values, beta, **self._visible_in(cache, layout, q.dtype))
         return mean, free, self._forget(cache)
 
     def gated_read(
@@ -181,59 +165,72 @@ class SoftmaxPrior(Prior):
         state: Any,
         keep: bool,
     ) -> tuple[Tensor, Any]:
-        sees_all = self.score_bias is None and (self.window is None or self.window >= v.shape[1])
-        plain = sees_all and layout.run is None and state is None and not keep
-        # Who has put another read in place of ours gets it.
-        ours = type(self).read is SoftmaxPrior.read and "read" not in self.__dict__
-        if plain and ours and beta is not None and serves(self.heads, self.widths.key, v, lam, gate):
-            assert lam is not None
-            assert gate is not None
-            q, k = self._heads(inputs, layout.position, v.dtype)
-            return gated_softmax(q, k, v, beta.to(v.dtype), lam, gate, self.causal, EPS), None
-        return super().gated_read(inputs, v, beta, lam, gate, layout, state, keep)
+        """`read` and the gates, as one operator where the tokens are a sequence of their own."""
+        if state is not None or keep:
+            return super().gated_read(inputs, v, beta, lam, gate, layout, state, keep)
+        q, k, v, beta = self._read_from(inputs, v, beta, layout)
+        gates = None if lam is None else lam.to(v.dtype), None if gate is None else gate.to(v.dtype)
+        visible = self._visible(layout, v.dtype)
+        return gated_softmax_read(q, k, v, beta, gates, EPS, causal=self.causal, **visible), None
 
-    def _whole(
-        self, q: Tensor, cache: Cache, beta: Tensor | None, bias: Tensor | None, runs: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The read of the cache's last tokens."""
-        keys, values = cache.keys.tensor.transpose(1, 2), cache.stream.values.transpose(1, 2)
-        return softmax_read(q, keys, values, beta, causal=True, window=self.window, bias=bias, runs=runs)
+    def _read_from(
+        self, inputs: dict[str, Tensor], v: Tensor, beta: Tensor | None, layout: Layout
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys, values and temperatures in the type they are read in."""
+        dtype = reading_dtype(v, beta)
+        q, k = self._heads(inputs, layout.position, dtype)
+        return q, k, v.to(dtype), None if beta is None else beta.to(dtype)
 
-    def _sees_all(self, cache: Cache, layout: Layout) -> bool:
-        """Whether the next token sees all of a cache that is not empty, by scores alone."""
-        if cache.run is not None or layout.run is not None or self.score_bias is not None:
-            return False
-        return cache.keys.length > 0 and (self.window is None or self.window > cache.keys.length)
+    def _visible(self, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+        """What besides causality decides who sees whom, among the tokens of a layout."""
+        segments = None if layout.segment is None else (layout.segment, layout.segment)
+        return {
+            "window": self.window,
+            "segments": segments,
+            "bias": self._bias(layout.position, layout.position, dtype),
+        }
+
+    def _visible_in(self, cache: Cache, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+        """The same for the last tokens of a cache, which are those of the layout."""
+        length = layout.position.shape[1]
+        segments = None if cache.segment is None else (cache.segment[:, -length:], cache.segment)
+        bias = None if cache.position is None else self._bias(layout.position, cache.position, dtype)
+        return {"window": self.window, "segments": segments, "bias": bias}
 
     def _step(
-        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, cache: Cache
+        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, layout: Layout, cache: Cache
     ) -> tuple[Tensor, Tensor | None, Cache]:
-        """One more token, written and read by one kernel."""
-        stream = cache.stream
-        assert stream.shift is not None  # the cache is not empty
-        keys, data = cache.keys.longer(1), stream.data.longer(1)
-        step = compiled_step(q, k, v, keys, data, stream.shift, beta)
-        stream = stream._replace(data=data, shift=step.shift)
-        if not step.fits:
+        """One more token, without gradients: written to the cache and read from it at once."""
+        keys, data, shift = cache.keys.longer(1), cache.stream.data.longer(1), cache.stream.shift
+        assert shift is not None
+        segment, position = self._places(cache, k, layout)
+        cache = Cache(keys, cache.stream._replace(data=data), segment, position)
+        visible = self._visible_in(cache, layout, q.dtype)
+        mean, free, shift, doubt = softmax_step(
+            q, (k, v), (keys.buffer, data.buffer, shift), beta, keys.length, **visible
+        )
+        stream = cache.stream._replace(shift=shift)
+        if stream.exponentials and bool((doubt == TOO_LARGE).any()):
             stream = Stream.of(stream.values, beta, True)
-        cache = cache._replace(keys=keys, stream=stream)
-        mean, free = (step.mean, step.free) if step.sound else self._whole(q, cache, beta, None, None)
-        return mean, free, cache
+        return mean, free, cache._replace(stream=stream)
 
     def _append(self, cache: Cache | None, k: Tensor, v: Tensor, beta: Tensor | None, layout: Layout) -> Cache:
-        batch = k.shape[0]
         keys, v = k.transpose(1, 2), v.transpose(1, 2)
-        position = None if self.score_bias is None else layout.position
         if cache is None:
             stream = Stream.of(v, beta, self.cache == "exp")
-            return Cache(Growing.of(keys.contiguous()), stream, layout.run, position)
-        run = runs_together(cache.run, cache.keys.length, layout.run, k)
-        if position is not None and cache.position is not None:
-            before = cache.position
-            if before.shape[0] != position.shape[0]:
-                before, position = before.expand(batch, -1), position.expand(batch, -1)
-            position = torch.cat([before, position], 1)
-        return Cache(cache.keys.append(keys), cache.stream.append(v, beta), run, position)
+            position = None if self.score_bias is None else layout.position
+            return Cache(Growing.of(keys.contiguous()), stream, layout.segment, position)
+        return Cache(cache.keys.append(keys), cache.stream.append(v, beta), *self._places(cache, k, layout))
+
+    def _places(self, cache: Cache, k: Tensor, layout: Layout) -> tuple[Tensor | None, Tensor | None]:
+        """Segments and positions of the cached tokens and of those of the layout."""
+        segment = segments_together(cache.segment, cache.keys.length, layout.segment, k)
+        before, position = cache.position, layout.position
+        if before is None:
+            return segment, None
+        if before.shape[0] != position.shape[0]:
+            before, position = before.expand(k.shape[0], -1), position.expand(k.shape[0], -1)
+        return segment, torch.cat([before, position], 1)
 
     def _forget(self, cache: Cache) -> Cache:
         """With a window, keep the last real tokens that a later query can see; seldom, so that it costs little."""
@@ -242,18 +239,18 @@ class SoftmaxPrior(Prior):
             return cache
         keys = cache.keys.tensor
         index = torch.arange(length - window, length, device=keys.device).expand(keys.shape[0], -1)
-        run = None
-        if cache.run is not None:
+        segment = None
+        if cache.segment is not None:
             # Each row keeps its own; rows with fewer real tokens are filled up with padding.
-            real = torch.arange(length, device=index.device).masked_fill(cache.run < 0, -1)
+            real = torch.arange(length, device=index.device).masked_fill(cache.segment < 0, -1)
             index = real.topk(window, 1).values.flip(1)
             missing = index < 0
             index = index.clamp_min(0)
-            run = cache.run.gather(1, index).masked_fill(missing, -1)
+            segment = cache.segment.gather(1, index).masked_fill(missing, -1)
         position = cache.position
         if position is not None:
             position = position.expand(len(index), -1).gather(1, index)
-        return Cache(cache.keys.take(index), cache.stream.take(index), run, position)
+        return Cache(cache.keys.take(index), cache.stream.take(index), segment, position)
 
     def weights(
         self,
@@ -274,20 +271,13 @@ class SoftmaxPrior(Prior):
         key = torch.arange(length, device=q.device)
         seen = torch.ones(1, len(rows), length, dtype=torch.bool, device=q.device)
         rank = key[None]
-        if layout.run is not None:
-            run = layout.run
-            seen = (run[:, rows, None] == run[:, None]) & (run[:, rows, None] >= 0)
-            rank = (run >= 0).cumsum(1)
+        if layout.segment is not None:
+            segment = layout.segment
+            seen = (segment[:, rows, None] == segment[:, None]) & (segment[:, rows, None] >= 0)
+            rank = (segment >= 0).cumsum(1)
         if self.causal:
             seen = seen & (key <= rows[:, None])
         if self.window is not None:
             seen = seen & ((rank[:, rows, None] - rank[:, None]).abs() < self.window)
         scores = scores.masked_fill(~seen[:, None], -torch.inf)
         return scores.softmax(-1).masked_fill(~seen[:, None], 0)
-
-
-def reading_dtype(v: Tensor) -> torch.dtype:
-    """The read runs in float32 or better; bfloat16 has float32's range and stays where its matrix products are fast."""
-    if v.dtype == torch.bfloat16 and v.is_cuda:
-        return v.dtype
-    return torch.promote_types(v.dtype, torch.float32)

@@ -18,11 +18,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from femixer.gates import gated_read
-from femixer.kernels.attend import Geometry
-from femixer.kernels.softmax import softmax_read
+from femixer.kernels.softmax import reading_dtype, softmax_read
 from femixer.kernels.softmax_step import softmax_step
-from femixer.priors.softmax import reading_dtype
-from femixer.state import Growing
 from femixer.surgery.gates import ReadGates
 
 NAME = "fem"
@@ -71,16 +68,13 @@ def read(
     query: Tensor, key: Tensor, value: Tensor, beta: Tensor, seen: Visibility, scale: float
 ) -> tuple[Tensor, Tensor]:
     """query [B, H, T, E], key [B, G, S, E], value [B, G, S, D], beta [G, D] -> mean, free energy [B, T, H, D]."""
-    dtype = reading_dtype(value)
+    dtype = reading_dtype(value, beta)
     query, key, value, beta = (x.to(dtype) for x in (query, key, value, beta))
-    batch, heads, length, width = query.shape
+    length, width = query.shape[2:]
     q = query.transpose(1, 2)
     if length == 1 and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        bias = None if seen.bias is None else seen.bias.expand(batch, heads, 1, key.shape[2])
-        geometry = Geometry(bias, None, None, True, None)
-        keys, values = (Growing.of(x.detach().contiguous()) for x in (key, value))
-        shift = values.tensor.amax(2, keepdim=True)
-        mean, free = softmax_step(q * (scale * width**0.5), keys, values, shift, beta, geometry)
+        cache = key, value, value.amax(2, keepdim=True)
+        mean, free, *_ = softmax_step(q * (scale * width**0.5), None, cache, beta, key.shape[2], bias=seen.bias)
     else:
         k, v = key.transpose(1, 2), value.transpose(1, 2)
         mean, free = softmax_read(q, k, v, beta, causal=seen.causal, bias=seen.bias, scale=scale)
@@ -115,7 +109,7 @@ def fem_attention(
     if attention_mask is None and causal and length > 1:
         # A static cache is longer than what it holds; at its start transformers leaves the mask out.
         key, value = key[:, :, :length], value[:, :, :length]
-    seen = visibility(attention_mask, causal, length, reading_dtype(value))
+    seen = visibility(attention_mask, causal, length, reading_dtype(value, gates.beta))
     if seen.hidden is not None:
         value = without_hidden(value, seen.hidden)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

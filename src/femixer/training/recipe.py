@@ -132,7 +132,7 @@ def _first(value: Any, kinds: Sequence[Any]) -> Any:
     for kind in kinds:
         try:
             made.append(convert(value, kind))
-        except Unfit as problem:  # noqa: PERF203 (there are two or three)
+        except Unfit as problem:
             expected.append(str(problem))
     if not made:
         raise Unfit(" or ".join(expected))

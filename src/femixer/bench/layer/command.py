@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 import torch
 
+from femixer.bench.busy import busy
 from femixer.bench.environment import environment
 from femixer.bench.layer.decode import measure_decode
 from femixer.bench.layer.options import Options
@@ -31,7 +32,7 @@ def main(args: Sequence[str]) -> int:
 def run(options: Options) -> Report:
     options.validate()
     options.out.mkdir(parents=True, exist_ok=True)  # an unwritable place shows now, not after the measurement
-    with cpu_threads(options.threads) as threads:
+    with cpu_threads(options.threads) as threads, busy(options.busy):
         torch.manual_seed(options.seed)
         layers = measure_sequences(options)
         decode = [] if options.encoder else measure_decode(options)

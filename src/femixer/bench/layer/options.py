@@ -36,6 +36,8 @@ class Options(MixerOptions):
     """Tokens seen when decoding one more."""
     decode_batch: int = 1
     """Sequences decoded side by side."""
+    busy: int = 0
+    """Measure with this many other processes computing beside it, each on one thread, as on a machine that is busy."""
 
     @property
     def mixers(self) -> list[Mixer]:
@@ -46,6 +48,7 @@ class Options(MixerOptions):
         super().validate()
         for name in ("context", "decode_batch"):
             check_positive(name, getattr(self, name))
+        check(self.busy >= 0, "busy", self.busy, "a whole number of at least 0")
         for name in ("lengths", "forward_lengths"):
             for length in getattr(self, name):
                 check_positive(name, length)

@@ -23,6 +23,8 @@ def tables(report: Report, targets: bool) -> Iterator[Table]:
         f"dim {s['dim']}, {s['heads']} heads{grouped}, {s['dtype']}, "
         f"{'encoder' if s['encoder'] else 'causal'}, {e['threads']} threads, torch {e['torch']}"
     )
+    if s["busy"]:
+        setting += f", beside {s['busy']} busy {'process' if s['busy'] == 1 else 'processes'}"
     note = "" if all(parse_prior(prior)[0] == "softmax" for prior in s["priors"]) else FLOPS_NOTE
     for length in (*s["lengths"], *s["forward_lengths"]):
         trained = length in s["lengths"]

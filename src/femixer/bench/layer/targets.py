@@ -17,7 +17,7 @@ class Target(NamedTuple):
     memory: float | None = None
 
 
-_SHARED = {"kv_heads": None, "batch": 2, "dtype": "float32", "device": "cpu", "encoder": False}
+_SHARED = {"kv_heads": None, "batch": 2, "dtype": "float32", "device": "cpu", "encoder": False, "busy": 0}
 SOFTMAX_SIZE = {**_SHARED, "dim": 768, "heads": 12}
 LINEAR_TIME_SIZE = {**_SHARED, "dim": 512, "heads": 8}
 DECODE_SIZE = {**SOFTMAX_SIZE, "context": 4096, "decode_batch": 1}

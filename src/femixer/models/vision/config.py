@@ -25,7 +25,7 @@ class FEMVisionConfig(PreTrainedConfig):
     mixer, prior, parts, budget, mixer_options, prior_options: as in FEMConfig, so that a row of
     femixer.models.named fits. pooling: "token" reads a learned class token in front of the patches, "mean" has none and
     takes the mean of the patches. positions: "learned" adds an embedding per patch, interpolated for images of another
-    size; "rotary" turns half of the pairs of a head's query and key channels with the row and half with the column.
+    size; "rotary" rotates half of the pairs of a head's query and key channels with the row and half with the column.
     num_labels, id2label: as everywhere in transformers.
     """
 
@@ -91,7 +91,7 @@ class FEMVisionConfig(PreTrainedConfig):
             )
         if mixer != "fem" or self.budget == "attention":  # a head of queries has hidden_size / heads channels
             four = 4 * self.num_attention_heads
-            multiple = f"a multiple of {four}: rotary positions turn pairs of a head by rows and pairs by columns"
+            multiple = f"a multiple of {four}: rotary positions rotate pairs of a head by rows and pairs by columns"
             check(self.hidden_size % four == 0, "hidden_size", self.hidden_size, multiple)
 
     @property

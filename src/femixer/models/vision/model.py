@@ -14,6 +14,7 @@ from transformers.utils.output_capturing import capture_outputs
 from femixer.models.block import GELUMLP, FEMBlock
 from femixer.models.language import FEMPreTrainedModel
 from femixer.models.mixers import build_mixer
+from femixer.models.packing import check_arguments
 from femixer.models.vision.config import FEMVisionConfig
 from femixer.models.vision.depth import StochasticDepth, rising
 from femixer.models.vision.embedding import PatchEmbedding
@@ -43,6 +44,8 @@ class FEMVisionPreTrainedModel(FEMPreTrainedModel):
 class FEMVisionModel(FEMVisionPreTrainedModel):
     """pixel_values [B, C, H, W] -> hidden states [B, T, hidden_size] and the image's own [B, hidden_size]."""
 
+    is_body = True
+
     def __init__(self, config: FEMVisionConfig) -> None:
         super().__init__(config)
         dim, eps, width, stack = config.hidden_size, config.layer_norm_eps, config.intermediate_size, config.stack()
@@ -67,6 +70,7 @@ class FEMVisionModel(FEMVisionPreTrainedModel):
     @capture_outputs  # type: ignore[untyped-decorator]
     def forward(self, pixel_values: Tensor, **kwargs: Any) -> BaseModelOutputWithPooling:
         """pixel_values [B, num_channels, H, W] of any height and width that patch_size divides."""
+        check_arguments(kwargs)
         x, grid = self.embedding(pixel_values)
         for layer in self.layers:
             x = layer(x, grid)

@@ -1,0 +1,146 @@
+"""What a layer asks of a device in plain torch: `python benchmarks/launches.py [priors]`, on tensors without data.
+
+Columns: torch operations of the forward and of the backward pass (views not counted, operators counted inside), those
+of decoding one token, megabytes kept for the backward pass and held at the peak of a training step, beyond parameters
+and input. Causal layers with all parts at B 1, T 4096, dim 512, 8 heads.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from femixer import FreeEnergyMixer
+from femixer.priors import PRIORS
+from femixer.priors.parsing import parse_prior
+
+DIM, HEADS, LENGTH = 512, 8, 4096
+ATTENTION = "attention"
+KINDS = (ATTENTION, *PRIORS, "gla:decay=channel", "mamba:normalize=false")
+
+
+class Cost(NamedTuple):
+    forward: int
+    backward: int
+    token: int
+    saved: int
+    peak: int
+
+
+def layer(kind: str, causal: bool = True) -> nn.Module:
+    """The layer of a prior, with options as in gla:decay=channel; attention: the softmax prior without parts."""
+    name, options = ("softmax", {}) if kind == ATTENTION else parse_prior(kind)
+    parts = "" if kind == ATTENTION else "CLTG"
+    return FreeEnergyMixer(DIM, HEADS, name, parts, causal, prior_options=options, device="meta")
+
+
+def measure(kind: str, length: int = LENGTH) -> Cost:
+    mixer = layer(kind)
+    x = torch.empty(1, length, DIM, device="meta", requires_grad=True)
+    places: dict[int, Any] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        places[storage._cdata] = storage  # held, so that its place is not taken by another one
+        return tensor
+
+    with Memory([x, *mixer.parameters()]) as memory:
+        with Operations() as forward, saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = mixer(x)
+        for tensor in (x, y, *mixer.parameters()):
+            places.pop(tensor.untyped_storage()._cdata, None)
+        saved = sum(storage.nbytes() for storage in places.values())
+        places.clear()
+        gradient = torch.empty_like(y)
+        with Operations() as backward:
+            y.backward(gradient)
+    return Cost(forward.count, backward.count, decode(mixer), saved, memory.peak)
+
+
+def decode(mixer: nn.Module) -> int:
+    """Operations of one token after some others."""
+    with torch.no_grad():
+        x = torch.empty(1, 7, DIM, device="meta")
+        _, state = mixer(x, return_state=True)
+        _, state = mixer(x[:, :1], state=state, return_state=True)  # a cache that grows does so now
+        with Operations() as token:
+            mixer(x[:, :1], state=state, return_state=True)
+    return token.count
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations of torch that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _is_view(func):
+            self.count += 1
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _is_view(func: Any) -> bool:
+    shared = [result.alias_info for result in func._schema.returns]
+    return func is torch.ops.aten._unsafe_view.default or any(a is not None and not a.is_write for a in shared)
+
+
+class Memory(TorchDispatchMode):
+    """The most bytes of storages alive at one time, of those that operations inside have made."""
+
+    def __init__(self, old: list[Tensor]) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known = {id(tensor.untyped_storage()): tensor.untyped_storage() for tensor in old}
+        self._watched: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for result in tree_leaves(results):
+            if isinstance(result, Tensor):
+                self._watch(result.untyped_storage())
+        return results
+
+    def _watch(self, storage: Any) -> None:
+        key = id(storage)
+        if key in self._known or key in self._watched:
+            return
+        size = storage.nbytes()
+
+        def gone(_: Any) -> None:
+            del self._watched[key]
+            self.live -= size
+
+        self._watched[key] = weakref.ref(storage, gone)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+def rows(kinds: list[str], cost: Callable[[str], Cost] = measure) -> Iterator[str]:
+    rival = cost(ATTENTION)
+    yield f"{'':<24}{'forward':>9}{'backward':>9}{'token':>7}{'kept MB':>9}{'ratio':>7}{'peak MB':>9}{'ratio':>7}"
+    for kind in kinds:
+        try:
+            c = cost(kind)
+        except Exception as error:
+            yield f"{kind:<24}{type(error).__name__}: {str(error).splitlines()[0][:90]}"
+            continue
+        kept = f"{c.saved / 1e6:>9.1f}{c.saved / rival.saved:>7.2f}"
+        peak = f"{c.peak / 1e6:>9.1f}{c.peak / rival.peak:>7.2f}"
+        yield f"{kind:<24}{c.forward:>9}{c.backward:>9}{c.token:>7}{kept}{peak}"
+
+
+if __name__ == "__main__":
+    for row in rows(sys.argv[1:] or list(KINDS)):
+        print(row, flush=True)

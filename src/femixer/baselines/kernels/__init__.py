@@ -1,0 +1,1 @@
+"""Operators that only rival mixers need, and recurrences made of torch's operations alone."""

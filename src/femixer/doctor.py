@@ -1,0 +1,270 @@
+"""`femixer doctor`: what runs here, on which backend and why, and whether it computes what it should."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from femixer.bench.progress import progress
+from femixer.kernels import check, dispatch
+from femixer.kernels.operator import Operator
+from femixer.optional import require
+from femixer.options import check as check_option
+from femixer.options import parse
+
+PACKAGES = ("femixer.kernels", "femixer.baselines.kernels")
+VERSIONS = ("torch", "numpy", "numba", "triton", "transformers", "femixer")
+FLOATS = (torch.float32, torch.float64)
+# Where there is no terminal there is no width to keep to.
+WIDTH_OF_A_FILE = 120
+
+
+@dataclass(frozen=True)
+class Options:
+    """Versions, threads and devices; which backend runs each operator and why not another; and a check of every
+    operator on every backend against its definition in float64, results and gradients.
+
+    The exit code is 0 if all agree and 1 if one does not.
+    """
+
+    warm: bool = False
+    """Compile all kernels first. They are kept on disk; without this, each is compiled when it is first used."""
+    operators: tuple[str, ...] = ()
+    """Look at these operators only; at all of them if none is named."""
+
+
+class Column(NamedTuple):
+    """A backend on a device."""
+
+    backend: str
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.backend} ({self.device})"
+
+
+class Case(NamedTuple):
+    """An example of an operator in one float type, on the device of a column."""
+
+    operator: Operator
+    column: Column
+    name: str
+    dtype: torch.dtype
+    arguments: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return f"{self.operator.name} on {self.column}, example {self.name!r}, {_short(self.dtype)}"
+
+
+def main(args: Sequence[str]) -> int:
+    options = parse(Options, args, "doctor")
+    operators = check.find_operators(*PACKAGES)
+    names = [operator.name for operator in operators]
+    for name in options.operators:
+        check_option(name in names, "operators", name, f"one of {', '.join(names)}")
+    chosen = [operator for operator in operators if operator.name in (options.operators or names)]
+    dispatch.check(dispatch.asked(), dispatch.VARIABLE)
+    console = _console()
+    for line in surroundings():
+        console.print(line, highlight=False, soft_wrap=True)
+    if options.warm:
+        print(warm(chosen, layers=not options.operators))
+    show_table(chosen, console)
+    start = time.perf_counter()
+    cases = list(served(chosen))
+    wrong = examine(cases)
+    for text in wrong:
+        print(text)
+    seconds = time.perf_counter() - start
+    count = f"{len(cases)} checks of {len(chosen)} operators in {seconds:.1f} s"
+    print(f"{len(wrong)} of {count} failed" if wrong else f"All right: {count}")
+    return 1 if wrong else 0
+
+
+def surroundings() -> Iterator[str]:
+    versions = [f"python {platform.python_version()}", *(f"{name} {_version(name)}" for name in VERSIONS)]
+    yield f"versions   {', '.join(versions)}"
+    kernels = _kernel_threads()
+    yield f"threads    {torch.get_num_threads()} of torch, {kernels} of compiled kernels, {os.cpu_count()} processors"
+    names = [f"cpu ({torch.backends.cpu.get_cpu_capability()})"]
+    names += [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
+    yield f"devices    {', '.join(names)}"
+    source = f"{dispatch.VARIABLE} is {'set' if os.environ.get(dispatch.VARIABLE) else 'not set'}"
+    yield f"backend    {dispatch.asked()} ({source})"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _kernel_threads() -> str:
+    if dispatch.unavailable("numba") is not None:
+        return "none"
+    from femixer.kernels import numba_math
+
+    return str(min(torch.get_num_threads(), numba_math.MOST_THREADS) if numba_math._parallel else 1)
+
+
+def columns() -> list[Column]:
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    return [Column(backend, device) for device in devices for backend in dispatch.DEVICES[device]]
+
+
+def served(operators: Sequence[Operator]) -> Iterator[Case]:
+    """Every example that a backend serves, in every float type."""
+    for operator, column, name, dtype, arguments, why in _refusals(operators):
+        if why is None:
+            yield Case(operator, column, name, dtype, arguments)
+
+
+def _refusals(
+    operators: Sequence[Operator],
+) -> Iterator[tuple[Operator, Column, str, torch.dtype, tuple[Any, ...], str | None]]:
+    for operator in operators:
+        examples = check.definition(operator).examples()
+        for column in columns():
+            for name, arguments in examples.items():
+                narrow = any(isinstance(x, Tensor) and x.dtype == torch.float32 for x in arguments)
+                for dtype in FLOATS if narrow else FLOATS[:1]:  # nothing to cast: once is enough
+                    given = check.cast(arguments, dtype, column.device)
+                    yield operator, column, name, dtype, given, dispatch.refusal(operator, column.backend, given)
+
+
+def examine(cases: Sequence[Case]) -> list[str]:
+    """What is wrong, in one line each."""
+    wrong = []
+    with _bar("checking", len(cases)) as advance:
+        for case in cases:
+            allowed = check.tolerance(case.operator, case.dtype)
+            try:
+                errors = check.compare(case.operator, case.column.backend, case.arguments, case.dtype)
+                found = [("results", errors.results, allowed.results)]
+                found += [(f"gradient of {name}", e, allowed.gradients) for name, e in errors.gradients.items()]
+                # Written as `not <=` so that NaN is wrong.
+                wrong += [
+                    f"wrong: {case}: {what} off by {e:.1e}, allowed {a:.0e}" for what, e, a in found if not e <= a
+                ]
+            except Exception as problem:
+                wrong.append(f"wrong: {case}: {type(problem).__name__}: {problem}")
+            advance()
+    return wrong
+
+
+def show_table(operators: Sequence[Operator], console: Any) -> None:
+    """Operators x backends, and below it why a backend is not used."""
+    shown = columns()
+    serves: dict[tuple[str, Column], list[bool]] = {}
+    used: set[tuple[str, Column]] = set()
+    reasons: dict[str, list[str]] = {}
+    for operator, column, _, _, arguments, why in _refusals(operators):
+        serves.setdefault((operator.name, column), []).append(why is None)
+        if _chosen(operator, arguments) is operator.implementations.get(column.backend):
+            used.add((operator.name, column))
+        if why is not None and dispatch.unavailable(column.backend) is None:
+            found = reasons.setdefault(f"{column.backend}, {operator.name}", [])
+            found += [why] if why not in found else []
+    table = require("rich.table", "cli").Table(title="Backends by operator, on its examples", title_justify="left")
+    for title in ("operator", *map(str, shown)):
+        table.add_column(title)
+    for operator in operators:
+        cells = (_cell(operator, c, serves[operator.name, c], (operator.name, c) in used) for c in shown)
+        table.add_row(operator.name, *cells)
+    console.print(table)
+    for name in dispatch.FILES:
+        if (why := dispatch.unavailable(name)) is not None:
+            reasons[name] = [why]
+    for where, (first, *others) in sorted(reasons.items()):
+        more = f" (and {len(others)} more of this kind)" if others else ""
+        console.print(f"- {where}: {first}{more}", highlight=False, markup=False)
+
+
+def _chosen(operator: Operator, arguments: tuple[Any, ...]) -> object:
+    try:
+        return dispatch.choose(operator, arguments)
+    except dispatch.BackendError:  # another one was asked for than serves
+        return operator
+
+
+def _cell(operator: Operator, column: Column, serves: list[bool], used: bool) -> str:
+    if dispatch.unavailable(column.backend) is None and operator.implementation(column.backend) is None:
+        return "left to torch"
+    if not any(serves):
+        return "no"
+    part = "" if all(serves) else f" for {sum(serves)} of {len(serves)}"
+    return f"{'used' if used else 'ready'}{part}"
+
+
+def warm(operators: Sequence[Operator], layers: bool) -> str:
+    """Compile every kernel, for one thread and for several; layers: also as the layers call them."""
+    if (why := dispatch.unavailable("numba")) is not None:
+        return f"Nothing to compile: {why}"
+    from femixer.kernels import numba_cache, numba_math
+
+    numba_cache.silence()
+    print("Compiling all kernels; where none are on disk this takes minutes", flush=True)
+    start = time.perf_counter()
+    examine([case for case in served(operators) if case.column.backend == "numba"])
+    if layers:
+        run_layers()
+    pairs = [(parallel, signature) for serial, parallel in numba_math.KERNELS for signature in serial.signatures]
+    with _bar("compiling", len(pairs)) as advance:
+        for parallel, signature in pairs:
+            parallel.compile(signature)
+            advance()
+    return f"{len(pairs)} kernels are compiled and on disk ({time.perf_counter() - start:.0f} s)"
+
+
+def run_layers() -> None:
+    """Small layers of every prior in every use: training and reading, at once and token by token, causal and not."""
+    from femixer import FreeEnergyMixer
+    from femixer.priors import PRIORS
+
+    kinds: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in PRIORS]
+    kinds += [("gla", {"decay": "channel"}), ("mamba", {"normalize": False}), ("softmax", {"cache": "exp"})]
+    # Longer sequences than a few tokens may have kernels of their own.
+    uses = [
+        (*kind, parts, causal, length)
+        for kind in kinds
+        for parts in ("CLTG", "LTG", "")
+        for causal in (True, False)
+        for length in (5, 300)
+    ]
+    with _bar("running layers", len(uses)) as advance:
+        for name, options, parts, causal, length in uses:
+            mixer = FreeEnergyMixer(32, 2, prior=name, parts=parts, causal=causal, prior_options=options)
+            x = torch.randn(2, length, 32)
+            keep = torch.arange(length) >= torch.tensor([[0], [2]])
+            for mask in (None, keep):
+                mixer(x.requires_grad_(), mask=mask).sum().backward()
+                with torch.no_grad():
+                    mixer(x, mask=mask)
+                    if causal:
+                        _, state = mixer(x, mask=mask, return_state=True)
+                        for _ in range(2):
+                            _, state = mixer(x[:, :1], state=state, return_state=True)
+            advance()
+
+
+def _bar(what: str, total: int) -> Any:
+    return progress(what, total) if sys.stderr.isatty() else nullcontext(lambda: None)
+
+
+def _console() -> Any:
+    return require("rich.console", "cli").Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

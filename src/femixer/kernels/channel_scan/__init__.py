@@ -1,0 +1,76 @@
+"""A prior with one weight per token and channel: its mean, free energy and log of the total weight, along time.
+
+    s_t(i) = exp(key_i + gate_{i+1} + ... + gate_t),   i <= t,   gate <= 0
+    log_total_t = log sum_i s_t(i)
+    mean_t = sum_i s_t(i) v_i / sum_i s_t(i)
+    free_t = log(sum_i s_t(i) exp(beta v_i) / sum_i s_t(i)) / beta
+
+Everything is in log space, so keys, gates and beta v may have any size. Axes: B batch, T tokens, C channels.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from femixer.kernels.marks import is_padding, is_start
+from femixer.kernels.operator import Operator
+from femixer.kernels.reading import Reading
+
+
+def _results(
+    key: Tensor | None,
+    gate: Tensor | None,
+    v: Tensor,
+    beta: Tensor | None,
+    marks: Tensor | None,
+    state: Tensor | None,
+) -> tuple[Tensor, ...]:
+    mean, log_total = (torch.empty_like(v, memory_format=torch.contiguous_format) for _ in range(2))
+    free = v.new_empty(0) if beta is None else torch.empty_like(mean)
+    return mean, free, log_total, v.new_empty(3, v.shape[0], v.shape[2], dtype=torch.float64)
+
+
+OPERATOR = Operator(__name__, _results, outputs=4)
+
+
+def channel_scan(
+    key: Tensor | None,
+    gate: Tensor | None,
+    v: Tensor,
+    beta: Tensor | None,
+    marks: Tensor | None = None,
+    state: Tensor | None = None,
+    exclusive: bool = False,
+) -> Reading:
+    """Mean, free energy and log total [B, T, C], zero at padding, and the state after the last token.
+
+    key, gate, v [B, T, C], keys and gates of zero where they are None; beta [C], None for the mean only; marks [B, T]
+    (see femixer.kernels.marks); state of the tokens before: float64 [3, B, C] with the log total, mean and free energy
+    of the last one, None where there is none.
+
+    exclusive: every row reads the tokens before it, decayed by its own gate; where there is none its log total is -inf.
+    Such a scan starts from no state.
+    """
+    mean, free, log_total, last = OPERATOR(key, gate, v, beta, marks, state)
+    read = Reading(mean, None if beta is None else free, log_total, last)
+    return _without_itself(read, gate, marks) if exclusive else read
+
+
+def _without_itself(read: Reading, gate: Tensor | None, marks: Tensor | None) -> Reading:
+    """The results of the real token before, in the same segment."""
+    if marks is None:
+        mean, free, log_total = (None if x is None else F.pad(x[:, :-1], (0, 0, 1, 0)) for x in read[:3])
+        nothing = torch.arange(read.mean.shape[1], device=read.mean.device)[:, None] == 0
+    else:
+        index = torch.arange(marks.shape[1], device=marks.device).expand_as(marks)
+        real = index.masked_fill(is_padding(marks), -1).cummax(1).values
+        before = F.pad(real[:, :-1], (1, 0), value=-1).masked_fill(is_start(marks), -1)[..., None]
+        take = before.clamp(min=0).expand_as(read.mean)
+        mean, free, log_total = (None if x is None else x.gather(1, take) for x in read[:3])
+        nothing = before < 0
+    assert mean is not None
+    assert log_total is not None
+    log_total = (log_total if gate is None else log_total + gate).masked_fill(nothing, -torch.inf)
+    return Reading(mean.masked_fill(nothing, 0), free, log_total, read.state)

@@ -1,0 +1,35 @@
+"""Features of the time-decay conditioner: SiLU(a_t / |a_t|) * LN(h_t), h_t a decaying sum of the inputs u.
+
+    h_t = sum_{i <= t} exp(-sum_{tau = i+1..t} s_tau) u_i,   s = softplus(logits), a = softplus(logits)
+
+Both ways, the same sum over later tokens i > t, with the gates t..i-1, is added to h.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from femixer.kernels.operator import Operator
+
+
+def _results(y: Tensor, marks: Tensor | None, initial: Tensor | None, causal: bool, eps: float) -> tuple[Tensor, ...]:
+    batch, length, channels = y.shape[0], y.shape[1], y.shape[2] // 3
+    sums = y.new_empty(batch, length, channels if causal else 2 * channels, dtype=torch.float64)
+    return y.new_empty(batch, length, channels), y.new_empty(batch, channels), sums
+
+
+# The last result is the sums over earlier tokens and, both ways, those over later ones, [B, T, C or 2 C] in float64.
+OPERATOR = Operator(__name__, _results, 3, internal=1)
+
+
+def condition(
+    y: Tensor, marks: Tensor | None, initial: Tensor | None, causal: bool, eps: float
+) -> tuple[Tensor, Tensor]:
+    """y [B, T, 3 C] = [logits of s, u, logits of a] -> features [B, T, C] and the state after the last token [B, C].
+
+    marks int8 [B, T]: see femixer.kernels.marks. initial [B, C]: the state before the first token, None for zero. eps:
+    of the layer norm.
+    """
+    features, last, _ = OPERATOR(y, marks, initial, causal, eps)
+    return features, last

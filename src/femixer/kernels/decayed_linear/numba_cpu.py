@@ -1,0 +1,200 @@
+"""Decayed linear attention as compiled loops: by matrix products where a head has one gate or none and no state is
+asked for, else token by token. Heads whose sums show too little in the first way are read again in the second."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from femixer.kernels.arrays import array, strided
+from femixer.kernels.decayed_linear import numba_loops_chunked as by_products
+from femixer.kernels.decayed_linear import numba_loops_tokens as by_tokens
+from femixer.kernels.marks import no_marks
+from femixer.kernels.operator import filled
+from femixer.kernels.streams import least_log
+
+
+class Inputs(NamedTuple):
+    """The operator's arguments."""
+
+    q: Tensor
+    k: Tensor
+    gate: Tensor | None
+    v: Tensor
+    beta: Tensor | None
+    marks: Tensor | None
+    sums: Tensor | None
+    top: Tensor | None
+    exclusive: bool
+    keep: bool
+
+    @property
+    def repeats(self) -> int:
+        return self.q.shape[2] // self.v.shape[2]
+
+    @property
+    def chunked(self) -> bool:
+        return self.sums is None and not self.keep and (self.gate is None or self.gate.shape[3] == 1)
+
+    def of_one(self, b: int, g: int) -> Inputs:
+        """The arguments of one sequence and key/value head, without a state."""
+        row, group = slice(b, b + 1), slice(g, g + 1)
+        return Inputs(
+            self.q[row, :, g * self.repeats : (g + 1) * self.repeats],
+            self.k[row, :, group],
+            None if self.gate is None else self.gate[row, :, group],
+            self.v[row, :, group],
+            None if self.beta is None else self.beta[group],
+            None if self.marks is None else self.marks[row],
+            None,
+            None,
+            self.exclusive,
+            False,
+        )
+
+
+def refuse(*arguments: Any) -> str | None:
+    given = Inputs(*arguments)
+    kinds = {x.dtype for x in (given.q, given.k, given.gate, given.v, given.beta) if x is not None}
+    if len(kinds) > 1 or given.v.dtype not in (torch.float32, torch.float64):
+        return f"it takes float32 or float64 throughout, not {', '.join(sorted(map(str, kinds)))}"
+    return None
+
+
+def forward(*arguments: Any) -> tuple[Tensor, ...]:
+    given = Inputs(*arguments)
+    q, v = given.q, given.v
+    if not given.chunked:
+        return *_read_tokens(given), torch.empty(q.shape[0], q.shape[2], dtype=torch.bool)
+    mean, free, log_total = _outputs(given)
+    doubts = torch.zeros(q.shape[0], q.shape[2], dtype=torch.long)
+    least = math.exp(least_log(v.dtype))
+    by_products.forward(*_arrays(given), given.exclusive, least, *map(array, (mean, free, log_total, doubts)))
+    # Key/value heads are read again whole.
+    exact = (doubts > 0).unflatten(1, (-1, given.repeats)).any(-1).repeat_interleave(given.repeats, 1)
+    for b, g in _again(exact, given.repeats):
+        heads = slice(g * given.repeats, (g + 1) * given.repeats)
+        one_mean, one_free, one_log, *_ = _read_tokens(given.of_one(b, g))
+        mean[b, :, heads], log_total[b, :, heads] = one_mean[0], one_log[0]
+        if given.beta is not None:
+            free[b, :, heads] = one_free[0]
+    nothing = torch.empty(0, dtype=torch.float64)
+    return mean, free, log_total, nothing, nothing.clone(), exact
+
+
+def _outputs(given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    mean = given.v.new_empty(*given.q.shape[:3], given.v.shape[3])
+    free = given.v.new_empty(0, 0, 0, 0) if given.beta is None else torch.empty_like(mean)
+    return mean, free, given.v.new_empty(given.q.shape[:3])
+
+
+def _again(exact: Tensor, repeats: int) -> list[tuple[int, int]]:
+    """Sequences and key/value heads to be read again."""
+    if not bool(exact.any()):
+        return []
+    return [(b, g) for b, g in exact[:, ::repeats].nonzero().tolist()]
+
+
+def _arrays(given: Inputs) -> list[Any]:
+    """What the loops by products read; empty arrays for what is not there."""
+    q, k, gate, v, beta, marks, *_ = given
+    gate = v.new_empty(0, 0, 0, 0) if gate is None else gate.contiguous()
+    beta = v.new_empty(0, 0) if beta is None else beta.contiguous()
+    marks = no_marks() if marks is None else marks.contiguous()
+    return [*strided(q, k, v), (*q.shape, *v.shape[2:]), array(gate), array(beta), array(marks)]
+
+
+def _token_arrays(given: Inputs) -> list[Any]:
+    """The same for the loops by tokens."""
+    q, k, gate, v, beta, marks, sums, top, *_ = given
+    gate = v.new_empty(0, 0, 0, 0) if gate is None else gate
+    beta = v.new_empty(0, 0) if beta is None else beta
+    marks = no_marks() if marks is None else marks
+    sums = v.new_empty(0, 0, 0, 0, dtype=torch.float64) if sums is None else sums
+    top = v.new_empty(0, 0, 0, dtype=torch.float64) if top is None else top
+    return [array(x.contiguous()) for x in (q, k, gate, v, beta, marks, sums, top)]
+
+
+def _read_tokens(given: Inputs) -> tuple[Tensor, ...]:
+    batch, _, groups, width = given.v.shape
+    results = _outputs(given)
+    columns = width + 1 if given.beta is None else 2 * width + 1
+    last = torch.empty(batch, groups, given.k.shape[3], columns, dtype=torch.float64)
+    last_top = torch.empty(batch, groups, width, dtype=torch.float64)
+    by_tokens.forward(*_token_arrays(given), given.exclusive, *map(array, (*results, last, last_top)))
+    if given.keep:
+        return *results, last, last_top
+    return *results, last.new_empty(0), last.new_empty(0)
+
+
+def backward(
+    grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    given = Inputs(*arguments)
+    to_mean, to_free, to_log, to_last = filled(grads[:4], results)
+    if not given.chunked:
+        d_q, d_k, d_gate, d_v, d_beta, d_sums = _token_gradients(given, to_mean, to_free, to_log, to_last)
+        return d_q, d_k, d_gate, d_v, d_beta, None, d_sums, None
+    mean, free, log_total, *_, exact = results
+    d_q, d_k, d_gate, d_v, d_beta = _product_gradients(given, (mean, free, log_total, exact, to_mean, to_free, to_log))
+    for b, g in _again(exact, given.repeats):
+        at = slice(b, b + 1), slice(None), slice(g * given.repeats, (g + 1) * given.repeats)
+        one_free = to_free if given.beta is None else to_free[at]
+        one = _token_gradients(given.of_one(b, g), to_mean[at], one_free, to_log[at], to_last)
+        d_q[at] = one[0]
+        for whole, part in ((d_k, one[1]), (d_gate, one[2]), (d_v, one[3])):
+            if whole is not None and part is not None:
+                whole[b, :, g] = part[0, :, 0]
+        if d_beta is not None and one[4] is not None:
+            d_beta[g] += one[4][0]
+    return d_q, d_k, d_gate, d_v, d_beta, None, None, None
+
+
+def _product_gradients(
+    given: Inputs, read: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Of q, k, gate, v and beta, without those of heads that were read again."""
+    q, v, repeats = given.q, given.v, given.repeats
+    d_q, d_k, d_v = (v.new_zeros(*q.shape[:3], width) for width in (q.shape[3], q.shape[3], v.shape[3]))
+    d_gate = v.new_zeros(*q.shape[:3] if given.gate is not None else (0, 0, 0))
+    d_beta = v.new_zeros(q.shape[0], q.shape[2], v.shape[3])
+    gradients = map(array, (*read, d_q, d_k, d_gate, d_v, d_beta))
+    by_products.backward(*_arrays(given), given.exclusive, *gradients)
+    return (
+        d_q,
+        _fold(d_k, repeats),
+        None if given.gate is None else _fold(d_gate[..., None], repeats),
+        _fold(d_v, repeats),
+        None if given.beta is None else d_beta.sum(0).unflatten(0, (-1, repeats)).sum(1),
+    )
+
+
+def _fold(x: Tensor, repeats: int) -> Tensor:
+    """[B, T, H, W] -> [B, T, G, W]: repeats summed."""
+    return x if repeats == 1 else x.unflatten(2, (-1, repeats)).sum(3)
+
+
+def _token_gradients(
+    given: Inputs, to_mean: Tensor, to_free: Tensor, to_log: Tensor, to_last: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
+    q, k, gate, v, beta, _, sums, *_ = given
+    d_q, d_k, d_v = (v.new_empty(x.shape) for x in (q, k, v))
+    d_gate = v.new_empty((0, 0, 0, 0) if gate is None else gate.shape)
+    d_beta = torch.zeros(v.shape[0], *v.shape[2:], dtype=torch.float64)
+    d_sums = d_beta.new_empty((0, 0, 0, 0) if sums is None else sums.shape)
+    to_last = to_last if given.keep else d_beta.new_empty(0, 0, 0, 0)
+    gradients = [array(x.contiguous()) for x in (to_mean, to_free, to_log, to_last)]
+    by_tokens.backward(
+        *_token_arrays(given), given.exclusive, *gradients, *map(array, (d_q, d_k, d_gate, d_v, d_beta, d_sums))
+    )
+    return (
+        d_q,
+        d_k,
+        None if gate is None else d_gate,
+        d_v,
+        None if beta is None else d_beta.sum(0).to(v.dtype),
+        None if sums is None else d_sums,
+    )

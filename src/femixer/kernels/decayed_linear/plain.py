@@ -1,0 +1,78 @@
+"""Decayed linear attention in torch's operations; how is said in plain_blocks.py. Its backward has the same parts."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from femixer.kernels.decayed_linear.plain_blocks import (
+    NOTHING,
+    arranged,
+    by_group,
+    linear_state,
+    pairs_of,
+    plan,
+    read_level,
+    read_past,
+    readers_of,
+    states_before,
+)
+from femixer.kernels.decayed_linear.plain_gradients import backward as backward
+from femixer.kernels.marks import is_padding
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    gate: Tensor | None,
+    v: Tensor,
+    beta: Tensor | None,
+    marks: Tensor | None,
+    sums: Tensor | None,
+    top: Tensor | None,
+    exclusive: bool,
+    keep: bool,
+) -> tuple[Tensor, ...]:
+    (batch, length, heads, _), (groups, width), dtype = q.shape, v.shape[2:], v.dtype
+    sizes, radix, chunk, padded = plan(length, gate)
+    tokens = arranged(k, gate, v, beta, marks, padded, chunk)
+    q = by_group(q, groups, padded)
+    parts = [read_level(pairs_of(q, tokens, size, radix, size == 1 and not exclusive)) for size in sizes]
+    last, last_top = q.new_empty(0), q.new_empty(0)
+    if sums is not None or keep or padded > chunk:
+        states = states_before(tokens, chunk, sums, top)
+        parts.append(read_past(readers_of(q, tokens, chunk), states[:, :, :, :-1], width))
+        if keep:
+            last, last_top = _last(states[:, :, 0, -1], width, beta is not None)
+    read, energies = zip(*parts, strict=True)
+    total = torch.stack(read).sum(0)
+    if marks is not None:
+        padding = F.pad(is_padding(marks), (0, padded - length))[:, None, None, :, None]
+        total = total.masked_fill(padding, 0)
+    weight = total[..., width:]
+    empty = weight <= 0
+    weight = weight.masked_fill(empty, 1)
+    mean = total[..., :width] / weight
+    log_total = weight.log()
+
+    def rows(x: Tensor) -> Tensor:
+        return x[:, :, :, :length].permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype)
+
+    free = v.new_empty(0, 0, 0, 0)
+    if beta is not None:
+        energy = torch.stack(energies).logsumexp(0) - log_total
+        free = torch.maximum(energy / beta.double()[:, None, None], mean).masked_fill(empty, 0)
+        free = rows(free)
+    exact = q.new_zeros(batch, heads, dtype=torch.bool)
+    return rows(mean), free, rows(log_total.masked_fill(empty, -torch.inf))[..., 0], last, last_top, exact
+
+
+def _last(state: Tensor, width: int, energetic: bool) -> tuple[Tensor, Tensor]:
+    """The state [B, G, E, 3 D + 1 or 2 D + 1] as logarithms -> sums and top of the result."""
+    sums, energies, top = linear_state(state, width)
+    if not energetic:
+        return sums, sums.new_full((*sums.shape[:2], width), -torch.inf)
+    nothing = top < NOTHING / 2
+    sums = torch.cat([sums, energies.masked_fill(nothing, 0)], -1)
+    return sums, top.masked_fill(nothing, -torch.inf)[:, :, 0]

@@ -1,0 +1,173 @@
+"""Which backend runs an operator: the only place that chooses, and it can say why.
+
+An operator is a folder of this package with one file per backend. A backend is used where its package is there, the
+tensors are on a device of its own, and its `refuse(*arguments)` gives no reason against it. The first that serves is
+taken, in the order of DEVICES; `use_backend` and the environment variable FEMIXER_BACKEND ask for one by name, and
+then a backend that cannot serve is an error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from femixer.kernels.operator import Operator
+
+# The file of a backend in an operator's folder.
+FILES = {"plain": "plain", "numba": "numba_cpu", "triton": "triton_gpu"}
+# Backends that are tried on a device, the fastest first; plain torch runs on every other one.
+DEVICES = {"cpu": ("numba", "plain"), "cuda": ("triton", "plain")}
+CHOICES = ("auto", *FILES)
+VARIABLE = "FEMIXER_BACKEND"
+
+
+class BackendError(RuntimeError):
+    """A backend was asked for by name and cannot serve."""
+
+
+def check(name: object, source: str) -> None:
+    """Raise an error that says why, unless there is a backend of this name and it can be used in this process."""
+    if not isinstance(name, str) or name not in CHOICES:
+        raise ValueError(f"{source}={name!r} is unknown; choose one of {', '.join(CHOICES)}")
+    if (why := unavailable(name)) is not None:
+        raise BackendError(f"{source}={name!r} cannot be used: {why}")
+
+
+class _Asked(threading.local):
+    """The backend asked for, per thread; None: nobody asked, so FEMIXER_BACKEND holds. outer: those asked around."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None  # set from the start: a compiler's guards look at what is there
+        self.outer: list[str | None] = []
+
+
+_asked = _Asked()
+
+
+class use_backend:
+    """Inside, every operator runs on this backend: "plain" (torch, any device), "numba" (compiled, CPU), "triton"
+    (compiled, GPU) or "auto" (the fastest that serves). A backend that cannot serve raises an error that says why. It
+    holds for this thread; FEMIXER_BACKEND holds for all.
+
+        with femixer.use_backend("plain"):
+            y = mixer(x)
+    """
+
+    def __init__(self, name: str) -> None:
+        check(name, "backend")
+        self.name = name
+
+    def __enter__(self) -> use_backend:
+        _asked.outer.append(_asked.name)
+        _asked.name = self.name
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _asked.name = _asked.outer.pop()
+
+
+def asked() -> str:
+    """The backend asked for by `use_backend`, else by the environment, else "auto"."""
+    return _asked.name or _ENVIRONMENT
+
+
+# Read once; a name that is misspelt is an error where the first operator runs.
+_ENVIRONMENT = os.environ.get(VARIABLE) or "auto"
+
+
+# Whether a backend works here: None until it is tried, then the reason against it or "".
+_numba: str | None = None
+
+
+def _no_numba() -> str | None:
+    global _numba
+    if _numba is None:
+        if importlib.util.find_spec("numba") is None:
+            _numba = "numba is not installed: pip install 'femixer[fast]'"
+        elif torch.compiler.is_compiling():
+            return None  # a compiler's trace only writes down that an operator is called
+        else:
+            # A numba that does not fit its surroundings shows here, not in the middle of a read.
+            try:
+                importlib.import_module("femixer.kernels.numba_math")
+                _numba = ""
+            except Exception as error:
+                _numba = f"numba does not work here ({error})"
+                warnings.warn(f"{_numba}; kernels run in plain torch", stacklevel=2)
+    return _numba or None
+
+
+def _after_fork() -> None:
+    global _numba
+    _numba = "this process was forked, and OpenMP's threads do not survive that: start it by spawning"
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _no_triton() -> str | None:
+    return "no operator has Triton kernels yet"
+
+
+_UNAVAILABLE: dict[str, Callable[[], str | None]] = {"numba": _no_numba, "triton": _no_triton}
+
+
+def unavailable(name: str) -> str | None:
+    """Why a backend cannot be used in this process at all, or None."""
+    return _UNAVAILABLE[name]() if name in _UNAVAILABLE else None
+
+
+def refusal(operator: Operator, name: str, arguments: tuple[Any, ...]) -> str | None:
+    """Why a backend cannot run an operator on these arguments, or None if it can."""
+    tried = name == "plain" or (name == "numba" and _numba == "")  # asked for at every call
+    if not tried and (why := unavailable(name)) is not None:
+        return why
+    implementation = operator.implementation(name)
+    if implementation is None:
+        return f"{operator.name} has no {FILES[name]}.py: {operator.left_to_torch}"
+    refuse = getattr(implementation, "refuse", None)
+    return None if refuse is None else refuse(*arguments)
+
+
+def _is_nothing(arguments: Sequence[Any]) -> bool:
+    return any(isinstance(x, torch.Tensor) and not x.numel() for x in arguments[:1])
+
+
+def device_of(arguments: Sequence[Any]) -> torch.device:
+    return next((x.device for x in arguments if isinstance(x, torch.Tensor)), torch.device("cpu"))
+
+
+def choose(
+    operator: Operator, arguments: tuple[Any, ...], name: str | None = None, device: str | None = None
+) -> ModuleType:
+    """The implementation that runs an operator on these arguments; name: the backend asked for; device: the type of
+    theirs, if it is known."""
+    name = asked() if name is None else name
+    device = device_of(arguments).type if device is None else device
+    if name == "auto":
+        for each in DEVICES.get(device, ("plain",)):
+            if refusal(operator, each, arguments) is None:
+                return operator.implementations[each]
+        raise BackendError(f"{operator.name}: no backend serves tensors on {device}")
+    check(name, VARIABLE if _asked.name is None else "backend")
+    if operator.implementation(name) is None:
+        name = "plain"  # an operator that is left to torch
+    why = None if name in DEVICES.get(device, ("plain",)) else f"it does not run on {device}"
+    why = refusal(operator, name, arguments) if why is None else why
+    if why is not None and (operator.composed or _is_nothing(arguments)):
+        return operator.implementations["plain"]  # whose parts run on the backend asked for, or there is nothing to run
+    if why is not None:
+        raise BackendError(f"backend={name!r} cannot run {operator.name}: {why}")
+    return operator.implementations[name]

@@ -1,0 +1,46 @@
+"""The gates of a read in torch's operations."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+READS_RESULTS = False
+
+
+def forward(
+    mean: Tensor, free: Tensor | None, lam: Tensor | None, gate: Tensor | None, eps: float
+) -> tuple[Tensor, ...]:
+    read = mean if free is None or lam is None else torch.lerp(mean, free, torch.sigmoid(lam))
+    if gate is None:
+        return (read,)
+    return (read * F.rms_norm(F.softplus(gate), gate.shape[-1:], None, eps),)
+
+
+def backward(
+    grads: tuple[Tensor, ...],
+    arguments: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, float],
+    _: object,
+    needed: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    mean, free, lam, gate, eps = arguments
+    to_read = grads[0]
+    share = None if lam is None else torch.sigmoid(lam)
+    to_free = to_lam = to_gate = None
+    if gate is not None:
+        read = mean if free is None or share is None else torch.lerp(mean, free, share)
+        positive = F.softplus(gate)
+        inverse = torch.rsqrt(positive.square().mean(-1, keepdim=True) + eps)
+        g = positive * inverse
+        to_g = to_read * read
+        # d g / d positive = inverse (1 - g gᵀ / D): the norm takes out what points along g.
+        along = (to_g * g).mean(-1, keepdim=True)
+        to_positive = torch.addcmul(to_g, g, along, value=-1) * inverse
+        to_gate = torch.ops.aten.softplus_backward(to_positive, gate, 1, 20)
+        to_read = to_read * g
+    if free is not None and share is not None:
+        to_free = to_read * share
+        to_read = to_read - to_free
+        to_lam = (free - mean) * (to_read * share)
+    return to_read, to_free, to_lam, to_gate

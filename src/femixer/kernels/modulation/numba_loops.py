@@ -1,0 +1,155 @@
+"""Compiled loops of modulation, float32. With few features eta = f m is made row by row and never stored."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import prange
+
+from femixer.kernels.modulation.numba_loops_tiles import add_outer, combine, products, take
+from femixer.kernels.numba_math import f32, inline, job, kernel, summing_job, u64
+
+# Rows of a task of the forward pass.
+ROWS = 32
+# The smallest factor 1 + eta: half of float32's eps.
+LEAST = f32(2**-24)
+
+
+@kernel
+def forward(x, f, m, scaled, out):  # type: ignore[no-untyped-def]
+    """x, out [n, width], f [n, C], m [C, width]."""
+    for task in prange(-(-x.shape[0] // ROWS)):
+        _forward(task * ROWS, min((task + 1) * ROWS, x.shape[0]), x, f, m, scaled, out)
+
+
+@job
+def _forward(first, last, x, f, m, scaled, out):  # type: ignore[no-untyped-def]
+    eta, features = np.empty((4, x.shape[1]), dtype=f32), np.empty((4, f.shape[1]), dtype=f32)
+    for start in range(first, last, 4):
+        take(f, start, last, features)
+        _factors(features, m, scaled, eta)
+        for k in range(min(4, last - start)):
+            row = start + k
+            for j in range(scaled):
+                eta[k, j] *= x[row, j]
+            for j in range(scaled, eta.shape[1]):
+                eta[k, j] += x[row, j]
+            for j in range(eta.shape[1]):
+                out[row, j] = eta[k, j]
+
+
+@kernel
+def backward(grads, y, f, m, scaled, dx, df, dm):  # type: ignore[no-untyped-def]
+    """Gradients of x and f, and those of m from each task, [tasks, C, width], for the results y of `forward`.
+
+    grads: a tuple of arrays [n, .], of the columns one after the other. Rows are divided evenly among the tasks.
+    """
+    step = -(-y.shape[0] // dm.shape[0])
+    for task in prange(dm.shape[0]):
+        _backward(task * step, min((task + 1) * step, y.shape[0]), grads, y, f, m, scaled, dx, df, dm[task])
+
+
+@job
+def _backward(first, last, grads, y, f, m, scaled, dx, df, dm):  # type: ignore[no-untyped-def]
+    df[first:last] = f32(0.0)
+    at = 0
+    for p in range(len(grads)):
+        _backward_piece(first, last, at, grads[p], y, f, m, at < scaled, dx, df, dm)
+        at += grads[p].shape[1]
+
+
+@job
+def _backward_piece(first, last, at, grads, y, f, m, multiplied, dx, df, dm):  # type: ignore[no-untyped-def]
+    """The same for some columns from `at` on: all that is used for every row is then so small that it stays near."""
+    channels, width = f.shape[1], grads.shape[1]
+    matrix, to_matrix = m[:, at : at + width].copy(), np.zeros((channels, width), dtype=f32)
+    factors, grad = np.empty((4, width), dtype=f32), np.zeros((4, width), dtype=f32)
+    features, to_features = np.empty((4, channels), dtype=f32), np.empty((4, channels), dtype=f32)
+    n, begin = u64(width), u64(at)
+    for start in range(first, last, 4):
+        take(f, start, last, features)
+        if multiplied:
+            _factors(features, matrix, width, factors)
+        count = min(4, last - start)
+        for k in range(count):
+            row = start + k
+            if multiplied:
+                for j in range(n):
+                    dx[row, begin + j] = grads[row, j] * factors[k, j]
+                for j in range(n):
+                    grad[k, j] = grads[row, j] * (y[row, begin + j] / factors[k, j])
+            else:
+                for j in range(n):
+                    dx[row, begin + j] = grad[k, j] = grads[row, j]
+        products(matrix, grad, to_features)
+        for k in range(count):
+            for c in range(channels):
+                df[start + k, c] += to_features[k, c]
+        add_outer(features, grad, to_matrix)  # rows that are missing have no features
+    dm[:, at : at + width] = to_matrix
+
+
+@inline
+def _factors(features, m, scaled, out):  # type: ignore[no-untyped-def]
+    """out [4, width] = 1 + eta in the first `scaled` columns, eta in the others: to the last bit the same for both
+    directions, of which one divides by what the other multiplied with."""
+    combine(features, m, out)
+    for k in range(4):
+        for j in range(scaled):
+            out[k, j] = _factor(out[k, j])
+
+
+@inline
+def _factor(eta):  # type: ignore[no-untyped-def]
+    factor = f32(1.0) + eta
+    return LEAST if abs(factor) < LEAST else factor  # NaN stays NaN
+
+
+@kernel
+def apply(x, eta, scaled, out):  # type: ignore[no-untyped-def]
+    """The forward pass with eta [n, width] given."""
+    for task in prange(-(-x.shape[0] // ROWS)):
+        _apply(task * ROWS, min((task + 1) * ROWS, x.shape[0]), x, eta, scaled, out)
+
+
+@job
+def _apply(first, last, x, eta, scaled, out):  # type: ignore[no-untyped-def]
+    for row in range(first, last):
+        for j in range(scaled):
+            out[row, j] = x[row, j] * _factor(eta[row, j])
+        for j in range(scaled, x.shape[1]):
+            out[row, j] = x[row, j] + eta[row, j]
+
+
+@kernel
+def apply_backward(grads, y, eta, scaled, dx):  # type: ignore[no-untyped-def]
+    """The gradient of x, and that of eta in place of eta."""
+    for task in prange(-(-y.shape[0] // ROWS)):
+        _apply_backward(task * ROWS, min((task + 1) * ROWS, y.shape[0]), grads, y, eta, scaled, dx)
+
+
+@job
+def _apply_backward(first, last, grads, y, eta, scaled, dx):  # type: ignore[no-untyped-def]
+    at = u64(0)
+    for p in range(len(grads)):
+        grad, n = grads[p], u64(grads[p].shape[1])
+        for row in range(first, last):
+            if at < u64(scaled):
+                for j in range(n):
+                    factor = _factor(eta[row, at + j])
+                    dx[row, at + j] = grad[row, j] * factor
+                    eta[row, at + j] = grad[row, j] * (y[row, at + j] / factor)
+            else:
+                for j in range(n):
+                    dx[row, at + j] = eta[row, at + j] = grad[row, j]
+        at += n
+
+
+@summing_job
+def step(x, features, matrix, scaled, out):  # type: ignore[no-untyped-def]
+    """For few rows [B, width], with the matrix [width, C] as it is."""
+    for b in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            eta = f32(0.0)
+            for c in range(features.shape[1]):
+                eta += features[b, c] * matrix[j, c]
+            out[b, j] = x[b, j] * _factor(eta) if j < scaled else x[b, j] + eta

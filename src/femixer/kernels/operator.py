@@ -1,0 +1,330 @@
+"""An operator, declared once: its results, its custom op for compilers, its autograd, and the call of its backends.
+
+A backend is a module with
+
+    forward(*arguments) -> tuple of the results
+    backward(grads, arguments, results, needed) -> tuple with the gradient of each tensor argument, or None
+    refuse(*arguments) -> why it cannot serve these arguments, or None                        (optional)
+    inference(*arguments) -> the results of forward, where no backward follows                (optional)
+
+`grads` has None for a result that nobody used (see `filled`), `needed` says of each argument whether its gradient is
+wanted. Without `backward` the forward pass is run again with gradients, so nothing but the arguments is kept; with
+READS_RESULTS = False they alone are kept too, and a slice says which results are kept. READS_ARGUMENTS names the
+arguments that `backward` reads if not all (it gets None for the others). With DIFFERENTIABLE = True autograd records
+the forward pass itself, which then needs no internal results. A plain forward is made of torch's operations only, none
+of them in place on an argument: compilers and torch.func see through it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+
+from femixer.kernels import dispatch
+from femixer.kernels.precision import without_autocast
+
+# The words of torch's operator schemas for Python's annotations.
+_SCHEMA = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "bool": "bool",
+    "int": "SymInt",
+    "int | None": "SymInt?",
+    "float": "float",
+    "float | None": "float?",
+    "list[int]": "SymInt[]",
+    "torch.dtype": "ScalarType",
+}
+_TENSORS = (Tensor, torch.nn.Parameter)
+_CPU = torch.device("cpu")
+
+OPERATORS: dict[str, Operator] = {}
+
+
+class Operator:
+    """Call it with the arguments of `results`, all of them and in order; it returns the tuple of results.
+
+    results(*arguments) -> empty tensors of the results' shapes and types. Its annotations are the operator's signature.
+    There are as many as `outputs`, or with outputs=None as many as the arguments say; what an operator does not compute
+    for some arguments is an empty tensor, not None. The last `internal` of them are kept for the backward only.
+    fusible: a compiler does better by fusing the plain form than by calling a kernel. gradients=False: nothing is
+    recorded, as in a step of decoding. composed: the plain form is made of other operators, each of which chooses its
+    backend; it stands in for one that does not serve the whole.
+    """
+
+    def __init__(
+        self,
+        package: str,
+        results: Callable[..., tuple[Tensor, ...]],
+        outputs: int | None = 1,
+        *,
+        internal: int = 0,
+        fusible: bool = False,
+        gradients: bool = True,
+        composed: bool = False,
+        left_to_torch: str = "torch's own operations are as fast",
+    ) -> None:
+        self.package, self.name = package, package.rpartition(".")[2]
+        if self.name in OPERATORS and OPERATORS[self.name].package != package:
+            raise ValueError(f"operator={self.name!r} exists already, in {OPERATORS[self.name].package}")
+        self.results, self.outputs, self.internal, self.fusible = results, outputs, internal, fusible
+        self.gradients, self.composed, self.left_to_torch = gradients, composed, left_to_torch
+        parameters = inspect.signature(results).parameters
+        self.arguments = tuple(parameters)
+        kinds = [_SCHEMA[str(p.annotation)] for p in parameters.values()]
+        self.tensors = tuple(i for i, kind in enumerate(kinds) if kind.startswith("Tensor"))
+        # The plain form at once: a compiler that traces a call cannot import.
+        self.implementations: dict[str, Any] = {"plain": importlib.import_module(f"{package}.plain")}
+        self._function = _autograd_function(self)
+        self._operation = _custom_op(self, kinds)
+        OPERATORS[self.name] = self
+
+    def implementation(self, backend: str) -> ModuleType | None:
+        """The module of a backend, imported when it is first asked for; None if the operator has none."""
+        if backend not in self.implementations:
+            name = f"{self.package}.{dispatch.FILES[backend]}"
+            found = importlib.util.find_spec(name)
+            self.implementations[backend] = None if found is None else importlib.import_module(name)
+        return self.implementations[backend]
+
+    def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
+        graph = torch.is_grad_enabled()
+        if graph and not self.gradients:
+            with torch.no_grad():
+                return self(*arguments)
+        if torch.compiler.is_compiling():
+            return self._compiled(arguments)
+        recorded, first = False, None
+        for i in self.tensors:
+            x = arguments[i]
+            if x is None:
+                continue
+            if type(x) not in _TENSORS:
+                return self._pretended(arguments)
+            first = x if first is None else first
+            recorded = recorded or (graph and x.requires_grad)
+        if _is_watched():
+            return self.plain(arguments)
+        device = _CPU if first is None else first.device
+        backend = dispatch.choose(self, arguments, device=device.type)
+        if device.type == "cpu" and not torch.is_autocast_enabled("cpu"):
+            return self._run(backend, arguments, recorded)
+        with without_autocast(device):
+            return self._run(backend, arguments, recorded)
+
+    def _run(self, backend: Any, arguments: tuple[Any, ...], recorded: bool) -> tuple[Tensor, ...]:
+        known = backend.__dict__
+        if recorded and not known.get("DIFFERENTIABLE", False):
+            # Function.apply would look up the signature of `forward` first, which takes as long as many a kernel.
+            return super(torch.autograd.Function, self._function).apply(backend, *arguments)  # type: ignore[misc]
+        return (known.get("inference") or known["forward"])(*arguments)
+
+    def plain(self, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """The plain forward as torch's own operations, through which gradients and transforms go by themselves."""
+        with without_autocast(dispatch.device_of(arguments)):
+            return self.implementations["plain"].forward(*arguments)
+
+    def _compiled(self, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        asked = dispatch.asked()
+        if self.fusible or asked == "plain":
+            return self.plain(arguments)
+        return self._opaque(arguments, asked)
+
+    def _opaque(self, arguments: tuple[Any, ...], asked: str) -> tuple[Tensor, ...]:
+        results = self._operation(*arguments, asked)
+        return (results,) if isinstance(results, Tensor) else tuple(results)
+
+    def _pretended(self, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """For tensors without data an operator knows the shapes of its results; other kinds of tensors have operations
+        of their own, of which the plain form is made."""
+        if any(isinstance(arguments[i], FakeTensor) for i in self.tensors):
+            return self._opaque(arguments, dispatch.asked())
+        return self.plain(arguments)
+
+
+def _is_watched() -> bool:
+    """Whether someone follows torch's own operations and would lose sight of kernels: torch.func, forward mode, jit."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def filled(grads: tuple[Tensor | None, ...], results: tuple[Tensor, ...]) -> list[Tensor]:
+    """Gradients of the results, contiguous, zero for those that nobody used."""
+    return [torch.zeros_like(r) if g is None else g.contiguous() for g, r in zip(grads, results, strict=False)]
+
+
+def _gradients(
+    operator: Operator,
+    backend: Any,
+    grads: tuple[Tensor | None, ...],
+    arguments: tuple[Any, ...],
+    results: tuple[Tensor, ...],
+    needed: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """Of each tensor argument, by the backend's own backward or by running its forward again with gradients."""
+    if all(g is None for g in grads):
+        return (None,) * len(operator.tensors)
+    backward = getattr(backend, "backward", None)
+    if backward is not None:
+        return backward(grads, arguments, results, needed)
+    with torch.enable_grad():
+        again, inputs = list(arguments), []
+        for i in operator.tensors:
+            if needed[i]:
+                again[i] = arguments[i].detach().requires_grad_()
+                inputs.append(again[i])
+        outputs = backend.forward(*again)
+        used = [(y, g) for y, g in zip(outputs, grads, strict=False) if g is not None and y.requires_grad]
+        found: Iterator[Tensor | None] = iter(())
+        if used:
+            reached, by = zip(*used, strict=True)
+            found = iter(torch.autograd.grad(reached, inputs, by, allow_unused=True))
+    return tuple(next(found, None) if needed[i] else None for i in operator.tensors)
+
+
+def _kept_results(backend: Any, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    kept = getattr(backend, "READS_RESULTS", True) if hasattr(backend, "backward") else False
+    if isinstance(kept, slice):
+        return results[kept]
+    return results if kept else ()
+
+
+def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
+    at = operator.tensors
+
+    class Call(torch.autograd.Function):
+        """The operator in eager mode: no dispatch by torch, results may share memory."""
+
+        @staticmethod
+        def forward(ctx: Any, backend: Any, *arguments: Any) -> tuple[Tensor, ...]:
+            results = backend.forward(*arguments)
+            ctx.backend, ctx.count = backend, len(at)
+            ctx.others = [None if i in at else x for i, x in enumerate(arguments)]
+            read = getattr(backend, "READS_ARGUMENTS", operator.arguments)
+            kept = [arguments[i] if operator.arguments[i] in read else None for i in at]
+            ctx.save_for_backward(*kept, *_kept_results(backend, results))
+            if operator.internal:
+                ctx.mark_non_differentiable(*results[-operator.internal :])
+            ctx.set_materialize_grads(False)
+            return results
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            if all(g is None for g in grads):
+                return (None,) * len(ctx.needs_input_grad)
+            saved = ctx.saved_tensors  # once: what recomputes them may not be asked twice
+            arguments = list(ctx.others)
+            for i, x in zip(at, saved, strict=False):
+                arguments[i] = x
+            needed = ctx.needs_input_grad[1:]
+            with without_autocast(dispatch.device_of(saved)):
+                found = _gradients(operator, ctx.backend, grads, tuple(arguments), saved[ctx.count :], needed)
+            results: list[Tensor | None] = [None] * (1 + len(arguments))
+            for i, gradient in zip(at, found, strict=True):
+                results[1 + i] = gradient if needed[i] else None
+            return tuple(results)
+
+    Call.__name__ = Call.__qualname__ = operator.name
+    return Call
+
+
+def _apart(results: Any, arguments: tuple[Any, ...]) -> list[Tensor]:
+    """Contiguous results that share no memory with each other or with the arguments, as torch asks of an operator."""
+    seen = {x.untyped_storage().data_ptr() for x in arguments if isinstance(x, Tensor)}
+    own = []
+    for x in results:
+        place = x.untyped_storage().data_ptr()
+        if not x.is_contiguous() or (x.numel() and place in seen):
+            x = x.clone(memory_format=torch.contiguous_format)
+        seen.add(place)
+        own.append(x)
+    return own
+
+
+def _custom_op(operator: Operator, kinds: list[str]) -> Any:
+    """The operator as torch.library knows it: opaque to compilers, with fake results and a backward of its own."""
+    count, at = len(kinds), operator.tensors
+    named = ", ".join(f"{kind} {name}" for kind, name in zip(kinds, operator.arguments, strict=True))
+    returns = "Tensor[]" if operator.outputs is None else ", ".join(["Tensor"] * operator.outputs)
+    returns = f"({returns})" if "," in returns else returns
+
+    def returned(results: Any) -> Any:
+        if operator.outputs is None:
+            return list(results)
+        return results[0] if operator.outputs == 1 else tuple(results)
+
+    def forward(*arguments: Any) -> Any:
+        *given, asked = arguments
+        with without_autocast(dispatch.device_of(given)):
+            results = dispatch.choose(operator, tuple(given), asked).forward(*given)
+        return returned(_apart(results, tuple(given)))
+
+    def fake(*arguments: Any) -> Any:
+        return returned(operator.results(*arguments[:count]))
+
+    def backward_op(grads: Any, *rest: Any) -> list[Tensor]:
+        given, results, needed, asked = rest[:count], rest[count], rest[count + 1], rest[count + 2]
+        backend = dispatch.choose(operator, tuple(given), asked)
+        kept = _kept_results(backend, tuple(results))
+        # Inside an operator torch records no operations, which a forward pass that is run again needs.
+        recording = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+        with without_autocast(dispatch.device_of(given)), recording:
+            found = _gradients(operator, backend, tuple(grads), tuple(given), kept, tuple(needed))
+        like = next(x for x in given if isinstance(x, Tensor))
+        missing = (torch.zeros_like(given[i]) if needed[i] else like.new_empty(0) for i in at)
+        own = [zero if g is None else g for g, zero in zip(found, missing, strict=True)]
+        return _apart(own, (*given, *results, *grads))
+
+    def backward_fake(grads: Any, *rest: Any) -> list[Tensor]:
+        like = next(x for x in rest if isinstance(x, Tensor))
+        wanted = (rest[i] if rest[count + 1][i] else None for i in at)
+        return [
+            like.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+            for x in wanted
+        ]
+
+    name = f"femixer::{operator.name}"
+    whole = torch.library.custom_op(name, forward, mutates_args=(), schema=f"({named}, str backend) -> {returns}")
+    whole.register_fake(fake)
+    schema = f"(Tensor?[] grads, {named}, Tensor[] results, bool[] needed, str backend) -> Tensor[]"
+    back = torch.library.custom_op(f"{name}_backward", backward_op, mutates_args=(), schema=schema)
+    back.register_fake(backward_fake)
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        results = (output,) if operator.outputs == 1 else output
+        ctx.others = [None if i in at else x for i, x in enumerate(inputs)]
+        ctx.save_for_backward(*(inputs[i] for i in at), *results)
+        if operator.internal:
+            ctx.mark_non_differentiable(*results[-operator.internal :])
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        if operator.outputs is None:
+            (grads,) = grads
+        saved = ctx.saved_tensors
+        arguments = list(ctx.others)
+        for i, x in zip(at, saved, strict=False):
+            arguments[i] = x
+        needed = [bool(x) for x in ctx.needs_input_grad[:count]]
+        found = back(list(grads), *arguments[:count], list(saved[len(at) :]), needed, arguments[count])
+        results: list[Tensor | None] = [None] * (count + 1)
+        for i, gradient in zip(at, found, strict=True):
+            results[i] = gradient if needed[i] else None
+        return tuple(results)
+
+    whole.register_autograd(backward, setup_context=setup)
+    return whole

@@ -1,0 +1,79 @@
+"""The linear recurrence in torch's operations, whose number grows with the logarithm of the length.
+
+Chunks of 16 tokens are summed by a cumulative sum relative to their middle, in float64, where exp of 8 log decays of
+LEAST has range to spare. The chunks' ends are a recurrence of a sixteenth of the length.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 16
+# A log decay below this is taken for it: a free energy sees no further than 60 nats.
+LEAST = -80.0
+
+
+def scan(log_decay: Tensor, x: Tensor, initial: Tensor | None = None, *, resets: bool = False) -> Tensor:
+    """h_t = exp(log_decay_t) h_{t-1} + x_t in float64: log_decay <= 0 and x [B, T, ...], initial [B, ...] or zero.
+
+    log_decay broadcasts to x in the dimensions after T. resets: it may be -inf, and then exactly nothing is left of the
+    past; that takes more operations.
+    """
+    log_decay, x = log_decay.double(), x.double()
+    if initial is not None:
+        first = torch.addcmul(x[:, :1], log_decay[:, :1].exp(), initial.double()[:, None])
+        x = torch.cat([first, x[:, 1:]], 1)
+    return _by_doubling(log_decay.exp(), x) if resets else _scan(log_decay.clamp_min(LEAST), x)
+
+
+def _by_doubling(decay: Tensor, x: Tensor) -> Tensor:
+    """Sums of 2, 4, 8 ... tokens up to each. Only products of decays are formed, so a decay of zero stays that."""
+    distance = 1
+    while distance < x.shape[1]:
+        x = torch.cat([x[:, :distance], torch.addcmul(x[:, distance:], decay[:, distance:], x[:, :-distance])], 1)
+        decay = torch.cat([decay[:, :distance], decay[:, distance:] * decay[:, :-distance]], 1)
+        distance *= 2
+    return x
+
+
+def _scan(gates: Tensor, x: Tensor) -> Tensor:
+    length = x.shape[1]
+    chunk = min(CHUNK, max(1, length))
+    missing = -length % chunk
+    if missing:
+        gates, x = (F.pad(y, (0, 0) * (y.dim() - 2) + (0, missing)) for y in (gates, x))
+    reach = gates.unflatten(1, (-1, chunk)).cumsum(2)
+    middle = reach - reach[:, :, chunk // 2 : chunk // 2 + 1]
+    # Not a quotient: its gradient squares the divisor, which then overflows.
+    h = middle.exp() * (x.unflatten(1, (-1, chunk)) * (-middle).exp()).cumsum(2)
+    if length > chunk:
+        ends = _scan(reach[:, :, -1].clamp_min(LEAST), h[:, :, -1])[:, :-1]
+        before = F.pad(ends, (0, 0) * (ends.dim() - 2) + (1, 0))
+        h = torch.addcmul(h, reach.exp(), before[:, :, None])
+    return h.flatten(1, 2)[:, :length]
+
+
+def forward(decay: Tensor, inputs: Tensor, initial: Tensor, resets: bool) -> tuple[Tensor, ...]:
+    # Not the logarithm of zero, whose gradient is infinite.
+    log_decay = torch.where(decay == 0, -torch.inf, decay.double().clamp_min(math.exp(LEAST)).log())
+    return (scan(log_decay, inputs, initial, resets=resets).to(inputs.dtype),)
+
+
+def backward(
+    grads: tuple[Tensor, ...],
+    arguments: tuple[Tensor, Tensor, Tensor, bool],
+    results: tuple[Tensor, ...],
+    needed: tuple[bool, ...],
+) -> tuple[Tensor, ...]:
+    """The same recurrence backwards: e_t = grad_t + decay_{t+1} e_{t+1}; d input = e, d decay_t = e_t h_{t-1}."""
+    (grad,), (decay, inputs, initial, resets), (h,) = grads, arguments, results
+    if not h.shape[1]:
+        return torch.zeros_like(decay), torch.zeros_like(inputs), torch.zeros_like(initial)
+    later = decay.double().log().roll(-1, 1)  # the last one is used by none
+    error = scan(later.flip(1), grad.flip(1), resets=resets).flip(1).to(inputs.dtype)
+    before = torch.cat([initial[:, None], h[:, :-1]], 1)
+    return error * before, error, error[:, 0] * decay[:, 0]

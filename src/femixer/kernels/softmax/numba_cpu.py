@@ -1,0 +1,95 @@
+"""The softmax read on a CPU: short sequences whole in one compiled kernel, longer ones by torch's attention with
+compiled kernels around it.
+
+torch's attention and the dozen operations around it are made for long sequences and wide heads; for some tens of tokens
+and heads of a few channels most of their time is overhead. The kernel for short sequences has sums in float64 relative
+to what a row sees, so nothing has to be read again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from femixer.kernels.arrays import array
+from femixer.kernels.operator import filled
+from femixer.kernels.softmax import numba_short, one_pass
+from femixer.kernels.softmax.visibility import Visibility
+from femixer.kernels.streams import numba_cpu as streams
+
+# Longer sequences, or wider heads, are faster by matrix products.
+LENGTH, WIDTH = 64, 32
+
+
+def refuse(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *_: Any) -> str | None:
+    for name, x in (("q", q), ("k", k), ("v", v), ("beta", beta)):
+        if x is not None and x.dtype != torch.float32:
+            return f"it takes float32, not {name} of {x.dtype}"
+    return None if q.numel() and v.numel() else "there is nothing to read"
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    bias: Tensor | None,
+    segments_q: Tensor | None,
+    segments_k: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    seen = Visibility(bias, segments_q, segments_k, causal, window)
+    if not is_short(q, k, v, seen):
+        return one_pass.forward(q, k, v, beta, seen, scale, streams)
+    mean, log_z = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])
+    free = q.new_empty((0,) * 4) if beta is None else torch.empty_like(mean)
+    numba_short.forward(*_inputs(q, k, v, beta, seen), causal, scale, *map(array, (mean, free, log_z)))
+    again = torch.zeros(q.shape[0], q.shape[2], dtype=torch.bool)
+    # There is no shift; nothing reads it.
+    top, base = (q.new_empty(0 if beta is None else (q.shape[0], 1, *v.shape[2:])) for _ in range(2))
+    return mean, q.new_empty(0) if beta is None else free, log_z.transpose(1, 2), again, top, base
+
+
+def backward(
+    grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    q, k, v, beta, bias, segments_q, segments_k, causal, window, scale = arguments
+    seen = Visibility(bias, segments_q, segments_k, causal, window)
+    if not is_short(q, k, v, seen):
+        return one_pass.backward(grads, arguments, results, needed, streams)
+    mean, log_z = results[0], results[2].transpose(1, 2).contiguous()
+    heads, groups = q.shape[2], k.shape[2]
+    to_mean, to_free = filled(grads[:2], results)
+    if beta is None:
+        to_free = q.new_empty((0,) * 4)
+    d_q, d_k, d_v = (q.new_empty(*x.shape[:2], heads, x.shape[3]) for x in (q, k, v))
+    d_beta = q.new_empty((0,) * 3 if beta is None else (q.shape[0], heads, v.shape[3]), dtype=torch.float64)
+    inputs = (array(to_mean), array(to_free), *_inputs(q, k, v, beta, seen))
+    numba_short.backward(*inputs, causal, scale, *map(array, (mean.contiguous(), log_z, d_q, d_k, d_v, d_beta)))
+    if heads != groups:
+        d_k, d_v = (x.unflatten(2, (groups, -1)).sum(3) for x in (d_k, d_v))
+    to_beta = None
+    if beta is not None:
+        to_beta = d_beta.sum(0).unflatten(0, (groups, -1)).sum(1).to(beta.dtype)
+    return d_q, d_k, d_v, to_beta, None, None, None
+
+
+def is_short(q: Tensor, k: Tensor, v: Tensor, seen: Visibility) -> bool:
+    """Whether one kernel does it all; it knows segments and causality, but no bias and no window."""
+    keys = k.shape[1]
+    if not 0 < keys <= LENGTH or max(q.shape[3], v.shape[3]) > WIDTH:
+        return False
+    if seen.causal and q.shape[1] > keys:
+        return False
+    return seen.bias is None and (seen.window is None or seen.window >= keys)
+
+
+def _inputs(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, seen: Visibility) -> list[np.ndarray]:
+    nothing, none = q.new_empty(0, 0), q.new_empty(0, 0, dtype=torch.long)
+    segments = (none if x is None else x.long() for x in (seen.segments_q, seen.segments_k))
+    return [array(x.contiguous()) for x in (q, k, v, nothing if beta is None else beta, *segments)]

@@ -1,0 +1,256 @@
+"""The softmax read in one attention call, and its backward.
+
+    mu = sum_i p(i) v_i,   F = top + log(sum_i p(i) exp(beta (v_i - top))) / beta
+
+`top` is the channel's largest value in the sequence. The streams v and exp(beta (v - top)) lie side by side, so one
+attention call serves both. A row that cannot see `top` may find a sum too small for the number format. On a CPU the
+sums are looked at, and the heads concerned are read again by `exact`; on other devices F falls back to mu there.
+
+What is done around attention is given as `steps`: `femixer.kernels.streams` or its compiled twin.
+Axes: B batch, T queries, S keys, H heads, G key/value heads (H = G * repeats), E key width, D value width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from femixer.kernels.operator import filled
+from femixer.kernels.softmax import exact
+from femixer.kernels.softmax.attention import Attended, attend, attend_backward, widths
+from femixer.kernels.softmax.visibility import Visibility, pieces
+from femixer.kernels.streams import Shift, readable
+
+# Sequences up to this length are read backwards in one call for all heads.
+SHORT = 256
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, seen: Visibility, scale: float, steps: Any
+) -> tuple[Tensor, ...]:
+    """-> (mean, free energy [B, T, H, D], log-normalizers [B, H, T], heads that were read again [B, H], top and base of
+    the streams' shift); what does not exist is empty."""
+    batch, _, heads, _ = q.shape
+    span = shift = None
+    if beta is not None:
+        span, shift = steps.value_range(v, beta, seen.segments_k)
+    streams = steps.value_streams(v, beta, shift)
+    key_width, value_width = widths(q, streams.shape[-1])
+    qh, kh = _heads_first(q, heads, key_width), _heads_first(k, heads, key_width)
+    sh = _heads_first(streams, heads, value_width)
+    outs, logs = [], []
+    for rows, keys, mask, triangular in pieces(q, k, seen):
+        out, log_z = attend(qh[:, :, rows], kh[:, :, keys], sh[:, :, keys], mask, triangular, scale)
+        outs.append(out.transpose(1, 2))
+        logs.append(log_z)
+    sums = (outs[0] if len(outs) == 1 else torch.cat(outs, 1))[..., : streams.shape[-1]]
+    log_z = logs[0] if len(logs) == 1 else torch.cat(logs, 2)
+    again = torch.zeros(batch, heads, dtype=torch.bool, device=q.device)
+    padding = seen.padding()
+    if beta is None or shift is None or span is None:
+        mean = sums if padding is None else sums.masked_fill(padding, 0)
+        free, top, base = (q.new_empty(0) for _ in range(3))
+        return mean, free, log_z, again, top, base
+    if padding is not None:
+        sums = sums.masked_fill(padding, 1)
+    mean, free, doubtful = steps.read_sums(sums, beta, shift, span)
+    if doubtful is not None:
+        again = doubtful
+        if bool(again.any()):
+            for part in exact.selections(again, q, k, v, beta, seen, scale):
+                part.put(free, exact.free_energy(part.sequences))
+            free = torch.maximum(free, mean)
+    if padding is not None:
+        mean, free = mean.masked_fill(padding, 0), free.masked_fill(padding, 0)
+    return mean, free, log_z, again, shift.top, shift.base
+
+
+class Part(NamedTuple):
+    """Some heads of a read and their results."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None
+    mean: Tensor
+    free: Tensor
+    log_z: Tensor
+    again: Tensor | None
+    shift: Shift | None
+
+    def at(self, heads: slice, groups: slice) -> Part:
+        return Part(
+            self.q[:, :, heads],
+            self.k[:, :, groups],
+            self.v[:, :, groups],
+            None if self.beta is None else self.beta[groups],
+            self.mean[:, :, heads],
+            self.free if self.beta is None else self.free[:, :, heads],
+            self.log_z[:, heads],
+            None if self.again is None else self.again[:, heads],
+            None if self.shift is None else self.shift.at(groups),
+        )
+
+
+class Gradients(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None
+    bias: Tensor | None
+
+
+def backward(
+    grads: tuple[Tensor | None, ...],
+    arguments: tuple[Any, ...],
+    results: tuple[Tensor, ...],
+    needed: tuple[bool, ...],
+    steps: Any,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, beta, bias, and None for the segments."""
+    q, k, v, beta, bias, segments_q, segments_k, causal, window, scale = arguments
+    mean, free, log_z, again, top, base = results
+    seen = Visibility(bias, segments_q, segments_k, causal, window)
+    grad_mean, grad_free = filled(grads[:2], results)
+    bias_grad = bias is not None and needed[4]
+    if bias_grad and q.device.type == "cpu":
+        # The attention kernel for CPUs has no gradient for its mask; the exact read has.
+        again = torch.ones_like(again)
+    shift = None if beta is None else Shift(top, base)
+    padding = seen.padding()
+    if padding is not None:
+        grad_mean = grad_mean.masked_fill(padding, 0)
+        if shift is not None:
+            grad_free = grad_free.masked_fill(padding, 0)
+            # A padding row's F is zero, which may lie anywhere to the others; at top nothing over- or underflows.
+            free = torch.where(padding, shift.per_head(q.shape[2] // k.shape[2]).top, free)
+    some = readable(again) and bool(again.any())
+    part = Part(q, k, v, beta, mean, free, log_z, again if some else None, shift)
+    if some and bool(again.all()):
+        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        found = Gradients(dq, dk, dv, None, None)
+    else:
+        found = _by_heads(part, grad_mean, grad_free, seen, scale, bias_grad, steps)
+    if some:
+        found = _add_exact(found, part, grad_mean, grad_free, seen, scale, bias_grad)
+    return *found, None, None
+
+
+def _by_heads(
+    part: Part, grad_mean: Tensor, grad_free: Tensor, seen: Visibility, scale: float, bias_grad: bool, steps: Any
+) -> Gradients:
+    # Masks are made once, so where they are needed all heads go together.
+    slices = _head_slices(part.q, part.k) if seen.needs_no_mask(part.k.shape[1]) else []
+    if len(slices) < 2:
+        return _one_pass_backward(part, grad_mean, grad_free, seen, scale, bias_grad, steps)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (part.q, part.k, part.v))
+    dbeta = None if part.beta is None else torch.empty_like(part.beta)
+    for heads, groups in slices:
+        to_free = grad_free if part.beta is None else grad_free[:, :, heads]
+        given = part.at(heads, groups), grad_mean[:, :, heads], to_free, seen, scale, False, steps
+        dq[:, :, heads], dk[:, :, groups], dv[:, :, groups], to_beta, _ = _one_pass_backward(*given)
+        if dbeta is not None and to_beta is not None:
+            dbeta[groups] = to_beta
+    return Gradients(dq, dk, dv, dbeta, None)
+
+
+def _head_slices(q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
+    """Heads of queries and of keys whose backward is done together: on a CPU as few as load its threads evenly, because
+    what the backward holds besides its results grows with them. Short sequences have little to hold, and calls cost
+    more."""
+    groups, repeats = k.shape[2], q.shape[2] // k.shape[2]
+    if q.device.type != "cpu" or k.shape[1] <= SHORT:
+        return []
+    threads = torch.get_num_threads()
+    together = min(groups, threads // math.gcd(threads, q.shape[0] * repeats))
+    starts = range(0, groups, together)
+    return [(slice(s * repeats, (s + together) * repeats), slice(s, s + together)) for s in starts]
+
+
+def _one_pass_backward(
+    part: Part, grad_mean: Tensor, grad_free: Tensor, seen: Visibility, scale: float, bias_grad: bool, steps: Any
+) -> Gradients:
+    """From the heads that were read in one pass."""
+    q, k, v, beta = part[:4]
+    heads, groups, d = q.shape[2], *v.shape[2:]
+    streams = steps.value_streams(v, beta, part.shift)
+    inner, sums, dbeta = grad_mean, part.mean, None
+    if beta is not None:
+        inner, sums, dbeta = steps.undo_read(grad_mean, grad_free, part.mean, part.free, beta, part.shift, part.again)
+    key_width, value_width = widths(q, streams.shape[-1])
+    qh, kh = _heads_first(q, heads, key_width), _heads_first(k, heads, key_width)
+    sh, inner, sums = (_heads_first(x, heads, value_width) for x in (streams, inner, sums))
+    totals: list[Tensor] = []
+    dbias = torch.zeros_like(seen.bias, memory_format=torch.contiguous_format) if bias_grad else None  # type: ignore[arg-type]
+    for rows, keys, mask, triangular in pieces(q, k, seen):
+        given = qh[:, :, rows], kh[:, :, keys], sh[:, :, keys], mask, triangular, scale
+        call = Attended(*given, sums[:, :, rows], part.log_z[:, :, rows])
+        to_q, to_k, to_streams, to_mask = attend_backward(inner[:, :, rows], call, bias_grad)
+        grads = (
+            _fold(to_q, heads, q.shape[3]),
+            _fold(to_k, groups, q.shape[3]),
+            _fold(to_streams, groups, streams.shape[3]),
+        )
+        if dbias is not None and to_mask is not None:
+            dbias[:, :, rows, keys] = to_mask
+        if grads[0].shape[1] == q.shape[1] and grads[1].shape[1] == k.shape[1]:
+            totals = list(grads)  # one call did it all
+            break
+        totals = totals or [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, streams)]
+        for total, at, grad in zip(totals, (rows, keys, keys), grads, strict=True):
+            total[:, at].add_(grad)
+    dq, dk, dstreams = totals
+    dv = dstreams[..., :d]
+    if beta is not None and dbeta is not None:
+        dv, to_beta = steps.undo_streams(dstreams, streams, v, beta, part.shift)
+        dbeta = dbeta + to_beta
+    return Gradients(dq.contiguous(), dk.contiguous(), dv.contiguous(), dbeta, dbias)
+
+
+def _add_exact(
+    found: Gradients,
+    part: Part,
+    grad_mean: Tensor,
+    grad_free: Tensor,
+    seen: Visibility,
+    scale: float,
+    bias_grad: bool,
+) -> Gradients:
+    """With the gradients from the heads that were read again."""
+    q, k, v, beta = part[:4]
+    assert part.again is not None
+    dbeta = None
+    if beta is not None:
+        dbeta = torch.zeros_like(beta) if found.beta is None else found.beta
+    dbias = None
+    if bias_grad and seen.bias is not None:
+        dbias = torch.zeros_like(seen.bias, memory_format=torch.contiguous_format)
+    for each in exact.selections(part.again, q, k, v, beta, seen, scale):
+        to_free = None if beta is None else each.take(grad_free)
+        result = exact.gradients(each.sequences, each.take(grad_mean), to_free)
+        each.put(found.q, result.q)
+        each.add_keys(found.k, result.k)
+        each.add_keys(found.v, result.v)
+        if dbeta is not None and result.beta is not None:
+            dbeta.index_add_(0, each.group, result.beta.to(dbeta.dtype))
+        if dbias is not None and result.bias is not None:
+            where = each.batch[:, None, None], each.head[:, None, None], each.rows[:, None], each.keys
+            dbias[where] = result.bias.to(dbias.dtype)
+    return found._replace(beta=dbeta, bias=dbias)
+
+
+def _heads_first(x: Tensor, heads: int, width: int) -> Tensor:
+    """[B, S, G, W] -> [B, H, S, width]: key/value heads repeated, width padded with zeros."""
+    x = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))).transpose(1, 2)
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _fold(x: Tensor, groups: int, width: int) -> Tensor:
+    """The transpose of _heads_first: [B, H, S, W] -> [B, S, G, width], repeats summed."""
+    if x.shape[1] != groups:
+        x = x.unflatten(1, (groups, -1)).sum(2)
+    return x.transpose(1, 2)[..., :width]

@@ -1,0 +1,102 @@
+"""Who sees whom, and the attention calls that it takes where a mask is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# A mask is made for as many rows at a time as keep it below this size: on a CPU it should stay in the cache.
+MASK_ELEMENTS = {"cpu": 2**22}
+MANY_MASK_ELEMENTS = 2**25
+# Off the CPU a window takes about this many calls.
+WINDOW_PIECES = 4
+
+
+class Visibility(NamedTuple):
+    """Who sees whom, apart from the score. Queries are the last T of the S tokens if causal.
+
+    bias [B, H, T, S] is added to the scores. A query sees the keys of its own segment (segments of queries [B, T] and
+    of keys [B, S], integers; negative is padding), and those less than `window` real tokens away.
+    """
+
+    bias: Tensor | None
+    segments_q: Tensor | None
+    segments_k: Tensor | None
+    causal: bool
+    window: int | None
+
+    def needs_no_mask(self, keys: int) -> bool:
+        """Apart from causality, every query sees all `keys`."""
+        return self.bias is None and self.segments_q is None and (self.window is None or self.window >= keys)
+
+    def padding(self) -> Tensor | None:
+        """Queries that are padding, bool [B, T, 1, 1]."""
+        return None if self.segments_q is None else (self.segments_q < 0)[..., None, None]
+
+
+class Piece(NamedTuple):
+    """One attention call: these rows over these keys, under a float mask, the triangular one, or none."""
+
+    rows: slice
+    keys: slice
+    mask: Tensor | None
+    triangular: bool
+
+
+def pieces(q: Tensor, k: Tensor, seen: Visibility) -> Iterator[Piece]:
+    """For q [B, T, H, E] and k [B, S, G, E]."""
+    t, s = q.shape[1], k.shape[1]
+    if seen.needs_no_mask(s) and (not seen.causal or t == 1 or t == s):
+        yield Piece(slice(0, t), slice(0, s), None, seen.causal and t > 1)
+        return
+    index = torch.arange(s, device=q.device)
+    rank = index[None] if seen.segments_k is None else (seen.segments_k >= 0).cumsum(1)
+    near = seen.window if seen.segments_k is None else None  # keys by their place alone
+    zero, step = q.new_zeros(()), _rows_together(q, s, seen)
+    for start in range(0, t, step):
+        rows = slice(start, min(start + step, t))
+        first, last = start + s - t, rows.stop + s - t
+        low, high = 0, last if seen.causal else s
+        if near is not None:
+            low, high = max(0, first - near + 1), min(high, last + near - 1)
+        keys = slice(low, high)
+        hidden = _hidden(rows, keys, s - t, index, rank, seen)
+        mask = zero if seen.bias is None else seen.bias[:, :, rows, keys].to(q.dtype)
+        if hidden is not None:
+            mask = mask.masked_fill(hidden[:, None], -torch.inf)
+        yield Piece(rows, keys, mask, False)
+
+
+def _rows_together(q: Tensor, keys: int, seen: Visibility) -> int:
+    masks = 1
+    if seen.bias is not None:
+        masks = q.shape[0] * q.shape[2]
+    elif seen.segments_q is not None:
+        masks = q.shape[0]
+    step = max(64, MASK_ELEMENTS.get(q.device.type, MANY_MASK_ELEMENTS) // (keys * masks))
+    if seen.window is not None and seen.segments_q is None:
+        # Keys out of sight are left out, more of them the fewer rows go together.
+        least = 128 if q.device.type == "cpu" else -(-q.shape[1] // WINDOW_PIECES)
+        step = min(step, max(least, seen.window))
+    return step
+
+
+def _hidden(rows: slice, keys: slice, offset: int, index: Tensor, rank: Tensor, seen: Visibility) -> Tensor | None:
+    """bool [B or 1, rows, keys]; None where all is seen."""
+    row = slice(rows.start + offset, rows.stop + offset)
+    hidden = None
+    if seen.causal:
+        hidden = (index[keys] > index[row, None])[None]
+    if seen.window is not None:
+        far = (rank[:, row, None] - rank[:, None, keys]).abs() >= seen.window
+        hidden = far if hidden is None else hidden | far
+    if seen.segments_q is not None and seen.segments_k is not None:
+        query, key = seen.segments_q[:, rows, None], seen.segments_k[:, None, keys]
+        other = query != key
+        hidden = other if hidden is None else hidden | other
+        # A padding row has nothing to see; let it see everything, its result is thrown away.
+        hidden = hidden & (query >= 0)
+    return hidden

@@ -1,0 +1,128 @@
+"""`femixer doctor`: what it tells, and that it finds what is wrong."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from femixer import doctor
+from femixer.cli import main
+from femixer.kernels import check, dispatch
+from femixer.kernels.rms_norm import OPERATOR, plain
+
+
+def femixer(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "femixer", *args]
+    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=300)
+
+
+def test_every_operator_is_right_on_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    for name in ("python 3", "torch", "numba", "transformers", "threads", "cpu (", "backend", "rms_norm", "All right"):
+        assert name in shown
+    assert "wrong" not in shown
+
+
+def test_every_folder_of_an_operator_is_found() -> None:
+    package = Path(doctor.__file__).parent
+    folders = [path.parent for path in package.glob("**/kernels/**/definition.py")]
+    assert folders
+    found = {operator.name for operator in check.find_operators(*doctor.PACKAGES)}
+    assert {folder.name for folder in folders} == found
+
+
+def doubled(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
+    return (plain.forward(x, weight, eps)[0] * 2,)
+
+
+def wrong_backward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
+    return (plain.forward(x, weight.detach(), eps)[0] + 0 * weight,)
+
+
+def not_a_number(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
+    return (plain.forward(x, weight, eps)[0] * torch.nan,)
+
+
+def failing(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
+    raise RuntimeError("no such instruction")
+
+
+@pytest.mark.parametrize(
+    ("forward", "what"),
+    [
+        (doubled, "results off by"),
+        (wrong_backward, "gradient of weight off by"),
+        (not_a_number, "results off by inf"),
+        (failing, "RuntimeError: no such instruction"),
+    ],
+)
+def test_what_is_wrong_is_named_and_the_exit_code_is_one(
+    forward: object, what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = SimpleNamespace(forward=forward, DIFFERENTIABLE=True)
+    monkeypatch.setitem(OPERATOR.implementations, "plain", broken)
+    assert main(["doctor", "--operators", "rms_norm"]) == 1
+    shown = capsys.readouterr().out
+    line = next(line for line in shown.splitlines() if line.startswith("wrong: "))
+    assert line.startswith("wrong: rms_norm on plain (cpu), example 'rows', float32: ") and what in line
+    assert "rms_norm on numba" not in shown
+    assert " failed" in shown.splitlines()[-1]
+
+
+def test_an_operator_that_a_backend_leaves_to_torch_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(OPERATOR.implementations, "numba", None)
+    assert main(["doctor", "--operators", "rms_norm"]) == 0
+    shown = capsys.readouterr().out
+    assert "left to torch" in shown and OPERATOR.left_to_torch in shown
+
+
+def test_a_backend_that_is_not_there_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dispatch, "_numba", "numba is not installed: pip install 'femixer[fast]'")
+    assert main(["doctor", "--operators", "rms_norm", "--warm"]) == 0
+    shown = capsys.readouterr().out
+    assert "Nothing to compile: numba is not installed" in shown
+    assert "- numba: numba is not installed" in shown
+
+
+def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--operators", "sofmax"]) == 2
+    assert capsys.readouterr().err.startswith("error: operators='sofmax' is not allowed; choose one of ")
+    done = femixer("doctor", FEMIXER_BACKEND="nmba")
+    assert done.returncode == 2
+    assert done.stderr == "error: FEMIXER_BACKEND='nmba' is unknown; choose one of auto, plain, numba, triton\n"
+
+
+def test_the_backend_of_the_environment_is_shown() -> None:
+    done = femixer("doctor", "--operators", "rms_norm", FEMIXER_BACKEND="plain")
+    assert done.returncode == 0, done.stderr
+    assert "plain (FEMIXER_BACKEND is set)" in done.stdout
+
+
+USE = """
+import torch
+from femixer.kernels.rms_norm import rms_norm
+torch.set_num_threads(2)
+for rows in (3, 4096):  # on one thread and on several
+    x = torch.randn(rows, 64, requires_grad=True)
+    rms_norm(x, torch.ones(64, requires_grad=True), 1e-6).sum().backward()
+"""
+
+
+def test_warmed_kernels_are_not_compiled_again(tmp_path: Path) -> None:
+    done = femixer("doctor", "--warm", "--operators", "rms_norm", NUMBA_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "kernels are compiled" in done.stdout
+    assert "compiling kernels once" not in done.stderr
+    variables = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    used = subprocess.run([sys.executable, "-c", USE], env=variables, capture_output=True, text=True, timeout=120)
+    assert (used.returncode, used.stderr) == (0, "")
