@@ -14,9 +14,9 @@ from femixer import cli
 from femixer.bench.cli import BENCHES
 from femixer.cli import main
 from femixer.optional import MissingExtra, require
+from femixer.tasks.forecast.cli import COMMANDS as FORECAST
+from femixer.tasks.lm.cli import COMMANDS as LM
 from femixer.tasks.mad.cli import COMMANDS as MAD
-from femixer.tasks.series.cli import COMMANDS as FORECAST
-from femixer.tasks.text.cli import COMMANDS as LM
 
 
 def femixer(*args, **options):

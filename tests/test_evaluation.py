@@ -19,8 +19,8 @@ from femixer.evaluation.suite import COLUMNS, SUITES
 from femixer.evaluation.table import Row, grouped, half_up, read, size
 from femixer.evaluation.tasks import EXAMPLES, Catalog, Request
 from femixer.models import FEMConfig, FEMForCausalLM
-from femixer.tasks.text.checkpoint import load
-from femixer.tasks.text.tokenizer import byte_tokenizer
+from femixer.tasks.lm.checkpoint import load
+from femixer.tasks.lm.tokenizer import byte_tokenizer
 
 FACTS = json.loads((EXAMPLES / "facts.json").read_text())
 

@@ -527,7 +527,7 @@ def test_an_unknown_recipe_is_answered_with_those_that_exist():
 
 @pytest.mark.parametrize(("name", "tokens"), [("paper-340m", 15), ("paper-1.3b", 100)])
 def test_the_papers_recipes_are_the_papers(name, tokens):
-    lm = pytest.importorskip("femixer.tasks.text.train")
+    lm = pytest.importorskip("femixer.tasks.lm.train")
     default = lm.Command(lm.Experiment(), lm.DataOptions(), EngineOptions(), RunOptions(Path("results/lm")))
     experiment = recipe.apply(default, name).experiment
     assert experiment.model.preset == name.removeprefix("paper-")

@@ -25,7 +25,7 @@ from femixer.evaluation.suite import SUITES
 from femixer.evaluation.tasks import Catalog, Request
 from femixer.optional import require
 from femixer.options import check, parse
-from femixer.tasks.text.checkpoint import Placement, fingerprint, load, model_folder, name_of
+from femixer.tasks.lm.checkpoint import Placement, fingerprint, load, model_folder, name_of
 from femixer.training import Results, RunOptions, atomic, show_table
 from femixer.training.interrupt import Interrupted
 from femixer.training.results import TABLE

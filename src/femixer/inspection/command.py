@@ -21,7 +21,7 @@ from femixer.inspection.summary import HEADING, channels_by_kl, table_row
 from femixer.inspection.tokens import labels
 from femixer.optional import require
 from femixer.options import check, parse
-from femixer.tasks.text.checkpoint import Placement, load, model_folder, name_of
+from femixer.tasks.lm.checkpoint import Placement, load, model_folder, name_of
 from femixer.training import atomic
 
 tyro = require("tyro", "cli")

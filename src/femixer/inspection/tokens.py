@@ -13,7 +13,7 @@ WORD_START = "▁"  # how sentencepiece spells the space before a word, which de
 
 def labels(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """A readable label per token; bytes that are no character of their own are shown as \\xNN."""
-    from femixer.tasks.text.tokenizer import byte_characters
+    from femixer.tasks.lm.tokenizer import byte_characters
 
     bytes_of = {character: byte for byte, character in enumerate(byte_characters())}
 

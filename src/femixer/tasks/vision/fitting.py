@@ -1,0 +1,216 @@
+"""Training a classifier: to the best validation accuracy, whose weights are then scored on the test part, once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from femixer.models.parameters import parameters_of
+from femixer.options import check
+from femixer.tasks.vision.average import averaged, averaging
+from femixer.tasks.vision.batches import Ahead, Batch, Batches
+from femixer.tasks.vision.broken import Collected
+from femixer.tasks.vision.classifier import Classifier, build_model, preparation_of
+from femixer.tasks.vision.experiment import Spec
+from femixer.tasks.vision.scoring import Predictions, predicted
+from femixer.tasks.vision.source import Images
+from femixer.tasks.vision.views import Views
+from femixer.training import EngineOptions, Part, Results, adamw, cosine, distributed, full_weights, train
+from femixer.training.best import Best, Error
+from femixer.training.results import Record, environment
+
+WIDER = 4
+"""Batches of training that are scored at once: nothing is kept for a backward pass."""
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How pictures get to the model: nothing here changes what is computed."""
+
+    workers: int = 0
+    """Processes that read and augment pictures ahead of time; 0 does it in between steps."""
+
+    def validate(self) -> None:
+        check(self.workers >= 0, "workers", self.workers, "a whole number of at least 0")
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A model with its best weights, what it says of the test pictures, and its record."""
+
+    classifier: Classifier
+    test: Views
+    predictions: Predictions
+    record: Record
+
+
+def fitted(
+    spec: Spec, images: Images, results: Results, loading: Loading | None = None, engine: EngineOptions | None = None
+) -> Fitted:
+    """Train in the folder of `results`, from the checkpoint there if there is one."""
+    device = distributed.start()
+    preparation = preparation_of(spec, images)
+    views = {
+        split: Views(pictures, preparation, spec.augmentation if split == "train" else None)
+        for split, pictures in images.splits.items()
+    }
+    model, broken = build_model(spec, images).to(device), Collected(results.folder, images.broken)
+    run = Fitting(spec, model, views, results, broken, (loading or Loading()).workers)
+    diverged = None
+    try:
+        run.fit(len(images.classes), engine or EngineOptions())
+    except FloatingPointError as error:  # a rate that is too high for this model: a result like others
+        diverged = str(error)
+    step = run.best.load()
+    run.model.eval()
+    predictions = predicted(run.model, views["test"], WIDER * spec.training.batch, "test", run.workers)
+    metrics = run.with_test(predictions)
+    predictions = predictions.gathered()
+    return Fitted(
+        Classifier(run.model, preparation),
+        views["test"],
+        predictions,
+        run.record(metrics, step, images, diverged, device),
+    )
+
+
+class Fitting:
+    """One training."""
+
+    def __init__(
+        self, spec: Spec, model: Any, views: Mapping[str, Views], results: Results, broken: Collected, workers: int
+    ) -> None:
+        self.spec, self.model, self.views, self.results, self.broken = spec, model, views, results, broken
+        self.workers = workers
+        self.best = Best(model, results, error, weights=self.better)
+        self.optimizer: Optimizer | None = None
+
+    def fit(self, classes: int, engine: EngineOptions) -> None:
+        how = self.spec.training
+        batches = Batches(self.views["train"], self.spec.augmentation, classes, how.batch, self.spec.seed)
+        steps = how.epochs * batches.per_epoch
+        own = engine.accumulate
+        parts = [Part(distributed.rank() * own + i, distributed.world() * own) for i in range(own)]
+        ahead = Ahead(batches, self.workers, parts, steps)
+
+        def batch(step: int, part: Part) -> Batch:
+            made, broken = ahead(step, part)
+            self.broken.add(broken)
+            return made
+
+        train(
+            self.model,
+            self.optimized,
+            batch=batch,
+            losses=lambda model, batch: {"loss": summed_loss(model, batch)},
+            items=lambda batch: len(batch.targets),
+            evaluate=self.evaluate,
+            results=self.results,
+            steps=steps,
+            evaluate_every=batches.per_epoch,
+            seed=self.spec.seed,
+            schedule=cosine(steps, round(how.warmup_epochs * batches.per_epoch), how.min_lr_fraction),
+            clip=how.clip,
+            log_every=batches.per_epoch,
+            engine=engine,
+            enough=self.best.enough,
+        )
+
+    def optimized(self, model: Any) -> Optimizer:
+        how = self.spec.training
+        self.optimizer = adamw(model, how.lr, how.weight_decay, fused=True)
+        return averaging(self.optimizer, how.ema) if how.ema else self.optimizer
+
+    def evaluate(self, model: Any) -> list[Record]:
+        """Scores of the validation part; with a moving average of the weights also its, as average_..."""
+        record: Record = {"split": "validation", **self.score(model)}
+        if self.optimizer is not None and self.spec.training.ema:
+            with averaged(model, self.optimizer):
+                record |= {f"average_{name}": value for name, value in self.score(model).items()}
+        for views in self.views.values():
+            self.broken.add(views.broken.values())
+        self.broken.write()
+        return [record]
+
+    def score(self, model: Any) -> dict[str, float]:
+        batch = WIDER * self.spec.training.batch
+        return predicted(model, self.views["validation"], batch, "validation", self.workers).scores()
+
+    def better(self) -> dict[str, Tensor]:
+        """The weights of the last evaluation, or their average if that was better."""
+        last = [each for each in distributed.on_main(self.results.metrics) if each["split"] == "validation"][-1]
+        if self.optimizer is None or not averages(last):
+            return full_weights(self.model)
+        with averaged(self.model, self.optimizer):
+            return {name: value.clone() for name, value in full_weights(self.model).items()}
+
+    def with_test(self, predictions: Predictions) -> list[Record]:
+        """The records of the run, the last of them the test scores: added unless they are there from before a crash."""
+        metrics = distributed.on_main(self.results.metrics)
+        scores = predictions.scores()
+        self.broken.add(self.views["test"].broken.values())
+        skipped = self.broken.write()
+        if metrics[-1]["split"] != "test":
+            last = {name: metrics[-1][name] for name in ("step", "seconds")}
+            metrics.append({"split": "test", **scores, "broken": skipped, **last})
+            self.results.append(metrics[-1:])
+        return metrics
+
+    def record(
+        self, metrics: list[Record], step: int, images: Images, diverged: str | None, device: torch.device
+    ) -> Record:
+        """What a store keeps of a training."""
+        spec = self.spec
+        validation = [each for each in metrics if each["split"] == "validation"]
+        best = next(each for each in validation if each["step"] == step)
+        return {
+            "model": spec.model,
+            "preset": spec.preset,
+            "dataset": spec.dataset,
+            "classes": len(images.classes),
+            "images": images.counts,
+            "seed": spec.seed,
+            **{name: metrics[-1][name] for name in ("top1", "top5", "loss", "broken")},
+            "validation_top1": 1 - error(best)[0],
+            "validation_loss": error(best)[1],
+            "weights": "average" if averages(best) else "last",
+            "best_step": step,
+            "steps": validation[-1]["step"],
+            "seconds": metrics[-1]["seconds"],
+            "parameter_count": parameters_of(self.model),
+            "evaluations": [
+                {name: value for name, value in each.items() if name not in ("split", "seconds")} for each in validation
+            ],
+            "diverged": diverged,
+            "fingerprint": spec.fingerprint,
+            "eval_crop": spec.eval_crop,
+            "fields": {**spec.fields},
+            "training": asdict(spec.training),
+            "augmentation": asdict(spec.augmentation),
+            "environment": {**environment(), "device": device.type},
+        }
+
+
+def error(record: Record) -> Error:
+    """Of a validation record: the share of wrong answers and the loss, of the better weights where there are two."""
+    last = 1 - record["top1"], record["loss"]
+    if "average_top1" not in record:
+        return last
+    return min(last, (1 - record["average_top1"], record["average_loss"]))
+
+
+def averages(record: Record) -> bool:
+    """Are the averaged weights the better ones?"""
+    own = 1 - record["top1"], record["loss"]
+    return "average_top1" in record and (1 - record["average_top1"], record["average_loss"]) < own
+
+
+def summed_loss(model: Any, batch: Batch) -> Tensor:
+    """Cross entropy with the targets' probabilities, over the pictures of a batch."""
+    return F.cross_entropy(model(pixel_values=batch.pixels).logits.float(), batch.targets, reduction="sum")

@@ -1,0 +1,128 @@
+"""Pictures with labels: in memory, in files, or rows of a data set, read one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from femixer.models.vision.pictures import Picture, converted
+from femixer.optional import require
+from femixer.tasks.vision.decode import decoded
+
+
+class Pictures(Protocol):
+    """N pictures in a fixed order."""
+
+    @property
+    def blocks(self) -> Sequence[int] | None:
+        """Sizes of the blocks, one after the other, within which any order is read well; None: one block of all."""
+
+    def __len__(self) -> int: ...
+
+    def name(self, index: int) -> str:
+        """For people: where to find it."""
+
+    def read(self, index: int, channels: int) -> tuple[Picture, int]:
+        """The picture and its label; `Unreadable` if there is none."""
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Grey pictures in memory: pixels [N, H, W] in uint8, labels [N]."""
+
+    pixels: np.ndarray
+    labels: Tensor
+    title: str
+    blocks: None = None
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def name(self, index: int) -> str:
+        return f"{self.title} {index}"
+
+    def read(self, index: int, channels: int) -> tuple[Picture, int]:
+        picture = require("PIL.Image", "vision").fromarray(self.pixels[index])
+        return converted(picture, channels), int(self.labels[index])
+
+
+@dataclass(frozen=True)
+class Files:
+    """One file per picture, below `root`; labels [N]."""
+
+    root: Path
+    paths: Sequence[str]
+    labels: Tensor
+    blocks: None = None
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def name(self, index: int) -> str:
+        return str(self.root / self.paths[index])
+
+    def read(self, index: int, channels: int) -> tuple[Picture, int]:
+        return decoded(self.root / self.paths[index], channels), int(self.labels[index])
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The pictures of several parts, one part after the other."""
+
+    parts: Sequence[Pictures]
+
+    @property
+    def blocks(self) -> Sequence[int] | None:
+        if all(part.blocks is None for part in self.parts):
+            return None
+        return [size for part in self.parts for size in part.blocks or [len(part)]]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def name(self, index: int) -> str:
+        part, place = self._place(index)
+        return part.name(place)
+
+    def read(self, index: int, channels: int) -> tuple[Picture, int]:
+        part, place = self._place(index)
+        return part.read(place, channels)
+
+    def _place(self, index: int) -> tuple[Pictures, int]:
+        for part in self.parts:
+            if index < len(part):
+                return part, index
+            index -= len(part)
+        raise IndexError(index)
+
+
+@dataclass(frozen=True)
+class Some:
+    """Those of `whole` with the given numbers [n], which rise."""
+
+    whole: Pictures
+    numbers: Tensor
+
+    @property
+    def blocks(self) -> Sequence[int] | None:
+        """Those of the whole, each without the pictures that are left out."""
+        sizes = self.whole.blocks
+        if sizes is None:
+            return None
+        ends = torch.tensor([*sizes]).cumsum(0)
+        return torch.bincount(torch.bucketize(self.numbers, ends, right=True), minlength=len(ends)).tolist()
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def name(self, index: int) -> str:
+        return self.whole.name(int(self.numbers[index]))
+
+    def read(self, index: int, channels: int) -> tuple[Picture, int]:
+        return self.whole.read(int(self.numbers[index]), channels)
