@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from femixer.tasks.forecast.dates import frequency_of, season_of
-from femixer.tasks.forecast.experiment import Sizes, Training, specified
-from femixer.tasks.forecast.source import Reading, Series, read
+from femixer.tasks.forecast.data import Reading, Series, read
+from femixer.tasks.forecast.data.files import frequency_of, season_of
+from femixer.tasks.forecast.model import Sizes, Training, specified
 
 
 def hourly(rows):

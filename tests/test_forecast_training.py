@@ -1,6 +1,5 @@
 """Forecasting: reading series, the windows of the protocol, training to the best weights, tables, predictions."""
 
-import csv
 import json
 import math
 import shlex
@@ -13,21 +12,15 @@ import torch
 
 from femixer.cli import main
 from femixer.models.forecast import Forecaster
-from femixer.tasks.forecast import fitting, scoring
-from femixer.tasks.forecast.batches import Batches
-from femixer.tasks.forecast.experiment import Sizes, Training, specified
-from femixer.tasks.forecast.fitting import fitted
-from femixer.tasks.forecast.known import LOOKBACKS, default_lookback
-from femixer.tasks.forecast.paper import COLUMNS, MEANS, PER_HORIZON
-from femixer.tasks.forecast.scoring import score
-from femixer.tasks.forecast.source import Series, read
-from femixer.tasks.forecast.store import KIND, load
-from femixer.tasks.forecast.table import as_csv, latex, markdown, tabulate
-from femixer.tasks.forecast.windows import borders, counted, scaling_of, windows
+from femixer.tasks.forecast import TASK, fit
+from femixer.tasks.forecast.data import LOOKBACKS, Series, default_lookback, read
+from femixer.tasks.forecast.data.windows import Batches, borders, counted, scaling_of, windows
+from femixer.tasks.forecast.fit import fitted, score
+from femixer.tasks.forecast.model import Sizes, Training, specified
 from femixer.training import Part, Results, RunOptions, best
-from femixer.training.jobs import engines, export
-from femixer.training.jobs.work import attempt
-from femixer.training.schedule import one_cycle
+from femixer.training.jobs import engines
+from femixer.training.jobs.job import attempt
+from femixer.training.optimizer import one_cycle
 
 
 def hourly(rows, start="2016-07-01"):
@@ -217,7 +210,7 @@ def test_a_linear_series_is_learned_and_beats_the_naive_forecasts(tmp_path):
 
 def scripted(monkeypatch, errors, stop_at=None):
     """Validation errors from a script, with the weights that each was given for; the test split is scored as it is."""
-    seen, original = [], scoring.score
+    seen, original = [], fit.score
 
     def fake(model, split, batch):
         if split.first == 169:  # the first row of the test split
@@ -227,7 +220,7 @@ def scripted(monkeypatch, errors, stop_at=None):
         seen.append({name: value.clone() for name, value in model.state_dict().items()})
         return {"mse": errors[len(seen) - 1], "mae": 1.0}
 
-    monkeypatch.setattr(fitting, "score", fake)
+    monkeypatch.setattr(fit, "score", fake)
     return seen
 
 
@@ -243,7 +236,7 @@ def test_training_stops_without_progress_and_keeps_the_best_weights(tmp_path, mo
     assert len(seen) == 5 and made.record["steps"] == 4 * per_epoch  # equal is not better, NaN neither
     assert made.record["best_step"] == 2 * per_epoch and made.record["validation_mse"] == 2.0
     assert same_weights(made.model, seen[2]) and not same_weights(made.model, seen[4])
-    assert made.record["mse"] == scoring.score(made.model.eval(), made.windows["test"], 7)["mse"]
+    assert made.record["mse"] == fit.score(made.model.eval(), made.windows["test"], 7)["mse"]
     # The test error is in the journal once, though the run is finished anew.
     again = carry_out(tmp_path, resume=True)
     assert again.record == made.record and same_weights(again.model, seen[2]) and len(seen) == 5
@@ -400,17 +393,17 @@ def test_finished_jobs_are_not_repeated_wherever_the_file_lies(tmp_path, file, c
     assert main([*RUN, "--data", str(file), "--out", str(out)]) == 0
     shown = capsys.readouterr()
     assert "8 jobs, 0 of them finished before" in shown.err and "| waves | 22 | mean of 3, 5 |" in shown.out
-    records = load(out)
+    records = TASK.load(out)
     assert len(records) == 8 and {r["seed"] for r in records} == {0, 1} and not [*out.glob("running/*")]
     moved = file.rename(tmp_path / "elsewhere" / "waves.csv") if (tmp_path / "elsewhere").mkdir() is None else file
-    monkeypatch.setattr(fitting, "fit", None)
+    monkeypatch.setattr(fit, "fit", None)
     assert main([*RUN, "--data", str(moved.with_suffix("")), "--out", str(out)]) == 0
     assert "8 jobs, 8 of them finished before" in capsys.readouterr().err
     moved.write_text(moved.read_text().replace("2016-07-01 00:00:00,", "2016-07-01 00:00:00,1"))
     assert main([*RUN, "--data", str(moved), "--out", str(out), "--dry-run"]) == 0
     assert capsys.readouterr().out == "8 jobs, 0 of them finished\n"
     assert main(["forecast", "export", "--results", str(out), "--out", str(tmp_path / "all.json")]) == 0
-    assert load(tmp_path / "all.json") == records
+    assert TASK.load(tmp_path / "all.json") == records
     assert main(["mad", "table", "--results", str(out)]) == 2
     assert "or by another command: its format is 'forecast 1' and here it is 1" in capsys.readouterr().err
 
@@ -458,151 +451,3 @@ def test_lookbacks_go_with_horizons():
     assert [default_lookback(horizon) for horizon in (1, 96, 97, 192, 336, 337, 720, 5000)] == [
         *(1024, 1024, 2048, 2048, 2048, 4096, 4096, 4096)
     ]
-
-
-# The table
-
-
-def record(model="FEM-SM", dataset="ETTh1", horizon=96, mse=0.4, **fields):
-    return {
-        "model": model,
-        "dataset": dataset,
-        "horizon": horizon,
-        "lookback": LOOKBACKS[horizon],
-        "seed": 0,
-        "mse": mse,
-        "mae": mse / 2,
-        "validation_mse": 0.7,
-        "best_step": 7,
-        "diverged": None,
-        "fingerprint": dataset,
-        "fields": {"kind": model},
-        "training": {"epochs": 100, "lr": 6e-4, "weight_decay": 0.1},
-        "environment": {"femixer": "0.1.0"},
-        **fields,
-    }
-
-
-def entries(records, metric="mse"):
-    """(data set, look-back, horizon, model) -> entry."""
-    table = tabulate(records)
-    return {
-        (line.dataset, line.lookback, line.horizon, model): each
-        for group in table.metrics[metric]
-        for line in group
-        for model, each in zip(table.models, line.entries, strict=True)
-    }
-
-
-def test_the_mean_over_horizons_stands_beside_the_papers():
-    errors = {96: 0.37, 192: 0.41, 336: 0.43, 720: 0.454}
-    records = [record(horizon=h, mse=mse + 0.02 * seed, seed=seed) for h, mse in errors.items() for seed in (0, 1)]
-    found = entries(records)
-    mean = found["ETTh1", "protocol", "mean", "FEM-SM"]
-    assert (mean.value, mean.error, mean.paper, mean.best, mean.missing) == ("0.426", "0.010", "0.419", True, "")
-    assert found["ETTh1", "protocol", "96", "FEM-SM"].value == "0.380"
-    assert entries(records, "mae")["ETTh1", "protocol", "mean", "FEM-SM"].value == "0.213"
-    assert not any(each.paper for each in entries(records, "mae").values())
-
-
-def test_a_mean_over_other_horizons_does_not_stand_beside_the_papers():
-    found = entries([record(horizon=96), record(horizon=192), record("DLinear", horizon=96, mse=0.375)])
-    ours = found["ETTh1", "protocol", "mean of 96, 192", "FEM-SM"]
-    assert (ours.value, ours.paper) == ("0.400", "")
-    theirs = found["ETTh1", "protocol", "mean of 96, 192, 336, 720", "FEM-SM"]
-    assert (theirs.value, theirs.paper) == ("", "0.419")
-    published = found["ETTh1", "protocol", "96", "DLinear"]
-    assert (published.value, published.paper, published.best) == ("0.375", "0.375", True)
-    part = found["ETTh1", "protocol", "mean of 96, 192", "DLinear"]
-    assert (part.value, part.missing, part.best) == ("", "1 of 2 jobs", False)
-    assert "| [1 of 2 jobs] |" in markdown(tabulate([record(horizon=96), record(horizon=192), record("DLinear")]))
-
-
-def test_missing_seeds_are_marked_and_never_best():
-    found = entries([record(seed=0), record(seed=1), record("SMAttn", mse=0.1), record("GLA")])
-    best, *others = (found["ETTh1", "protocol", "96", model] for model in ("FEM-SM", "SMAttn", "GLA"))
-    assert best.best and not best.missing
-    assert [(each.missing, each.best) for each in others] == [("1 of 2 seeds", False)] * 2
-
-
-def test_other_lookbacks_are_rows_of_their_own():
-    found = entries([record(), record(lookback=336, mse=0.3), record(dataset="mine", lookback=5)])
-    assert [key[:3] for key in found] == [
-        ("ETTh1", "protocol", "96"),
-        ("ETTh1", "protocol", "mean of 96, 192, 336, 720"),
-        ("ETTh1", "336", "96"),
-        ("ETTh1", "336", "mean of 96, 192, 336, 720"),
-        ("mine", "5", "96"),
-    ]
-
-
-def test_learning_rates_are_chosen_by_validation():
-    def rate(lr, validation, mse, **fields):
-        return record(
-            training={"epochs": 100, "lr": lr, "weight_decay": 0.1}, validation_mse=validation, mse=mse, **fields
-        )
-
-    records = [
-        rate(1e-3, 0.5, 0.44),
-        rate(1e-4, 0.6, 0.33),
-        rate(1e-3, 0.9, 0.46, seed=1),
-        rate(1e-4, 0.6, 0.31, seed=1),
-    ]
-    assert (
-        entries(records)["ETTh1", "protocol", "96", "FEM-SM"].value == "0.320"
-    )  # the mean of 0.6 is below that of 0.7
-    assert entries(records[:3])["ETTh1", "protocol", "96", "FEM-SM"].value == "0.450"  # one seed alone may be luck
-    assert any("rate and weight decay are those of the lowest validation MSE." in t for t in tabulate(records).legend)
-    shorter = [
-        record(training={**each["training"], "epochs": 10}, seed=each["seed"], mse=0.3, validation_mse=0.4)
-        for each in records[::2]
-    ]
-    with pytest.raises(ValueError, match="ways of training"):
-        tabulate([*records, *shorter])
-    both = tabulate([*records, *shorter], ("lr", "weight_decay", "epochs"))
-    assert both.metrics["mse"][0][0].entries[0].value == "0.300"
-    assert any("number of epochs are those" in text for text in both.legend)
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"environment": {"femixer": "0.2.0"}}, "versions of femixer"),
-        ({"fingerprint": "other"}, r"data of one name \(dataset \"ETTh1\"\)"),
-        ({"training": {"epochs": 3, "lr": 6e-4, "weight_decay": 0.1}}, "ways of training"),
-        ({"fields": {"kind": "fem", "hidden_size": 8}}, "models of one name"),
-        ({"seed": 0, "mse": 0.5}, "results of one job"),
-    ],
-)
-def test_results_that_cannot_be_compared_are_refused(change, told):
-    with pytest.raises(ValueError, match=f"results mix different {told}"):
-        tabulate([record(), record(**{"seed": 1, **change})])
-    assert len(tabulate([record(), record()]).metrics["mse"][0][0].entries) == 1  # twice the same is once
-
-
-def test_the_files_of_a_table(tmp_path, capsys):
-    records = [record("FEM-SM", "my_data", diverged="at step 3"), record("GLA", "my_data", mse=0.5)]
-    export(records, tmp_path / "all.json", KIND)
-    out = tmp_path / "table"
-    assert main(["forecast", "table", "--results", str(tmp_path / "all.json"), "--out", str(out)]) == 0
-    table = tabulate(records)
-    assert (out / "table.md").read_text() == markdown(table) and markdown(table) in capsys.readouterr().out
-    assert "| my_data | protocol | 96 | **0.400** | 0.500 |" in markdown(table)
-    assert "Training diverged, in some runs, of FEM-SM" in markdown(table) and "GLA, Mamba and AFT are" in markdown(
-        table
-    )
-    tex = (out / "table.tex").read_text()
-    assert tex == latex(table) and r"my\_data & protocol & 96 & \makecell{\textbf{0.400}}" in tex
-    assert tex.count(r"\begin{tabular}") == tex.count(r"\end{tabular}") == 2
-    lines = [*csv.DictReader((out / "table.csv").read_text().splitlines())]
-    assert as_csv(table) == (out / "table.csv").read_text() and len(lines) == 4
-    assert [line["value"] for line in lines] == ["0.400", "0.500", "0.200", "0.250"]
-    export([], tmp_path / "none.json", KIND)
-    assert main(["forecast", "table", "--results", str(tmp_path / "none.json")]) == 2
-    assert "stores where `femixer forecast run` has finished some" in capsys.readouterr().err
-
-
-def test_published_rows_average_to_the_papers_figures():
-    for place, errors in PER_HORIZON.items():
-        assert np.mean([*errors.values()]) == pytest.approx(MEANS[place], abs=1.1e-3)
-    assert len(MEANS) == 6 * len(COLUMNS)

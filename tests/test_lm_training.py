@@ -1,4 +1,4 @@
-"""`femixer lm train`, `compare` and `presets`: what they learn, what they leave, and what stops them."""
+"""`femixer lm train` and `compare`: what they learn, what they leave, and what stops them."""
 
 import errno
 import json
@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -21,18 +20,14 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from femixer.cli import main
-from femixer.models import PRESETS, FEMForCausalLM, preset
-from femixer.models.parameters import parameter_count
-from femixer.options import parse
-from femixer.tasks.lm import compare, presets, train
-from femixer.tasks.lm.batches import Batches
-from femixer.tasks.lm.building import prepare
-from femixer.tasks.lm.corpus import open_corpus
+from femixer.models import PRESETS, FEMForCausalLM
+from femixer.tasks.lm import task
+from femixer.tasks.lm.data.batches import Batches
+from femixer.tasks.lm.data.building import prepare
+from femixer.tasks.lm.data.corpus import open_corpus
+from femixer.tasks.lm.data.tokenizer import load_tokenizer, train_bpe
+from femixer.tasks.lm.fit import documents, summed_loss
 from femixer.tasks.lm.model import ModelOptions, build
-from femixer.tasks.lm.prepare import DataOptions
-from femixer.tasks.lm.scoring import documents, summed_loss
-from femixer.tasks.lm.tokenizer import load_tokenizer, train_bpe
-from femixer.training import EngineOptions, RunOptions, recipe
 
 WORDS = ("violet ", "quartz ", "jumbled ", "phobic ", "skewing\n")
 SMALL = ("--hidden-size", 12, "--layers", 1, "--heads", 2, "--context", 23, "--batch-tokens", 92, "--threads", 1)
@@ -258,7 +253,7 @@ def test_no_loss_crosses_documents(tmp_path, options):
 def recorded(monkeypatch):
     """Runs of a comparison as they happen: for each, the batches it was given."""
     runs = defaultdict(list)
-    original, call = train.run, Batches.__call__
+    original, call = task.trained, Batches.__call__
 
     def run(experiment, *rest):
         runs["current"] = experiment
@@ -269,7 +264,7 @@ def recorded(monkeypatch):
         runs[runs["current"]].append((step, given.inputs.tolist()))
         return given
 
-    monkeypatch.setattr(compare, "train_one", run)
+    monkeypatch.setattr(task, "trained", run)
     monkeypatch.setattr(Batches, "__call__", batch)
     return runs
 
@@ -323,23 +318,6 @@ def test_compared_models_see_the_same_batches_and_share_a_table(tmp_path, monkey
     assert "run 6/6 done" in capsys.readouterr().err
 
 
-def test_models_of_the_paper_have_the_parameters_of_attention():
-    comparison = compare.Comparison(train.Experiment(model=ModelOptions(preset="mini")))
-    counts = {
-        name: parameter_count(comparison.run(name).model.config(512, vocab_size=257)) for name in comparison.models
-    }
-    assert all(abs(count / counts["SMAttn"] - 1) < 0.02 for count in counts.values()), counts
-
-
-def test_presets_are_counted_as_they_are_built(capsys, monkeypatch):
-    monkeypatch.setattr(presets, "PRESETS", {name: PRESETS[name] for name in ("tiny", "mini")})
-    assert main(["lm", "presets", "--vocab-size", "271"]) == 0
-    rows = capsys.readouterr().out.splitlines()
-    assert [row.split()[1] for row in rows[2:]] == ["tiny", "mini"]
-    assert f"| {parameter_count(preset('tiny', vocab_size=271, mixer='attention')):,} |" in rows[2]
-    assert presets.count("tiny", prior="mamba") == parameter_count(preset("tiny", prior="mamba"))
-
-
 # --- options
 
 
@@ -366,34 +344,6 @@ def test_options_reach_the_model(tmp_path):
     assert (config.hidden_size, config.max_position_embeddings, config.vocab_size) == (12, 23, 257)
     attention = ModelOptions(mixer=("attention",)).config(23)
     assert (attention.mixer, attention.num_hidden_layers) == ("attention", PRESETS["tiny"]["num_hidden_layers"])
-
-
-def test_durations_in_tokens_are_rounded_up_to_batches():
-    experiment = train.Experiment(batch_tokens=512, tokens=10_000, warmup_tokens=1100)
-    experiment.validate()
-    assert (experiment.count, experiment.warmup) == (20, 3)
-    assert (train.Experiment().count, train.Experiment().warmup) == (1000, 50)
-    assert train.Experiment(context=29).length == 29 and train.Experiment().length == 256
-
-
-@pytest.mark.parametrize("name", ["paper-340m", "paper-1.3b"])
-def test_the_recipes_are_the_papers(name):
-    nothing = train.Command(train.Experiment(), DataOptions(), EngineOptions(), RunOptions(Path("out")))
-    default, rest = recipe.with_recipe(nothing, ["--recipe", name, "--seed", "3"])
-    command = parse(train.Command, rest, "lm train", default)
-    experiment = command.experiment
-    experiment.validate()
-    command.engine.validate()
-    assert (experiment.lr, experiment.weight_decay, experiment.clip) == (4e-4, 0.1, 1.0)
-    assert experiment.batch_tokens == 2**19 and experiment.warmup_tokens == 1e9 and experiment.length == 4096
-    assert experiment.tokens == command.data.max_tokens == {"paper-340m": 15e9, "paper-1.3b": 100e9}[name]
-    assert f"paper-{experiment.model.preset}" == name and experiment.seed == 3
-    assert command.data.tokenizer == "meta-llama/Llama-2-7b-hf"
-    assert command.data.data == ("datasets:HuggingFaceFW/fineweb-edu:sample-100BT",)
-    assert experiment.model.config(experiment.length).vocab_size == 32000
-    processes = {"paper-340m": 8, "paper-1.3b": 32}[name]
-    assert experiment.sequences(processes, command.engine.accumulate) == 128
-    assert experiment.warmup == 1908 and experiment.count == {"paper-340m": 28611, "paper-1.3b": 190735}[name]
 
 
 # --- what stops a run

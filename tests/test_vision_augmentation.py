@@ -8,16 +8,18 @@ import torch
 from PIL import Image, ImageOps
 
 from femixer.models.vision.pictures import middle
-from femixer.tasks.vision.augmentation import Augmentation
-from femixer.tasks.vision.cropping import random_box, random_crop, random_flip
-from femixer.tasks.vision.drawing import beta
-from femixer.tasks.vision.erasing import AREAS, erase
-from femixer.tasks.vision.erasing import random_box as erased_box
-from femixer.tasks.vision.mixing import cutmix, mix, mixup, soft
-from femixer.tasks.vision.moving import move
-from femixer.tasks.vision.operations import OPERATIONS
-from femixer.tasks.vision.preparation import Preparation
-from femixer.tasks.vision.randaugment import jitter, randaugment
+from femixer.tasks.vision.data.augmentation import AREAS, Augmentation, cutmix, erase, mix, mixup, move, soft
+from femixer.tasks.vision.data.augmentation import random_box as erased_box
+from femixer.tasks.vision.data.operations import (
+    OPERATIONS,
+    beta,
+    jitter,
+    randaugment,
+    random_box,
+    random_crop,
+    random_flip,
+)
+from femixer.tasks.vision.data.views import Preparation
 
 
 def seeded(seed=0):

@@ -11,15 +11,12 @@ from PIL import Image
 
 from femixer.models.vision.pictures import Unreadable
 from femixer.tasks.vision import hub
-from femixer.tasks.vision.augmentation import Augmentation
-from femixer.tasks.vision.batches import Ahead, Batches, shuffled
-from femixer.tasks.vision.decode import decoded
-from femixer.tasks.vision.hub import Stream
-from femixer.tasks.vision.pictures import Arrays, Joined, Some
-from femixer.tasks.vision.preparation import Preparation
-from femixer.tasks.vision.source import SPLITS, Reading, found, read
-from femixer.tasks.vision.split import stratified
-from femixer.tasks.vision.views import Views
+from femixer.tasks.vision.data import SPLITS, Reading, found, read, stratified
+from femixer.tasks.vision.data.augmentation import Augmentation
+from femixer.tasks.vision.data.batches import Ahead, Batches, shuffled
+from femixer.tasks.vision.data.pictures import Arrays, Joined, Some, decoded
+from femixer.tasks.vision.data.sources import Stream
+from femixer.tasks.vision.data.views import Preparation, Views
 from femixer.training import Part
 
 RED, GREEN = (250, 10, 20), (10, 250, 20)

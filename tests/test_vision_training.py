@@ -1,6 +1,5 @@
 """Image classification: training, resuming, evaluating, maps and tables."""
 
-import csv
 import json
 import shlex
 import shutil
@@ -23,26 +22,19 @@ from femixer.cli import main
 from femixer.models import FEMImageProcessor
 from femixer.models.parameters import parameter_count
 from femixer.options import parse
-from femixer.tasks.vision import run as runs
-from femixer.tasks.vision import train
-from femixer.tasks.vision import views as views_module
-from femixer.tasks.vision.average import averaged, averaging
-from femixer.tasks.vision.classifier import Classifier, config_of
-from femixer.tasks.vision.experiment import ENCODERS, specified
+from femixer.tasks.vision import TASK
+from femixer.tasks.vision.data import Images, read
+from femixer.tasks.vision.data import views as views_module
+from femixer.tasks.vision.data.pictures import Arrays, Files
+from femixer.tasks.vision.data.views import Preparation, Views, spread, stacked
 from femixer.tasks.vision.figures import confusion, samples, save
-from femixer.tasks.vision.fitting import Fitting, averages, error
+from femixer.tasks.vision.fit import Fitting, Predictions, averaged, averages, averaging, error, predicted
 from femixer.tasks.vision.maps import map_figure
-from femixer.tasks.vision.pictures import Arrays, Files
-from femixer.tasks.vision.preparation import Preparation
-from femixer.tasks.vision.recipes import with_recipe_of_data, within_epochs
-from femixer.tasks.vision.scoring import Predictions, predicted
-from femixer.tasks.vision.source import Images, read
-from femixer.tasks.vision.store import KIND, load
-from femixer.tasks.vision.table import as_csv, latex, markdown, tabulate
-from femixer.tasks.vision.views import Views, spread, stacked
+from femixer.tasks.vision.model import ENCODERS, Classifier, config_of, specified
+from femixer.tasks.vision.task import Train, VisionRun, with_recipe_of_data, within_epochs
 from femixer.training import adamw
-from femixer.training.jobs import engines, export
-from femixer.training.jobs.work import attempt
+from femixer.training.jobs import engines
+from femixer.training.jobs.job import attempt
 
 COLOURS = {"blue": (30, 40, 200), "green": (40, 200, 30), "red": (200, 30, 40)}
 SIZES = "--image-size 8 --patch-size 4 --width 8 --layers 1 --heads 2 --batch 8 --lr 0.005 --warmup-epochs 0 --epochs 4"
@@ -123,7 +115,7 @@ def test_the_saved_model_is_the_best_one_and_has_the_reported_scores(trained, co
 KILLED = """
 import os, signal, sys
 from femixer.cli import main
-from femixer.tasks.vision.batches import Batches
+from femixer.tasks.vision.data.batches import Batches
 
 make = Batches.__call__
 
@@ -278,14 +270,14 @@ def test_finished_jobs_are_not_repeated_and_have_equal_parameters(tmp_path, colo
     shown = capsys.readouterr()
     assert "4 jobs, 0 of them finished before" in shown.err and "they differ by" in shown.err
     assert "more than" not in shown.err and "| colours, deit-tiny | Parameters |" in shown.out
-    found = load(out)
+    found = TASK.load(out)
     assert {(r["model"], r["seed"]) for r in found} == {(m, s) for m in ("FEM-SM", "SMAttn") for s in (0, 1)}
     assert all(abs(r["parameter_count"] / 3000 - 1) < 0.01 and r["broken"] == 2 for r in found)
     monkeypatch.setattr(Fitting, "fit", None)
     assert main(command) == 0
     assert "4 jobs, 4 of them finished before" in capsys.readouterr().err
     assert main(["vision", "export", "--results", str(out), "--out", str(tmp_path / "all.json")]) == 0
-    assert load(tmp_path / "all.json") == found
+    assert TASK.load(tmp_path / "all.json") == found
 
 
 def test_a_training_that_diverges_is_recorded_with_the_best_weights_before(tmp_path, colours, monkeypatch, here):
@@ -296,7 +288,7 @@ def test_a_training_that_diverges_is_recorded_with_the_best_weights_before(tmp_p
 
     monkeypatch.setattr(Fitting, "fit", diverges)
     assert main([*RUN, str(colours), "--out", str(tmp_path), "--models", "SMAttn", "--seeds", "1"]) == 0
-    (found,) = load(tmp_path)
+    (found,) = TASK.load(tmp_path)
     assert found["diverged"] == "the loss is nan at step 3" and found["best_step"] == 0
 
 
@@ -333,7 +325,7 @@ def test_wrong_options_are_refused_before_any_job(tmp_path, colours, options, to
 # Recipes
 
 
-def recipe(*args, of=train.Command):
+def recipe(*args, of=Train):
     default, rest = with_recipe_of_data(of(), args)
     return parse(of, rest, "vision", default)
 
@@ -380,88 +372,13 @@ def test_every_model_that_is_offered_can_be_an_encoder(model):
 
 
 def test_the_digits_are_compared_at_equal_parameters_and_never_mirrored():
-    command = recipe(of=runs.Command)
+    command = recipe(of=VisionRun)
     how, images = command.experiment, Images("digits", tuple("0123456789"), {}, "", 1)
     specs = [specified(m, images, 0, how.sizes, how.training, how.augmentation) for m in how.models]
     counts = [parameter_count(config_of(spec, images)) for spec in specs]
     assert len(counts) == 4 and max(counts) / min(counts) < 1.02
     assert how.augmentation.flip == 0 and recipe("--data", "digits").augmentation.shift > 0
     assert recipe("--data", "folder").augmentation.flip == 0.5 == recipe("--data=folder").augmentation.flip
-
-
-# The table
-
-
-def record(model="FEM-SM", dataset="imagenet-1k", top1=0.76, **fields):
-    return {
-        "model": model,
-        "preset": "deit-tiny",
-        "dataset": dataset,
-        "classes": 1000,
-        "seed": 0,
-        "top1": top1,
-        "top5": 0.93,
-        "loss": 1.0,
-        "broken": 0,
-        "validation_top1": 0.75,
-        "seconds": 100.0,
-        "parameter_count": 5_780_000,
-        "diverged": None,
-        "fingerprint": dataset,
-        "eval_crop": 0.875,
-        "fields": {"prior": model},
-        "training": {"epochs": 300, "lr": 1e-3, "weight_decay": 0.05},
-        "augmentation": {"flip": 0.5},
-        "environment": {"femixer": "0.1.0"},
-        **fields,
-    }
-
-
-def test_a_table_has_means_errors_and_the_papers_figures(tmp_path, capsys):
-    found = [
-        *(record(top1=top1, seed=seed) for seed, top1 in enumerate((0.75, 0.77))),
-        *(record("SMAttn", top1=0.72, seed=seed, parameter_count=5_717_000) for seed in range(2)),
-        record("GLA", top1=0.79, diverged="at step 3", broken=7),
-        record("FEM-SM", "my_data", top1=0.5),
-    ]
-    export(found, tmp_path / "all.json", KIND)
-    out = tmp_path / "table"
-    assert main(["vision", "table", "--results", str(tmp_path / "all.json"), "--out", str(out)]) == 0
-    text = markdown(tabulate(found))
-    assert (out / "table.md").read_text() == text and text in capsys.readouterr().out
-    assert "| SMAttn | 5,717,000 | 72.00 ± 0.00 (72.20) |" in text
-    assert "| FEM-SM | 5,780,000 | **76.00** ± 1.00 (76.70) |" in text  # GLA lacks a seed
-    assert "| GLA | 5,780,000 | 79.00 [1 of 2 seeds] |" in text
-    assert "Parameters of imagenet-1k, deit-tiny differ by 1.1% at most." in text and "7 pictures" in text
-    assert "Training diverged, in some runs, of GLA" in text
-    assert (out / "table.tex").read_text() == latex(tabulate(found)) and r"my\_data, deit-tiny" in latex(
-        tabulate(found)
-    )
-    numbers = [*csv.DictReader(lines(out / "table.csv"))]
-    assert as_csv(tabulate(found)) == (out / "table.csv").read_text() and len(numbers) == 12
-    assert [line["paper"] for line in numbers if line["metric"] == "top1"] == ["72.20", "76.70", "", ""]
-
-
-def test_learning_rates_are_chosen_by_validation():
-    slow, fast = ({"epochs": 300, "lr": lr, "weight_decay": 0.05} for lr in (1e-4, 1e-3))
-    found = [record(top1=0.7, validation_top1=0.8, training=slow), record(top1=0.9, validation_top1=0.6, training=fast)]
-    table = tabulate(found)
-    assert table.sections[0].lines[0].entries[0].value == "70.00" and "highest validation" in " ".join(table.legend)
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"environment": {"femixer": "0.2.0"}}, "versions of femixer"),
-        ({"fingerprint": "other"}, "pictures of one name"),
-        ({"augmentation": {"flip": 0}}, "ways of training"),
-        ({"parameter_count": 8}, "models of one name"),
-        ({"seed": 0, "top1": 0.1}, "results of one job"),
-    ],
-)
-def test_results_that_cannot_be_compared_are_refused(change, told):
-    with pytest.raises(ValueError, match=f"results mix different {told}"):
-        tabulate([record(), record(**{"seed": 1, **change})])
 
 
 # What strangers do

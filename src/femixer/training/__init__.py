@@ -5,9 +5,8 @@ from femixer.training.distributed import Part
 from femixer.training.engine import EngineOptions, full_weights
 from femixer.training.interrupt import Interrupted
 from femixer.training.loop import train
-from femixer.training.optimizer import adamw
+from femixer.training.optimizer import adamw, constant, cosine
 from femixer.training.results import Results, RunOptions, show_table
-from femixer.training.schedule import constant, cosine
 from femixer.training.seeding import derive, generator
 
 __all__ = [

@@ -15,8 +15,8 @@ from femixer.training.distributed import Part
 from femixer.training.engine import Engine, EngineOptions
 from femixer.training.interrupt import Interrupted, StopRequest
 from femixer.training.journal import journal
+from femixer.training.optimizer import Schedule, constant
 from femixer.training.results import CHECKPOINTS, Record, Results
-from femixer.training.schedule import Schedule, constant
 from femixer.training.seeding import derive
 
 Batch = TypeVar("Batch")

@@ -12,9 +12,8 @@ from femixer.models.forecast.frames import is_date_name
 from femixer.models.quiet import without_bars
 from femixer.optional import require
 from femixer.options import check, parse
-from femixer.tasks.forecast.figures import forecast_figure
-from femixer.tasks.forecast.known import PACKAGED
-from femixer.tasks.forecast.source import Reading, read
+from femixer.tasks.forecast.data import PACKAGED, Reading, read
+from femixer.tasks.forecast.fit import forecast_figure
 from femixer.training import atomic
 from femixer.training.results import MODEL
 

@@ -1,20 +1,127 @@
-"""`femixer forecast table`: results of `femixer forecast run` in the layout of the paper's table."""
+"""`femixer forecast table`: results of `femixer forecast run` in the layout of the paper's table.
+
+A job is a model trained on one data set, for one horizon and with one seed; its errors are those on the test split, of
+the weights with the lowest validation MSE. Where jobs differ in what is TUNED as well, the setting with the lowest
+validation MSE, as the mean over seeds, counts; one that has fewer seeds than another does not.
+"""
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from femixer.evaluation.cells import Cell, Entry, escaped, latex_cell, markdown_cell, write_table
-from femixer.options import parse
-from femixer.tasks.forecast.known import LOOKBACKS
-from femixer.tasks.forecast.paper import MEANS, PER_HORIZON
-from femixer.tasks.forecast.selection import METRICS, TUNED, Group, groups, setting
-from femixer.tasks.forecast.store import load
+from femixer.reporting import Cell, Column, Group, Row, Score, Table, marked, mean_of
+from femixer.tasks.forecast.data import LOOKBACKS
+from femixer.tasks.runner import Tabulate
+from femixer.training.jobs.store import as_text, distinct, same
 from femixer.training.results import Record
+
+COLUMNS = (
+    "FEM-SM",
+    "FEM-GLA",
+    "FEM-Mamba",
+    "FEM-AFT",
+    "GLA",
+    "AFT",
+    "iTransformer",
+    "PatchTST",
+    "DLinear",
+)
+"""Of the paper's table, from left to right."""
+_MEANS = {
+    "weather": (0.222, 0.223, 0.218, 0.218, 0.223, 0.221, 0.232, 0.221, 0.233),
+    "solar": (0.189, 0.188, 0.193, 0.186, 0.204, 0.198, 0.219, 0.202, 0.216),
+    "ETTh1": (0.419, 0.418, 0.421, 0.414, 0.418, 0.421, 0.454, 0.413, 0.422),
+    "ETTh2": (0.340, 0.344, 0.340, 0.339, 0.342, 0.342, 0.374, 0.330, 0.426),
+    "ETTm1": (0.341, 0.345, 0.346, 0.344, 0.357, 0.351, 0.373, 0.346, 0.347),
+    "ETTm2": (0.242, 0.247, 0.246, 0.241, 0.250, 0.245, 0.265, 0.247, 0.252),
+}
+MEANS = {
+    (dataset, model): error for dataset, errors in _MEANS.items() for model, error in zip(COLUMNS, errors, strict=True)
+}
+"""(data set, model) -> test MSE, the mean over horizons 96, 192, 336 and 720 (Table tab:ts-forecast)."""
+
+PER_HORIZON = {
+    ("ETTh1", "PatchTST"): {96: 0.370, 192: 0.413, 336: 0.422, 720: 0.447},
+    ("ETTh1", "DLinear"): {96: 0.375, 192: 0.405, 336: 0.439, 720: 0.472},
+    ("ETTh1", "iTransformer"): {96: 0.386, 192: 0.441, 336: 0.487, 720: 0.503},
+}
+"""Test MSE as published, at look-backs of their own: PatchTST/64 at 512 (Nie et al., 2023), DLinear at 336 (Zeng et
+al., 2023), iTransformer at 96 (Liu et al., 2024)."""
+
+
+METRICS = ("mse", "mae")
+TUNED = ("lr", "weight_decay")
+"""Options of training that validation chooses, for each model, data set and horizon."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """Results that a mean over horizons may be taken of."""
+
+    dataset: str
+    lookback: int | None
+    """None: the protocol's, which goes with the horizon."""
+    horizons: tuple[int, ...]
+    seeds: tuple[int, ...]
+    chosen: dict[tuple[str, int], list[Record]]
+    """(model, horizon) -> the records that count, one per seed."""
+
+    def score(self, model: str, metric: str, *horizons: int) -> Score:
+        """The mean over the horizons, of the seeds that all of them have."""
+        found = [{r["seed"]: r[metric] for r in self.chosen.get((model, horizon), ())} for horizon in horizons]
+        return mean_of([Score(scores, len(self.seeds), len(scores), len(self.seeds)) for scores in found])
+
+
+def groups(records: Sequence[Record], tuned: Sequence[str] = TUNED) -> list[Results]:
+    """In the order of the data sets' first records, the protocol's look-backs first."""
+    held: dict[tuple[str, int | None], list[Record]] = defaultdict(list)
+    for record in comparable(records, tuned):
+        held[record["dataset"], look(record)].append(record)
+    order = [*dict.fromkeys(dataset for dataset, _ in held)]
+    places = sorted(held, key=lambda place: (order.index(place[0]), place[1] is not None, -(place[1] or 0)))
+    return [group(*place, held[place], tuned) for place in places]
+
+
+def group(dataset: str, lookback: int | None, records: Sequence[Record], tuned: Sequence[str]) -> Results:
+    of: dict[tuple[str, int], list[Record]] = defaultdict(list)
+    for record in records:
+        of[record["model"], record["horizon"]].append(record)
+    horizons, seeds = (tuple(sorted({record[name] for record in records})) for name in ("horizon", "seed"))
+    return Results(dataset, lookback, horizons, seeds, {place: best(own, tuned) for place, own in of.items()})
+
+
+def look(record: Record) -> int | None:
+    return None if LOOKBACKS.get(record["horizon"]) == record["lookback"] else record["lookback"]
+
+
+def best(records: Sequence[Record], tuned: Sequence[str]) -> list[Record]:
+    settings: dict[tuple[float, ...], list[Record]] = defaultdict(list)
+    for record in records:
+        settings[setting(record, tuned)].append(record)
+    return min(settings.values(), key=lambda own: (-len(own), statistics.mean(r["validation_mse"] for r in own)))
+
+
+def setting(record: Record, tuned: Sequence[str]) -> tuple[float, ...]:
+    return tuple(record["training"][name] for name in tuned)
+
+
+def comparable(records: Sequence[Record], tuned: Sequence[str]) -> list[Record]:
+    """The records, each job once; an error if they are not of one experiment."""
+    same(records, "data of one name", lambda record: record["fingerprint"], "dataset")
+    same(records, "ways of training", lambda record: training(record, tuned), "dataset", "lookback", "horizon")
+    same(records, "models of one name", lambda record: as_text(record["fields"]), "model", "dataset")
+    definition = ("model", "dataset", "horizon", "lookback", "seed", "training")
+    return distinct(records, lambda record: record["mse"], definition)
+
+
+def training(record: Record, tuned: Sequence[str]) -> str:
+    """How it was trained, besides what is tuned."""
+    return as_text({name: value for name, value in record["training"].items() if name not in tuned})
+
 
 ORDER = (
     *("FEM-SM", "FEM-GLA", "FEM-Mamba", "FEM-AFT", "SMAttn", "GLA", "Mamba", "AFT"),
@@ -24,77 +131,54 @@ ORDER = (
 NAMES = {"lr": "learning rate", "weight_decay": "weight decay", "epochs": "number of epochs"}
 
 
-@dataclass(frozen=True)
-class Line:
-    """A row of the table: what it is of, and an entry per model."""
-
-    dataset: str
-    lookback: str
-    horizon: str
-    entries: Sequence[Entry]
-
-
-@dataclass(frozen=True)
-class Table:
-    models: Sequence[str]
-    metrics: Mapping[str, Sequence[Sequence[Line]]]
-    """mse, mae -> groups of lines."""
-    legend: Sequence[str]
-
-
-def tabulate(records: Sequence[Record], tuned: Sequence[str] = TUNED) -> Table:
+def tabulate(records: Sequence[Record], tuned: Sequence[str] = TUNED) -> list[Table]:
+    """A table for each metric, the notes below the last."""
     found = groups(records, tuned)
     present = {record["model"]: None for record in records}
     models = [*(name for name in ORDER if name in present), *(name for name in present if name not in ORDER)]
-    metrics = {metric: [[*lines(group, models, metric)] for group in found] for metric in METRICS}
-    return Table(models, metrics, legend(records, metrics["mse"], tuned))
+    tables = [metric_table(found, models, metric) for metric in METRICS]
+    return [*tables[:-1], replace(tables[-1], notes=legend(records, tables[0], tuned))]
 
 
-def lines(group: Group, models: Sequence[str], metric: str) -> Iterator[Line]:
+def metric_table(found: Sequence[Results], models: Sequence[str], metric: str) -> Table:
+    columns = (
+        Column(metric.upper(), key="dataset"),
+        Column("Look-back", key="lookback"),
+        Column("Horizon"),
+        Column("metric", hidden=True),
+        *(Column(model, key=model, scores=True) for model in models),
+    )
+    parts = [Group([*lines(results, models, metric)]) for results in found]
+    return Table(columns, parts, stacked=True, melted=("model", "value"))
+
+
+def lines(results: Results, models: Sequence[str], metric: str) -> Iterator[Row]:
     """One per horizon, their mean, and if that is over others than the paper's, a line of its figures alone."""
-    look = "protocol" if group.lookback is None else str(group.lookback)
-    for horizon in group.horizons:
-        published = [PER_HORIZON.get((group.dataset, model), {}).get(horizon) for model in models]
-        yield line(group, look, str(horizon), [group.cell(m, metric, horizon) for m in models], published, metric)
-    paper = [MEANS.get((group.dataset, model)) for model in models]
-    everything = group.horizons == tuple(LOOKBACKS)
-    if len(group.horizons) > 1:
-        title = "mean" if everything else f"mean of {', '.join(map(str, group.horizons))}"
-        cells = [group.cell(model, metric, *group.horizons) for model in models]
-        yield line(group, look, title, cells, paper if everything else [None] * len(models), metric)
+    look = "protocol" if results.lookback is None else str(results.lookback)
+
+    def line(title: str, scores: Sequence[Score], published: Sequence[float | None]) -> Row:
+        printed = ["" if figure is None or metric != "mse" else f"{figure:.3f}" for figure in published]
+        cells = [score.cell(3, paper=paper) for score, paper in zip(scores, printed, strict=True)]
+        return [results.dataset, look, title, metric, *marked(cells, higher=False)]
+
+    for horizon in results.horizons:
+        published = [PER_HORIZON.get((results.dataset, model), {}).get(horizon) for model in models]
+        yield line(str(horizon), [results.score(model, metric, horizon) for model in models], published)
+    paper = [MEANS.get((results.dataset, model)) for model in models]
+    everything = results.horizons == tuple(LOOKBACKS)
+    if len(results.horizons) > 1:
+        title = "mean" if everything else f"mean of {', '.join(map(str, results.horizons))}"
+        means = [results.score(model, metric, *results.horizons) for model in models]
+        yield line(title, means, paper if everything else [None] * len(models))
     if not everything and any(paper) and metric == "mse":
-        title = f"mean of {', '.join(map(str, LOOKBACKS))}"
-        yield line(group, look, title, [Cell()] * len(models), paper, metric)
+        yield line(f"mean of {', '.join(map(str, LOOKBACKS))}", [Score()] * len(models), paper)
 
 
-def line(
-    group: Group, look: str, title: str, cells: Sequence[Cell], published: Sequence[float | None], metric: str
-) -> Line:
-    best = min((rounded(cell) for cell in cells if cell.complete and cell.scores), default=None)
-    figures = published if metric == "mse" else [None] * len(cells)
-    return Line(group.dataset, look, title, [entry(*each, best) for each in zip(cells, figures, strict=True)])
-
-
-def rounded(cell: Cell) -> float:
-    """To the digit that is shown, which is also what is compared."""
-    assert cell.mean is not None
-    return round(cell.mean, 3)
-
-
-def entry(cell: Cell, published: float | None, best: float | None) -> Entry:
-    printed = "" if published is None else f"{published:.3f}"
-    if cell.mean is None:
-        return Entry("", "", f"{cell.jobs} of {cell.expected} jobs" if cell.jobs else "", printed)
-    error = "" if cell.error is None else f"{cell.error:.3f}"
-    missing = "" if cell.complete else f"{len(cell.scores)} of {cell.seeds} seeds"
-    return Entry(f"{cell.mean:.3f}", error, missing, printed, cell.complete and rounded(cell) == best)
-
-
-def legend(records: Sequence[Record], shown: Sequence[Sequence[Line]], tuned: Sequence[str]) -> list[str]:
+def legend(records: Sequence[Record], shown: Table, tuned: Sequence[str]) -> list[str]:
     """What a reader must know."""
     seeds = sorted({record["seed"] for record in records})
     over = f"mean ± standard error over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
-    entries = [each for group in shown for line in group for each in line.entries]
+    entries = [each for row in shown.rows for each in row if isinstance(each, Cell)]
     text = [
         f"Test errors in units of the training rows' standard deviation, at the lowest validation MSE; {over}. The "
         "best of a row is bold. Look-backs of the protocol are "
@@ -120,50 +204,8 @@ def legend(records: Sequence[Record], shown: Sequence[Sequence[Line]], tuned: Se
     return text
 
 
-def markdown(table: Table) -> str:
-    texts = []
-    for metric, shown in table.metrics.items():
-        rows = [f"| {metric.upper()} | Look-back | Horizon | {' | '.join(table.models)} |"]
-        rows.append("|---|---|---|" + "---:|" * len(table.models))
-        for one in (one for group in shown for one in group):
-            name = one.dataset.replace("|", "\\|")
-            rows.append(f"| {' | '.join([name, one.lookback, one.horizon, *map(markdown_cell, one.entries)])} |")
-        texts.append("\n".join(rows))
-    return "\n\n".join([*texts, *table.legend]) + "\n"
-
-
-def latex(table: Table) -> str:
-    """A tabular of booktabs for each metric, with makecell."""
-    text = [f"% {sentence}" for sentence in table.legend]
-    for metric, shown in table.metrics.items():
-        heads = [metric.upper(), "Look-back", "Horizon", *map(escaped, table.models)]
-        text += [rf"\begin{{tabular}}{{lll *{{{len(table.models)}}}{{c}}}}", r"\toprule", rf"{' & '.join(heads)} \\"]
-        for group in shown:
-            text.append(r"\midrule")
-            for one in group:
-                first = [escaped(one.dataset), one.lookback, one.horizon]
-                text.append(rf"{' & '.join([*first, *map(latex_cell, one.entries)])} \\")
-        text += [r"\bottomrule", r"\end{tabular}", ""]
-    return "\n".join(text)
-
-
-def as_csv(table: Table) -> str:
-    """One line per number."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(
-        ["metric", "dataset", "lookback", "horizon", "model", "value", "standard_error", "missing", "paper"]
-    )
-    for metric, shown in table.metrics.items():
-        for one in (one for group in shown for one in group):
-            for model, each in zip(table.models, one.entries, strict=True):
-                place = [metric, one.dataset, one.lookback, one.horizon, model]
-                writer.writerow([*place, each.value, each.error, each.missing, each.paper])
-    return file.getvalue()
-
-
 @dataclass(frozen=True)
-class Command:
+class ForecastTabulate(Tabulate):
     """Put results of `femixer forecast run` into the layout of the paper's table.
 
     Writes table.md, which it prints, table.tex and table.csv: MSE and MAE of every data set and model, for each horizon
@@ -178,13 +220,5 @@ class Command:
     out: Path = Path("results/forecast-table")
     """Folder of the files."""
 
-
-def main(args: Sequence[str]) -> int:
-    command = parse(Command, args, "forecast table")
-    tuned = (*TUNED, "epochs") if command.choose_epochs else TUNED
-    table = tabulate([record for path in command.results for record in load(path)], tuned)
-    text = markdown(table)
-    write_table(command.out, text, latex(table), as_csv(table))
-    print(text)
-    print(f"The table is in {command.out}/ as Markdown, LaTeX and CSV")
-    return 0
+    def tables(self, records: Sequence[Record]) -> list[Table]:
+        return tabulate(records, (*TUNED, "epochs") if self.choose_epochs else TUNED)

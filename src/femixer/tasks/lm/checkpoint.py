@@ -1,4 +1,4 @@
-"""A language model on the disk with its tokenizer: finding, checking and loading it.
+"""A language model on the disk with its tokenizer: checking and loading it.
 
 A model folder is what `save_pretrained` of model and tokenizer write: config.json, model.safetensors and the
 tokenizer's files. `femixer lm train` keeps one as `model/` in its results folder.
@@ -7,7 +7,6 @@ tokenizer's files. `femixer lm train` keeps one as `model/` in its results folde
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,8 @@ import torch
 
 from femixer.optional import require
 from femixer.options import check
-from femixer.training.results import MODEL
+from femixer.training.results import model_folder
 
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 SPARE_ROWS = 1024
 """Rows of an embedding beyond the vocabulary are padding for speed; more of them mean another tokenizer."""
@@ -48,35 +45,6 @@ class Placement:
     def validate(self) -> None:
         check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         self.torch_device()
-
-
-def model_folder(checkpoint: Path) -> Path:
-    """The model folder that `checkpoint` is, or that it holds if it is the results folder of a training.
-
-    Raises a ValueError that says what is missing. Pickles are refused: loading one runs whatever it contains.
-    """
-    shown = str(checkpoint)
-    if not checkpoint.is_dir():
-        state = "is a file" if checkpoint.exists() else "does not exist"
-        raise ValueError(
-            f"checkpoint={shown!r} {state}; choose a model folder or a results folder of `femixer lm train`"
-        )
-    folder = checkpoint / MODEL if (checkpoint / MODEL).is_dir() else checkpoint
-    config = _config(folder)
-    if config is None or "model_type" not in config:
-        reason = "has no config.json of a model in it"
-        if config is not None and "task" in config:
-            reason = f"is a results folder without {MODEL}/ in it: its run has not saved a model yet"
-        raise ValueError(f"checkpoint={shown!r} {reason}")
-    if not any((folder / name).is_file() for name in WEIGHTS):
-        pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
-        if pickles:
-            raise ValueError(
-                f"checkpoint={shown!r} has its weights as a pickle ({pickles[0]}), which can run any code when it is "
-                f"loaded; save it again as safetensors (save_pretrained does)"
-            )
-        raise ValueError(f"checkpoint={shown!r} has no weights: {folder / WEIGHTS[0]} is missing")
-    return folder
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -111,12 +79,6 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def name_of(checkpoint: Path) -> str:
-    """What to call a checkpoint: the name of its folder, or of the results folder around `model/`."""
-    path = checkpoint.resolve()
-    return path.parent.name if path.name == MODEL else path.name
-
-
 def _load_model(folder: Path, placement: Placement) -> Any:
     transformers = _transformers()
     dtype = "auto" if placement.dtype == "auto" else getattr(torch, placement.dtype)
@@ -145,14 +107,6 @@ def _check_vocabulary(folder: Path, tokenizer: Any, model: Any) -> None:
             f"checkpoint={str(folder)!r} has a tokenizer of {words} tokens and a model of {rows}: they do not belong "
             f"together"
         )
-
-
-def _config(folder: Path) -> dict[str, Any] | None:
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return config if isinstance(config, dict) else None
 
 
 def _transformers() -> Any:

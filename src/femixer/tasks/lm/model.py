@@ -1,8 +1,8 @@
-"""The model of a training run, as the command line describes it."""
+"""The model of a training run, as the command line describes it, and how many parameters presets have."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,9 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from femixer.models import PRESETS, FEMConfig, FEMForCausalLM, preset
-from femixer.options import check
+from femixer.models.parameters import parameter_count
+from femixer.options import check, parse
+from femixer.priors import PRIORS
 from femixer.priors.parsing import parse_prior
 from femixer.training import derive
 
@@ -86,3 +88,37 @@ def build(config: FEMConfig, seed: int) -> FEMForCausalLM:
     with torch.random.fork_rng():
         torch.manual_seed(derive(seed, "weights"))
         return FEMForCausalLM(config)
+
+
+@dataclass(frozen=True)
+class Presets:
+    """The sizes of the presets, and the parameters that each prior gives them (all parts), against plain attention."""
+
+    vocab_size: int = 32000
+    """Tokens of the vocabulary."""
+    parts: str = "CLTG"
+    """Parts of the free energy mixer."""
+
+
+def presets(args: Sequence[str]) -> int:
+    command = parse(Presets, args, "lm presets")
+    check(command.vocab_size > 0, "vocab_size", command.vocab_size, "a whole number above 0")
+    for line in preset_lines(command):
+        print(line, flush=True)
+    return 0
+
+
+def preset_lines(command: Presets) -> Iterator[str]:
+    yield f"| preset | width | layers | heads | context | plain attention | {' | '.join(PRIORS)} |"
+    yield "|---|" + "---:|" * (5 + len(PRIORS))
+    for name, sizes in PRESETS.items():
+        plain = count(name, vocab_size=command.vocab_size, mixer="attention")
+        priors = (count(name, vocab_size=command.vocab_size, prior=prior, parts=command.parts) for prior in PRIORS)
+        shown = " | ".join(f"{parameters / plain - 1:+.2%}" for parameters in priors)
+        yield f"| {name} | {' | '.join(map(str, sizes.values()))} | {plain:,} | {shown} |"
+
+
+def count(name: str, **options: Any) -> int:
+    """The parameters of a preset, whose layers are all alike: one layer is counted, and the others from two."""
+    one, two = (parameter_count(preset(name, **{**options, "num_hidden_layers": layers})) for layers in (1, 2))
+    return one + (preset(name).num_hidden_layers - 1) * (two - one)

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from femixer.evaluation.cells import Cell
 from femixer.optional import require
-from femixer.tasks.mad.paper import FIGURES, GROUPS, WITHOUT_C
-from femixer.tasks.mad.selection import Row, average
-from femixer.tasks.mad.task import TASKS
+from femixer.reporting import Score
+from femixer.tasks.mad.data import TASKS
+from femixer.tasks.mad.table import FIGURES, GROUPS, WITHOUT_C, Row, average
 
 LADDERS = {
     "Softmax attention": GROUPS["Softmax attention"],
@@ -54,11 +53,11 @@ def heat_map(table: Mapping[str, Row]) -> Any:
     return drawing
 
 
-def partial(cell: Cell) -> bool:
+def partial(cell: Score) -> bool:
     return cell.mean is not None and not cell.complete
 
 
-def label(cell: Cell) -> str:
+def label(cell: Score) -> str:
     return "–" if cell.mean is None else f"{100 * cell.mean:.1f}" + "*" * partial(cell)
 
 
@@ -80,7 +79,7 @@ def ablation(table: Mapping[str, Row]) -> Any:
     return drawing
 
 
-def bars(axes: Any, ladder: Mapping[str, Sequence[Cell]]) -> None:
+def bars(axes: Any, ladder: Mapping[str, Sequence[Score]]) -> None:
     """Means with standard errors, hatched where seeds are missing; the paper's figures as diamonds."""
     shades = require("matplotlib", "plot").colormaps["viridis_r"](np.linspace(0.1, 0.9, len(ladder)))
     width = 0.8 / len(ladder)

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from femixer.models import FEMConfig, FEMForCausalLM, FEMModel
 from femixer.models.norm import RMSNorm
-from femixer.tasks.mad import TASKS
+from femixer.tasks.mad.data import TASKS
 from femixer.training import derive
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from femixer.tasks.mad import TASKS
+from femixer.tasks.mad.data import TASKS
 
 
 @dataclass(frozen=True)

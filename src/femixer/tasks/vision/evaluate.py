@@ -14,12 +14,12 @@ import torch
 
 from femixer.models.vision.pictures import Picture
 from femixer.options import check, parse
-from femixer.tasks.vision.classifier import Classifier
+from femixer.tasks.vision.data import DIGITS, Broken, Images, Reading, found
+from femixer.tasks.vision.data.pictures import Files, Joined, Pictures
+from femixer.tasks.vision.data.views import Views
 from femixer.tasks.vision.figures import CONFUSION, PREDICTIONS, confusion, samples, save
-from femixer.tasks.vision.pictures import Files, Joined, Pictures
-from femixer.tasks.vision.scoring import Predictions, predicted
-from femixer.tasks.vision.source import DIGITS, Broken, Images, Reading, found
-from femixer.tasks.vision.views import Views
+from femixer.tasks.vision.fit import Predictions, predicted
+from femixer.tasks.vision.model import Classifier
 from femixer.training import atomic
 
 SCORES = "scores.json"

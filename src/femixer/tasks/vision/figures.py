@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from femixer.optional import require
-from femixer.tasks.vision.scoring import Predictions
-from femixer.tasks.vision.views import Views, spread
+from femixer.tasks.vision.data.views import Views, spread
+from femixer.tasks.vision.fit import Predictions
 from femixer.training import atomic
 from femixer.training.results import Record
 

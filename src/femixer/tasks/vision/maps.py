@@ -15,12 +15,12 @@ from torch import Tensor
 from femixer.models.vision.pictures import Unreadable, as_tensor
 from femixer.models.vision.reading import PatchMaps, patch_maps
 from femixer.options import check, parse
-from femixer.tasks.vision.classifier import Classifier
-from femixer.tasks.vision.decode import decoded
+from femixer.tasks.vision.data import DIGITS, Reading
+from femixer.tasks.vision.data.pictures import decoded
+from femixer.tasks.vision.data.views import stacked
 from femixer.tasks.vision.evaluate import choose
 from femixer.tasks.vision.figures import TITLE, displayed, figure, save, shortened
-from femixer.tasks.vision.source import DIGITS, Reading
-from femixer.tasks.vision.views import stacked
+from femixer.tasks.vision.model import Classifier
 
 MAPS = "maps.png"
 CHANNELS = 5

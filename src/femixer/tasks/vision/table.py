@@ -1,101 +1,157 @@
-"""`femixer vision table`: results of `femixer vision run`, beside the paper's where there are any."""
+"""`femixer vision table`: results of `femixer vision run`, beside the paper's where there are any.
+
+A job is a model trained with one seed; its scores are those on the test part, of the best weights by validation. Where
+jobs differ in learning rate or weight decay as well, the pair with the highest validation accuracy, as the mean over
+seeds, counts; a pair that has fewer seeds than another does not.
+"""
 
 from __future__ import annotations
 
-import csv
-import io
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from femixer.evaluation.cells import Cell, Entry, escaped, latex_cell, markdown_cell, write_table
-from femixer.options import parse
-from femixer.tasks.vision.paper import TOP1, published
-from femixer.tasks.vision.selection import Group, groups, pair
-from femixer.tasks.vision.store import load
+from femixer.reporting import Cell, Column, Group, Row, Score, Table, marked_columns
+from femixer.tasks.runner import Tabulate
+from femixer.training.jobs.store import as_text, distinct, same
 from femixer.training.results import Record
+
+TOP1 = {
+    "deit-tiny": {"SMAttn": 72.20, "TNN": 72.29, "HGRN": 74.40, "HGRN2": 75.39, "FEM-SM": 76.70, "FEM-GLA": 75.80},
+    "deit-small": {"SMAttn": 79.90, "TNN": 79.20, "HGRN": 80.09, "HGRN2": 80.12, "FEM-SM": 80.45, "FEM-GLA": 80.20},
+}
+"""preset -> model -> top-1 accuracy in percent; SMAttn is DeiT itself."""
+CLASSES = 1000
+
+
+def published(dataset: str, classes: int, preset: str, model: str) -> float | None:
+    """The paper's accuracy, if the pictures are ImageNet's."""
+    if "imagenet" not in dataset.lower().replace("-", "") or classes != CLASSES:
+        return None
+    return TOP1.get(preset, {}).get(model)
+
+
+PAIR = ("lr", "weight_decay")
+
+
+@dataclass(frozen=True)
+class Results:
+    """Results that may be compared."""
+
+    dataset: str
+    preset: str
+    classes: int
+    seeds: tuple[int, ...]
+    chosen: dict[str, list[Record]]
+    """model -> the records that count, one per seed."""
+
+    def score(self, model: str, metric: str) -> Score:
+        scores = {record["seed"]: record[metric] for record in self.chosen[model]}
+        return Score(scores, len(self.seeds), len(scores), len(self.seeds))
+
+
+def groups(records: Sequence[Record]) -> list[Results]:
+    """In the order of their first records."""
+    held: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for record in comparable(records):
+        held[record["dataset"], record["preset"]].append(record)
+    return [group(*place, own) for place, own in held.items()]
+
+
+def group(dataset: str, preset: str, records: Sequence[Record]) -> Results:
+    models: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        models[record["model"]].append(record)
+    seeds = tuple(sorted({record["seed"] for record in records}))
+    chosen = {model: best_pair(own) for model, own in models.items()}
+    return Results(dataset, preset, records[0]["classes"], seeds, chosen)
+
+
+def best_pair(records: Sequence[Record]) -> list[Record]:
+    pairs: dict[tuple[float, ...], list[Record]] = defaultdict(list)
+    for record in records:
+        pairs[pair(record)].append(record)
+    return min(pairs.values(), key=lambda own: (-len(own), -statistics.mean(r["validation_top1"] for r in own)))
+
+
+def pair(record: Record) -> tuple[float, ...]:
+    return tuple(record["training"][name] for name in PAIR)
+
+
+def comparable(records: Sequence[Record]) -> list[Record]:
+    """The records, each job once; an error if they are not of one experiment."""
+    same(records, "pictures of one name", lambda record: record["fingerprint"], "dataset")
+    same(records, "ways of training", training, "dataset", "preset")
+    same(records, "models of one name", fields, "model", "dataset", "preset")
+    return distinct(records, lambda record: record["top1"], ("model", "dataset", "preset", "seed", "training"))
+
+
+def training(record: Record) -> str:
+    """How it was trained, besides the learning rate and weight decay."""
+    rest = {name: value for name, value in record["training"].items() if name not in PAIR}
+    return as_text([rest, record["augmentation"], record["eval_crop"]])
+
+
+def fields(record: Record) -> str:
+    """What the model was."""
+    return as_text([record["fields"], record["parameter_count"]])
+
 
 ORDER = ("SMAttn", "FEM-SM", "GLA", "FEM-GLA")
 """Rows from top to bottom; models that are not among them follow."""
 METRICS = {"top1": "Top-1 (%)", "top5": "Top-5 (%)", "loss": "Loss"}
 
 
-@dataclass(frozen=True)
-class Line:
-    """A row of the table: a model and its entries, one per metric."""
-
-    model: str
-    parameters: int
-    entries: Sequence[Entry]
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Section:
-    """Lines that may be compared."""
-
-    title: str
-    lines: Sequence[Line]
-
-
-@dataclass(frozen=True)
-class Table:
-    sections: Sequence[Section]
-    legend: Sequence[str]
-
-
-def tabulate(records: Sequence[Record]) -> Table:
+def tabulate(records: Sequence[Record]) -> list[Table]:
+    """A table for each group of results that may be compared."""
     found = groups(records)
-    sections = [Section(f"{group.dataset}, {group.preset}", [*lines(group)]) for group in found]
-    return Table(sections, legend(records, sections))
+    tables = [grouped(group) for group in found]
+    notes = legend(records, tables)
+    return [*tables[:-1], replace(tables[-1], notes=notes)]
 
 
-def lines(group: Group) -> Iterator[Line]:
+def grouped(group: Results) -> Table:
+    title = f"{group.dataset}, {group.preset}"
     models = [*(m for m in ORDER if m in group.chosen), *(m for m in group.chosen if m not in ORDER)]
-    cells = {metric: [group.cell(model, metric) for model in models] for metric in METRICS}
-    best = {metric: bests(metric, own) for metric, own in cells.items()}
-    for number, model in enumerate(models):
-        paper = published(group.dataset, group.classes, group.preset, model)
-        entries = [
-            entry(cells[metric][number], metric, paper if metric == "top1" else None, best[metric])
-            for metric in METRICS
-        ]
-        own = group.chosen[model]
-        yield Line(model, own[0]["parameter_count"], entries, statistics.mean(record["seconds"] for record in own))
+    cells = marked_columns([scores(group, model) for model in models], [metric != "loss" for metric in METRICS])
+    rows: list[Row] = []
+    for model, own in zip(models, cells, strict=True):
+        records = group.chosen[model]
+        seconds = statistics.mean(record["seconds"] for record in records)
+        rows.append([model, title, f"{records[0]['parameter_count']:,}", *own, f"{seconds:,.0f}"])
+    columns = (
+        Column(title, key="model"),
+        Column("data", hidden=True),
+        Column("Parameters", align="right"),
+        *(Column(heading, key=metric, scores=True) for metric, heading in METRICS.items()),
+        Column("Seconds", align="right"),
+    )
+    return Table(columns, [Group(rows)], stacked=True, melted=("metric", "value"))
 
 
-def shown(value: float, metric: str) -> str:
-    return f"{value:.4f}" if metric == "loss" else f"{100 * value:.2f}"
+def scores(group: Results, model: str) -> list[Cell]:
+    paper = published(group.dataset, group.classes, group.preset, model)
+    printed = {"top1": "" if paper is None else f"{paper:.2f}"}
+    return [
+        group.score(model, metric).cell(*((4, 1) if metric == "loss" else (2, 100)), printed.get(metric, ""))
+        for metric in METRICS
+    ]
 
 
-def bests(metric: str, cells: Sequence[Cell]) -> str | None:
-    """The best mean as it is shown, which is also what is compared."""
-    means = [cell.mean for cell in cells if cell.complete and cell.mean is not None]
-    choose = min if metric == "loss" else max
-    return shown(choose(means), metric) if means else None
-
-
-def entry(cell: Cell, metric: str, paper: float | None, best: str | None) -> Entry:
-    assert cell.mean is not None
-    error = "" if cell.error is None else shown(cell.error, metric)
-    missing = "" if cell.complete else f"{len(cell.scores)} of {cell.seeds} seeds"
-    value = shown(cell.mean, metric)
-    return Entry(value, error, missing, "" if paper is None else f"{paper:.2f}", cell.complete and value == best)
-
-
-def legend(records: Sequence[Record], sections: Sequence[Section]) -> list[str]:
+def legend(records: Sequence[Record], tables: Sequence[Table]) -> list[str]:
     """What a reader must know."""
     seeds = sorted({record["seed"] for record in records})
     over = f"mean ± standard error over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
     text = [f"On the test part, once, at the best validation accuracy; {over}. The best of a column is bold."]
-    entries = [each for section in sections for line in section.lines for each in line.entries]
+    entries = [each for table in tables for row in table.rows for each in row if isinstance(each, Cell)]
     if any(each.paper for each in entries):
         text.append(f"In parentheses: the paper's top-1 accuracy for {' and '.join(TOP1)}.")
     if any(each.missing for each in entries):
         text.append("In brackets: what is finished, where that is not all. Such values are never bold.")
-    for section in sections:
-        text += spread(section)
+    for table in tables:
+        text += spread(table)
     pairs = {(record["model"], record["dataset"], record["preset"], pair(record)) for record in records}
     if len(pairs) > len({each[:3] for each in pairs}):
         text.append("Learning rates and weight decays are those of the highest validation accuracy.")
@@ -110,51 +166,14 @@ def legend(records: Sequence[Record], sections: Sequence[Section]) -> list[str]:
     return text
 
 
-def spread(section: Section) -> list[str]:
-    counts = [line.parameters for line in section.lines]
+def spread(table: Table) -> list[str]:
+    counts = [int(str(row[2]).replace(",", "")) for row in table.rows]
     share = max(counts) / min(counts) - 1
-    return [f"Parameters of {section.title} differ by {share:.1%} at most."] if len(counts) > 1 else []
-
-
-def markdown(table: Table) -> str:
-    texts = []
-    for section in table.sections:
-        rows = [f"| {section.title} | Parameters | {' | '.join(METRICS.values())} | Seconds |", "|---|" + "---:|" * 5]
-        for line in section.lines:
-            cells = [line.model, f"{line.parameters:,}", *map(markdown_cell, line.entries), f"{line.seconds:,.0f}"]
-            rows.append(f"| {' | '.join(cells)} |")
-        texts.append("\n".join(rows))
-    return "\n\n".join([*texts, *table.legend]) + "\n"
-
-
-def latex(table: Table) -> str:
-    """A tabular of booktabs for each section, with makecell."""
-    text = [f"% {sentence}" for sentence in table.legend]
-    for section in table.sections:
-        heads = [section.title, "Parameters", *METRICS.values()]
-        text += [r"\begin{tabular}{lrccc}", r"\toprule", rf"{' & '.join(map(escaped, heads))} \\", r"\midrule"]
-        for line in section.lines:
-            cells = [escaped(line.model), f"{line.parameters:,}", *map(latex_cell, line.entries)]
-            text.append(rf"{' & '.join(cells)} \\")
-        text += [r"\bottomrule", r"\end{tabular}", ""]
-    return "\n".join(text)
-
-
-def as_csv(table: Table) -> str:
-    """One line per number."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["data", "model", "parameters", "metric", "value", "standard_error", "missing", "paper"])
-    for section in table.sections:
-        for line in section.lines:
-            for metric, each in zip(METRICS, line.entries, strict=True):
-                place = [section.title, line.model, line.parameters, metric]
-                writer.writerow([*place, each.value, each.error, each.missing, each.paper])
-    return file.getvalue()
+    return [f"Parameters of {table.header[0]} differ by {share:.1%} at most."] if len(counts) > 1 else []
 
 
 @dataclass(frozen=True)
-class Command:
+class VisionTabulate(Tabulate):
     """Put results of `femixer vision run` into a table.
 
     Writes table.md, which it prints, table.tex and table.csv: test accuracy, loss and parameters of every model, beside
@@ -166,12 +185,5 @@ class Command:
     out: Path = Path("results/vision-table")
     """Folder of the files."""
 
-
-def main(args: Sequence[str]) -> int:
-    command = parse(Command, args, "vision table")
-    table = tabulate([record for path in command.results for record in load(path)])
-    text = markdown(table)
-    write_table(command.out, text, latex(table), as_csv(table))
-    print(text)
-    print(f"The table is in {command.out}/ as Markdown, LaTeX and CSV")
-    return 0
+    def tables(self, records: Sequence[Record]) -> list[Table]:
+        return tabulate(records)

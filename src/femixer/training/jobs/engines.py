@@ -14,7 +14,7 @@ import torch
 
 from femixer.optional import require
 from femixer.options import check
-from femixer.training.jobs.work import Assignment, Outcome, attempt
+from femixer.training.jobs.job import Assignment, Outcome, attempt
 from femixer.training.workers import carried_out, cores
 
 

@@ -1,0 +1,218 @@
+"""`femixer forecast train` and `run`: one forecaster, or models x data sets x horizons x seeds as jobs of a store."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from femixer.models.forecast import Forecaster
+from femixer.models.quiet import without_bars
+from femixer.options import check, parse
+from femixer.reporting import Table
+from femixer.tasks.forecast.data import LOOKBACKS, PACKAGED, Reading, Series, read
+from femixer.tasks.forecast.data.files import frequency_of
+from femixer.tasks.forecast.data.windows import scaling_of
+from femixer.tasks.forecast.fit import WIDER, Fitted, curve, fitted, score
+from femixer.tasks.forecast.model import MODELS, NAIVE, Sizes, Spec, Training, build_model, check_possible, specified
+from femixer.tasks.forecast.table import tabulate
+from femixer.tasks.runner import Run
+from femixer.training import Results, RunOptions, atomic, distributed, show_table
+from femixer.training.jobs import Job, Jobs
+from femixer.training.results import MODEL, Record
+
+
+@dataclass(frozen=True)
+class ForecastJob(Job):
+    """A training, and where its data are; the latter may differ from machine to machine."""
+
+    spec: Spec
+    data: str
+    reading: Reading
+
+    @property
+    def definition(self) -> Spec:
+        return self.spec
+
+    @property
+    def title(self) -> str:
+        return self.spec.title
+
+    def carry_out(self, options: RunOptions) -> Record:
+        options.apply()
+        series = read(self.data, self.reading)
+        if series.fingerprint != self.spec.fingerprint:
+            raise ValueError(f"data={self.data!r} has changed since the job was made")
+        return fitted(self.spec, series, Results("forecast", self.spec, options)).record
+
+    def summary(self, record: Record) -> str:
+        return f"test MSE {record['mse']:.4f} MAE {record['mae']:.4f} of step {record['best_step']}"
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a forecaster on a series: one row per time stamp, one column per channel.
+
+    The results folder gets config.json, metrics.jsonl, figure.png, table.md and model/, the weights of the best
+    validation MSE, which `femixer forecast predict` loads. Errors are in units of the training rows' deviation.
+    """
+
+    model: str = "FEM-SM"
+    """Model as named in the paper's table, or DLinear, NLinear, PatchTST, iTransformer, LastValue, SeasonalNaive."""
+    data: str = PACKAGED
+    """A CSV or parquet file with a column of dates, or folder/NAME of one; seattle-temps needs no file."""
+    horizon: int = 96
+    """Rows to forecast."""
+    lookback: int | None = None
+    """Rows to forecast from, by default the protocol's: 1024 up to horizon 96, 2048 up to 336, else 4096."""
+    seed: int = 0
+    """Seed of the weights, of the order of the windows and of dropout."""
+    reading: Reading = field(default_factory=Reading)
+    sizes: Sizes = field(default_factory=Sizes)
+    training: Training = field(default_factory=Training)
+    run: RunOptions = field(default_factory=lambda: RunOptions(Path("results/forecast")))
+
+
+def trained(command: Train) -> Results:
+    """Train, score and save a model; the folder then holds everything about it."""
+    command.run.apply()
+    command.sizes.validate([command.model])
+    series = read(command.data, command.reading)
+    spec = specified(
+        command.model, series, command.horizon, command.lookback, command.seed, command.sizes, command.training
+    )
+    check_possible(spec, series)
+    if frequency_of(series.dates) is None and distributed.is_main():
+        told = "rows are taken as equally far apart, and `femixer forecast predict` may not take such dates"
+        print(f"{command.data} has irregular dates: {told}", file=sys.stderr)
+    results = Results("forecast", spec, command.run)
+    if not results.finished:
+        made = fitted(spec, series, results)
+        rivals = naive(spec, series, made)
+        distributed.on_main(lambda: finish(results, spec, made, rivals))
+    return results
+
+
+def naive(spec: Spec, series: Series, made: Fitted) -> dict[str, dict[str, float]]:
+    """Test errors of the forecasts that learn nothing, for comparison."""
+    errors = {}
+    for name in NAIVE:
+        model = build_model(replace(spec, fields=MODELS[name]), series, scaling_of(series))
+        errors[name] = score(model, made.windows["test"], WIDER * spec.training.batch)
+    return errors
+
+
+def finish(results: Results, spec: Spec, made: Fitted, rivals: dict[str, dict[str, float]]) -> None:
+    """Save the model, and write figure and table: what makes the run finished comes last."""
+    save(made.model, results.folder / MODEL)
+    results.write_figure(curve(made.record, spec.title))
+    results.finish(summary(spec, made, rivals))
+
+
+def save(model: Forecaster, folder: Path) -> None:
+    try:
+        atomic.remove(folder)
+        with atomic.replacing(folder) as partial, without_bars():
+            model.save_pretrained(partial)
+    except Exception as error:  # each library has its own for a full disk
+        raise OSError(f"{folder} could not be saved ({error}); training is, and --resume tries again") from error
+
+
+def summary(spec: Spec, made: Fitted, rivals: dict[str, dict[str, float]]) -> str:
+    record, counts = made.record, {split: each.count for split, each in made.windows.items()}
+    per_epoch = -(-counts["train"] // spec.training.batch)
+    lines = [
+        f"{spec.dataset}: {spec.horizon} rows from {spec.lookback}, seed {spec.seed}; "
+        + ", ".join(f"{count:,} {split}" for split, count in counts.items())
+        + " windows. The best weights by validation MSE, scored on the test split, in scaled units.",
+        "",
+        "| model | parameters | epochs | best | validation MSE | test MSE | test MAE |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+        f"| {spec.model} | {record['parameter_count']:,} | {record['steps'] // per_epoch} "
+        f"| {record['best_step'] // per_epoch} | {record['validation_mse']:.4f} | {record['mse']:.4f} "
+        f"| {record['mae']:.4f} |",
+    ]
+    lines += [
+        f"| {name} | 0 | | | | {errors['mse']:.4f} | {errors['mae']:.4f} |"
+        for name, errors in rivals.items()
+        if name != spec.model
+    ]
+    if record["diverged"]:
+        lines += ["", f"Training ended early: {record['diverged']}."]
+    return "\n".join([*lines, ""])
+
+
+def train(args: Sequence[str]) -> int:
+    results = trained(parse(Train, args, "forecast train", Train()))
+    show_table(results)
+    if distributed.is_main():
+        print(f"Results are in {results.folder}/, the model in {results.folder / MODEL}/")
+    return 0
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What is run."""
+
+    models: tuple[str, ...] = ("FEM-SM", "SMAttn", "DLinear", "SeasonalNaive")
+    """Models as named in the paper's table, or DLinear, NLinear, PatchTST, iTransformer, LastValue, SeasonalNaive."""
+    data: tuple[str, ...] = (PACKAGED,)
+    """CSV or parquet files with a column of dates, or folder/NAME of some; seattle-temps needs no file."""
+    horizons: tuple[int, ...] = tuple(LOOKBACKS)
+    """Rows to forecast."""
+    lookback: int | None = None
+    """Rows to forecast from, by default the protocol's: 1024 up to horizon 96, 2048 up to 336, else 4096."""
+    seeds: int = 1
+    """Runs of everything, with seeds that go up from --seed."""
+    seed: int = 0
+    """The first seed."""
+    reading: Reading = field(default_factory=Reading)
+    sizes: Sizes = field(default_factory=Sizes)
+    training: Training = field(default_factory=Training)
+
+    def jobs(self) -> list[ForecastJob]:
+        """Each once, all of the first seed first; a ValueError if one of them is not possible."""
+        for name in ("models", "data", "horizons"):
+            given = getattr(self, name)
+            check(0 < len(given) == len({*given}), name, given, "different ones")
+        check(self.seeds > 0, "seeds", self.seeds, "a whole number above 0")
+        self.sizes.validate(self.models)
+        made = []
+        for data in self.data:
+            series = read(data, self.reading)
+            first = [
+                ForecastJob(self.spec(series, horizon, model), data, self.reading) for horizon, model in self.pairs()
+            ]
+            made += [
+                replace(job, spec=replace(job.spec, seed=self.seed + n)) for n in range(self.seeds) for job in first
+            ]
+        made.sort(key=lambda job: job.spec.seed)
+        return [*{job.digest: job for job in made}.values()]
+
+    def pairs(self) -> Iterator[tuple[int, str]]:
+        return itertools.product(self.horizons, self.models)
+
+    def spec(self, series: Series, horizon: int, model: str) -> Spec:
+        """Checked, with the first seed."""
+        spec = specified(model, series, horizon, self.lookback, self.seed, self.sizes, self.training)
+        check_possible(spec, series)
+        return spec
+
+
+@dataclass(frozen=True)
+class ForecastRun(Run):
+    """Train models on series, each on every one of them, for every horizon and with every seed.
+
+    Finished jobs are in the store and are not repeated: the same command, given again, goes on.
+    """
+
+    experiment: Experiment = field(default_factory=Experiment)
+    how: Jobs = field(default_factory=lambda: Jobs(Path("results/forecasts")))
+
+    def jobs(self) -> list[ForecastJob]:
+        return self.experiment.jobs()
+
+    def tables(self, records: Sequence[Record]) -> list[Table]:
+        return tabulate(records)
