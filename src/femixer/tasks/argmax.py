@@ -18,7 +18,18 @@ from femixer.gates import inverse_temperature
 from femixer.kernels.softmax import softmax_read
 from femixer.optional import require
 from femixer.options import check, parse
-from femixer.training import Part, Results, RunOptions, adamw, distributed, generator, show_table, train
+from femixer.training import (
+    Fit,
+    Part,
+    Results,
+    RunOptions,
+    TrainOptions,
+    adamw,
+    distributed,
+    generator,
+    show_table,
+    train,
+)
 from femixer.training.results import Record
 
 MODELS = {"fem": "FEM", "attention": "softmax attention"}
@@ -203,18 +214,15 @@ def run(experiment: Experiment, options: RunOptions) -> Results:
         return results
     models = build(experiment)
     validation = validation_batches(experiment)
-    train(
-        models,
-        lambda models: adamw(models, experiment.lr, experiment.weight_decay),
+    fit = Fit(
+        model=models,
+        optimizer=lambda models: adamw(models, experiment.lr, experiment.weight_decay),
         batch=lambda step, part: share(training_batch(experiment, step), part),
         losses=losses,
         items=lambda data: data.winners.numel(),
         evaluate=lambda models: evaluate(models, validation),
-        results=results,
-        steps=experiment.steps,
-        evaluate_every=experiment.evaluate_every,
-        seed=experiment.seed,
     )
+    train(fit, TrainOptions(experiment.steps, experiment.evaluate_every, experiment.seed), results)
     metrics = results.metrics()
     results.write_figure(figure(experiment, metrics))
     results.finish(table(experiment, models, metrics))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from femixer.optional import MissingExtra, require
 from femixer.training import distributed
+from femixer.training.checkpoint import Position
 from femixer.training.results import SAMPLES, TENSORBOARD, Record, Results
 
 Records = Sequence[Mapping[str, Any]]
@@ -205,18 +206,18 @@ class Speed:
 
 
 @contextmanager
-def journal(results: Results, start: int, steps: int, before: float, tokens: int | None) -> Iterator[Journal]:
-    """The journal of steps `start` + 1 to `steps`."""
+def journal(results: Results, start: Position, steps: int, tokens: int | None) -> Iterator[Journal]:
+    """The journal of the steps after `start`, up to `steps`."""
     board = None
     if results.run.tensorboard and distributed.is_main():
         require("tensorboard", "lm")
         from torch.utils.tensorboard import SummaryWriter
 
         # What an interrupted run wrote after its last checkpoint will come again.
-        board = SummaryWriter(results.folder / TENSORBOARD, purge_step=start + 1)
+        board = SummaryWriter(results.folder / TENSORBOARD, purge_step=start.step + 1)
     try:
-        with display(start, steps, distributed.is_main()) as shown:
-            yield Journal(results, shown, board, before, tokens)
+        with display(start.step, steps, distributed.is_main()) as shown:
+            yield Journal(results, shown, board, start.seconds, tokens)
     finally:
         if board:
             board.close()

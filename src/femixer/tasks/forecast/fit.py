@@ -16,7 +16,7 @@ from femixer.optional import require
 from femixer.tasks.forecast.data import Series
 from femixer.tasks.forecast.data.windows import Batches, Windows, windows
 from femixer.tasks.forecast.model import Spec, build_model
-from femixer.training import EngineOptions, Results, adamw, distributed, train
+from femixer.training import EngineOptions, Fit, Results, TrainOptions, adamw, distributed, train
 from femixer.training.best import Best
 from femixer.training.optimizer import one_cycle
 from femixer.training.results import Record, environment
@@ -83,14 +83,16 @@ def fit(spec: Spec, model: Forecaster, split: Mapping[str, Windows], results: Re
         return
     batches = Batches(split["train"], how.batch, spec.seed)
     steps = how.epochs * batches.per_epoch
-    train(
-        model,
-        lambda model: adamw(model, how.lr, how.weight_decay, BETAS, fused=True),
+    training = Fit(
+        model=model,
+        optimizer=lambda model: adamw(model, how.lr, how.weight_decay, BETAS, fused=True),
         batch=batches,
         losses=lambda model, batch: model(batch.history, batch.observed, batch.future, batch.future_observed),
         items=lambda batch: len(batch.history),
         evaluate=evaluate,
-        results=results,
+        enough=best.enough,
+    )
+    options = TrainOptions(
         steps=steps,
         evaluate_every=batches.per_epoch,
         seed=spec.seed,
@@ -98,8 +100,8 @@ def fit(spec: Spec, model: Forecaster, split: Mapping[str, Windows], results: Re
         clip=CLIP,
         log_every=batches.per_epoch,
         engine=EngineOptions(precision=how.precision),
-        enough=best.enough,
     )
+    train(training, options, results)
 
 
 def with_test(spec: Spec, model: Forecaster, windows: Windows, results: Results) -> list[Record]:

@@ -26,8 +26,10 @@ from femixer.tasks.lm.data.tokenizer import load_tokenizer
 from femixer.tasks.lm.model import ModelOptions, build
 from femixer.training import (
     EngineOptions,
+    Fit,
     Results,
     RunOptions,
+    TrainOptions,
     adamw,
     atomic,
     cosine,
@@ -229,15 +231,18 @@ def trained(experiment: Experiment, data: DataOptions, engine: EngineOptions, op
         return results
     tokens = {"vocab_size": shards.vocabulary, "bos_token_id": shards.start_token, "eos_token_id": shards.end_token}
     model = build(experiment.model.config(experiment.length, **tokens), experiment.seed)
-    train(
-        model,
-        lambda model: adamw(model, experiment.lr, experiment.weight_decay, (experiment.beta1, experiment.beta2)),
+    fit = Fit(
+        model=model,
+        optimizer=lambda model: adamw(
+            model, experiment.lr, experiment.weight_decay, (experiment.beta1, experiment.beta2)
+        ),
         batch=lambda step, part: batches(step - 1, part.index, part.count),
         losses=lambda model, piece: {"loss": summed_loss(model, piece)},
         items=scored,
         evaluate=lambda model: evaluate(model, validation),
         samples=lambda model: samples(model, shards, experiment),
-        results=results,
+    )
+    course = TrainOptions(
         steps=experiment.count,
         evaluate_every=experiment.evaluate_every,
         seed=experiment.seed,
@@ -247,6 +252,7 @@ def trained(experiment: Experiment, data: DataOptions, engine: EngineOptions, op
         log_every=min(10, experiment.evaluate_every, experiment.count),
         engine=engine,
     )
+    train(fit, course, results)
     weights = full_weights(model)
     distributed.on_main(lambda: finish(results, model, weights, shards, experiment))
     return results

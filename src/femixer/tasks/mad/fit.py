@@ -16,7 +16,18 @@ from femixer.models.parameters import parameters_of
 from femixer.tasks.mad.data import sample
 from femixer.tasks.mad.data.generators import IGNORE
 from femixer.tasks.mad.model import build
-from femixer.training import EngineOptions, Part, Results, RunOptions, adamw, distributed, generator, train
+from femixer.training import (
+    EngineOptions,
+    Fit,
+    Part,
+    Results,
+    RunOptions,
+    TrainOptions,
+    adamw,
+    distributed,
+    generator,
+    train,
+)
 from femixer.training.jobs import Job
 from femixer.training.results import Record, environment
 
@@ -120,20 +131,17 @@ class MadJob(Job):
         model = build(self.task, self.fields, self.seed)
         diverged = None
         try:
-            train(
-                model,
-                lambda model: adamw(model, self.lr, self.weight_decay, fused=True),
+            fit = Fit(
+                model=model,
+                optimizer=lambda model: adamw(model, self.lr, self.weight_decay, fused=True),
                 batch=Batches(self.data("train", device), self.batch, self.seed),
                 losses=lambda model, examples: {"loss": summed_loss(model, examples)},
                 items=scored,
                 evaluate=lambda model: ({"split": split, **score(model, data[split])} for split in SPLITS),
-                results=results,
-                steps=self.steps,
-                evaluate_every=self.evaluate_every,
-                seed=self.seed,
-                engine=EngineOptions(precision=self.precision),
                 enough=solved,
             )
+            engine = EngineOptions(precision=self.precision)
+            train(fit, TrainOptions(self.steps, self.evaluate_every, self.seed, engine=engine), results)
         except FloatingPointError as error:  # a learning rate that is too high for this model: a result like others
             diverged = str(error)
         return self.record(results.metrics(), diverged, parameters_of(model), device)

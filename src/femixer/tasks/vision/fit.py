@@ -18,7 +18,18 @@ from femixer.tasks.vision.data import Images
 from femixer.tasks.vision.data.batches import Ahead, Batch, Batches
 from femixer.tasks.vision.data.views import Collected, Views
 from femixer.tasks.vision.model import Classifier, Spec, build_model, preparation_of
-from femixer.training import EngineOptions, Part, Results, adamw, cosine, distributed, full_weights, train
+from femixer.training import (
+    EngineOptions,
+    Fit,
+    Part,
+    Results,
+    TrainOptions,
+    adamw,
+    cosine,
+    distributed,
+    full_weights,
+    train,
+)
 from femixer.training.best import Best, Error
 from femixer.training.results import Record, environment
 
@@ -214,14 +225,16 @@ class Fitting:
             self.broken.add(broken)
             return made
 
-        train(
-            self.model,
-            self.optimized,
+        fit = Fit(
+            model=self.model,
+            optimizer=self.optimized,
             batch=batch,
             losses=lambda model, batch: {"loss": summed_loss(model, batch)},
             items=lambda batch: len(batch.targets),
             evaluate=self.evaluate,
-            results=self.results,
+            enough=self.best.enough,
+        )
+        options = TrainOptions(
             steps=steps,
             evaluate_every=batches.per_epoch,
             seed=self.spec.seed,
@@ -229,8 +242,8 @@ class Fitting:
             clip=how.clip,
             log_every=batches.per_epoch,
             engine=engine,
-            enough=self.best.enough,
         )
+        train(fit, options, self.results)
 
     def optimized(self, model: Any) -> Optimizer:
         how = self.spec.training
