@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lm_text import everything, texts, write_lines
 
-from femixer.tasks.lm.data.batches import IGNORED, Batches, Validation, permuted
 from femixer.tasks.lm.data.building import prepare
 from femixer.tasks.lm.data.corpus import open_corpus
+from femixer.tasks.lm.data.shards import IGNORED, Batches, Validation, permuted
 from femixer.tasks.lm.data.tokenizer import END_OF_TEXT, encoder, identity, load_tokenizer, train_bpe
 
 # Tokenizers

@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from femixer.cli import main
 from femixer.models import PRESETS, FEMForCausalLM
 from femixer.tasks.lm import task
-from femixer.tasks.lm.data.batches import Batches
 from femixer.tasks.lm.data.building import prepare
 from femixer.tasks.lm.data.corpus import open_corpus
+from femixer.tasks.lm.data.shards import Batches
 from femixer.tasks.lm.data.tokenizer import load_tokenizer, train_bpe
 from femixer.tasks.lm.fit import documents, summed_loss
 from femixer.tasks.lm.model import ModelOptions, build

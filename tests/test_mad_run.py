@@ -26,7 +26,7 @@ from femixer.training import Part, RunOptions
 from femixer.training.jobs import Store, divided, engines, store
 from femixer.training.jobs import job as work
 from femixer.training.jobs.job import Assignment, attempt
-from femixer.training.workers import carried_out
+from femixer.training.processes import carried_out
 
 SIZES = {"width": 12, "heads": 2, "layers": 1, "inner": 11, "validation": 5, "test": 7, "resumable": False}
 TINY = Protocol(

@@ -19,7 +19,7 @@ from femixer.tasks.vision.data.operations import (
     random_crop,
     random_flip,
 )
-from femixer.tasks.vision.data.views import Preparation
+from femixer.tasks.vision.data.pictures import Preparation
 
 
 def seeded(seed=0):

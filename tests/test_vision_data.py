@@ -10,13 +10,12 @@ import torch
 from PIL import Image
 
 from femixer.models.vision.pictures import Unreadable
-from femixer.tasks.vision import hub
 from femixer.tasks.vision.data import SPLITS, Reading, found, read, stratified
+from femixer.tasks.vision.data import sources as hub
 from femixer.tasks.vision.data.augmentation import Augmentation
-from femixer.tasks.vision.data.batches import Ahead, Batches, shuffled
-from femixer.tasks.vision.data.pictures import Arrays, Joined, Some, decoded
+from femixer.tasks.vision.data.pictures import Arrays, Joined, Preparation, Some, decoded
 from femixer.tasks.vision.data.sources import Stream
-from femixer.tasks.vision.data.views import Preparation, Views
+from femixer.tasks.vision.data.views import Ahead, Batches, Views, shuffled
 from femixer.training import Part
 
 RED, GREEN = (250, 10, 20), (10, 250, 20)

@@ -25,9 +25,9 @@ from femixer.options import parse
 from femixer.tasks.vision import TASK
 from femixer.tasks.vision.data import Images, read
 from femixer.tasks.vision.data import views as views_module
-from femixer.tasks.vision.data.pictures import Arrays, Files
-from femixer.tasks.vision.data.views import Preparation, Views, spread, stacked
-from femixer.tasks.vision.figures import confusion, samples, save
+from femixer.tasks.vision.data.pictures import Arrays, Files, Preparation
+from femixer.tasks.vision.data.views import Views, spread, stacked
+from femixer.tasks.vision.evaluate import confusion, samples, save
 from femixer.tasks.vision.fit import Fitting, Predictions, averaged, averages, averaging, error, predicted
 from femixer.tasks.vision.maps import map_figure
 from femixer.tasks.vision.model import ENCODERS, Classifier, config_of, specified
@@ -115,7 +115,7 @@ def test_the_saved_model_is_the_best_one_and_has_the_reported_scores(trained, co
 KILLED = """
 import os, signal, sys
 from femixer.cli import main
-from femixer.tasks.vision.data.batches import Batches
+from femixer.tasks.vision.data.views import Batches
 
 make = Batches.__call__
 

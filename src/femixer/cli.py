@@ -9,7 +9,7 @@ from femixer.kernels.dispatch import BackendError
 from femixer.optional import MissingExtra
 from femixer.subcommands import dispatch
 from femixer.tasks import TASKS
-from femixer.training.interrupt import Interrupted
+from femixer.training.processes import Interrupted
 
 COMMANDS = {
     "generate": ("femixer.tasks.lm.generate", "continue a prompt with a trained model"),

@@ -25,7 +25,6 @@ from femixer.training import (
     RunOptions,
     TrainOptions,
     adamw,
-    distributed,
     generator,
     show_table,
     train,
@@ -252,10 +251,7 @@ def figure(experiment: Experiment, metrics: Sequence[Record]) -> Any:
     """Validation error (left) and index accuracy (right) against training steps, for both models."""
     figures, ticker = require("matplotlib.figure", "plot"), require("matplotlib.ticker", "plot")
     # Blue and vermilion of Okabe and Ito, told apart with every kind of colour vision; the marker helps in print.
-    styles = {
-        "fem": {"color": "#0072B2", "marker": "o"},
-        "attention": {"color": "#D55E00", "marker": "s"},
-    }
+    styles = {"fem": {"color": "#0072B2", "marker": "o"}, "attention": {"color": "#D55E00", "marker": "s"}}
     drawing = figures.Figure(figsize=(9.0, 3.8), dpi=120, layout="constrained")
     error, accuracy = drawing.subplots(1, 2)
     for name, label in MODELS.items():
@@ -304,8 +300,4 @@ def main(args: Sequence[str]) -> int:
     if "--paper" in args:  # another set of defaults, so it is looked for before the options are read
         default = replace(default, experiment=PAPER, run=RunOptions(Path("results/argmax-paper")))
     command = parse(Command, args, "argmax", default)
-    results = run(command.experiment, command.run)
-    show_table(results)
-    if distributed.is_main():
-        print(f"Results are in {results.folder}/")
-    return 0
+    return show_table(run(command.experiment, command.run))

@@ -20,7 +20,7 @@ from femixer.reporting.figures import save
 from femixer.subcommands import Commands, dispatch, named
 from femixer.training import jobs
 from femixer.training.jobs import Job, Jobs, Kind
-from femixer.training.results import Record
+from femixer.training.results import Record, RunOptions
 
 
 class Run(ABC):
@@ -59,6 +59,41 @@ class Tabulate(ABC):
     def figures(self, records: Sequence[Record]) -> Mapping[str, Any]:
         """Name of a file -> a figure of matplotlib."""
         return {}
+
+
+@dataclass(frozen=True)
+class DataJob(Job):
+    """A training on data, and where these are; the latter may differ from machine to machine."""
+
+    spec: Any
+    """Everything that decides the numbers, among it a `title` and the `fingerprint` of the data."""
+    data: str
+    """Address of the data."""
+    reading: Any
+    """How they are read."""
+
+    @property
+    def definition(self) -> Any:
+        return self.spec
+
+    @property
+    def title(self) -> str:
+        return self.spec.title
+
+    def carry_out(self, options: RunOptions) -> Record:
+        options.apply()
+        data = self.read()
+        if data.fingerprint != self.spec.fingerprint:
+            raise ValueError(f"data={self.data!r} has changed since the job was made")
+        return self.fitted(data, options)
+
+    @abstractmethod
+    def read(self) -> Any:
+        """The data, which have a fingerprint."""
+
+    @abstractmethod
+    def fitted(self, data: Any, options: RunOptions) -> Record:
+        """Train on the data, in the folder of `options`."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -18,46 +18,35 @@ from femixer.training.results import SAMPLES, TENSORBOARD, Record, Results
 Records = Sequence[Mapping[str, Any]]
 
 
-class Display(Protocol):
-    """What the training loop tells its watcher."""
+def terminal_bar(*texts: str, **options: Any) -> Any:
+    """A progress bar on standard error with these texts around it, or None where that is no terminal (or without rich).
 
-    def stepped(self, step: int, losses: Callable[[], Mapping[str, Tensor]], rate: str) -> None: ...
-
-    def trained(self, step: int, records: Records) -> None: ...
-
-    def evaluated(self, step: int, records: Records) -> None: ...
-
-    def sampled(self, samples: Records) -> None: ...
+    options: of rich.progress.Progress.
+    """
+    if not sys.stderr.isatty():
+        return None
+    try:
+        rich, console = require("rich.progress", "cli"), require("rich.console", "cli").Console(stderr=True)
+    except MissingExtra:
+        return None
+    before, *after = map(rich.TextColumn, texts)
+    return rich.Progress(before, rich.BarColumn(), *after, rich.TimeRemainingColumn(), console=console, **options)
 
 
 @contextmanager
 def display(start: int, steps: int, shown: bool = True) -> Iterator[Display]:
     """The display that suits standard error, for steps `start` to `steps`, or one that shows nothing."""
-    if not shown:
-        yield Silence()
+    texts = ("{task.completed}/{task.total} steps", "{task.fields[loss]}", "{task.fields[rate]}")
+    bar = terminal_bar(*texts) if shown else None
+    if bar is None:
+        yield Lines(steps) if shown else Display()
         return
-    if sys.stderr.isatty():
-        try:
-            rich = require("rich.progress", "cli")
-        except MissingExtra:
-            pass
-        else:
-            console = require("rich.console", "cli").Console(stderr=True)
-            columns = (
-                rich.TextColumn("{task.completed}/{task.total} steps"),
-                rich.BarColumn(),
-                rich.TextColumn("{task.fields[loss]}"),
-                rich.TextColumn("{task.fields[rate]}"),
-                rich.TimeRemainingColumn(),
-            )
-            with rich.Progress(*columns, console=console) as bar:
-                yield Bar(bar, start, steps)
-            return
-    yield Lines(steps)
+    with bar:
+        yield Bar(bar, start, steps)
 
 
-class Silence:
-    """Nothing."""
+class Display:
+    """What the training loop tells its watcher; this one shows nothing."""
 
     def stepped(self, step: int, losses: Callable[[], Mapping[str, Tensor]], rate: str) -> None:
         pass
@@ -72,7 +61,7 @@ class Silence:
         pass
 
 
-class Lines(Silence):
+class Lines(Display):
     """One line per record, and the samples."""
 
     def __init__(self, steps: int) -> None:
@@ -88,7 +77,7 @@ class Lines(Silence):
             print(sample_text(sample), file=sys.stderr, flush=True)
 
 
-class Bar(Silence):
+class Bar(Display):
     """A bar with the losses, the speed and the time left, below one line per evaluation and its samples."""
 
     REFRESH_SECONDS = 0.25

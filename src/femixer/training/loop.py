@@ -16,9 +16,9 @@ from femixer.training import checkpoint, distributed
 from femixer.training.checkpoint import Position
 from femixer.training.distributed import Part
 from femixer.training.engine import Engine, EngineOptions
-from femixer.training.interrupt import Interrupted, StopRequest
 from femixer.training.journal import Journal, journal
 from femixer.training.optimizer import Schedule, constant
+from femixer.training.processes import Interrupted, StopRequest
 from femixer.training.results import CHECKPOINTS, Record, Results
 from femixer.training.seeding import derive
 

@@ -163,18 +163,22 @@ class Results:
         return None
 
 
-def show_table(results: Results) -> None:
-    """Print table.md, drawn on a terminal and as it is elsewhere."""
+def show_table(results: Results) -> int:
+    """Print table.md, drawn on a terminal and as it is elsewhere, and where the rest is: the exit code of a command."""
     if not distributed.is_main():
-        return
+        return 0
     text = (results.folder / TABLE).read_text(encoding="utf-8")
-    if sys.stdout.isatty():
-        try:
-            require("rich", "cli").print(require("rich.markdown", "cli").Markdown(text))
-            return
-        except MissingExtra:
-            pass
-    print(text)
+    try:
+        drawn = require("rich.markdown", "cli").Markdown(text) if sys.stdout.isatty() else None
+    except MissingExtra:
+        drawn = None
+    if drawn is None:
+        print(text)
+    else:
+        require("rich", "cli").print(drawn)
+    model = f", the model in {results.folder / MODEL}/" if (results.folder / MODEL).is_dir() else ""
+    print(f"Results are in {results.folder}/{model}")
+    return 0
 
 
 def model_folder(checkpoint: Path) -> Path:

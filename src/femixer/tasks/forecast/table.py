@@ -19,17 +19,7 @@ from femixer.tasks.runner import Tabulate
 from femixer.training.jobs.store import as_text, distinct, same
 from femixer.training.results import Record
 
-COLUMNS = (
-    "FEM-SM",
-    "FEM-GLA",
-    "FEM-Mamba",
-    "FEM-AFT",
-    "GLA",
-    "AFT",
-    "iTransformer",
-    "PatchTST",
-    "DLinear",
-)
+COLUMNS = ("FEM-SM", "FEM-GLA", "FEM-Mamba", "FEM-AFT", "GLA", "AFT", "iTransformer", "PatchTST", "DLinear")
 """Of the paper's table, from left to right."""
 _MEANS = {
     "weather": (0.222, 0.223, 0.218, 0.218, 0.223, 0.221, 0.232, 0.221, 0.233),

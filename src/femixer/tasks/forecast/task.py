@@ -18,34 +18,20 @@ from femixer.tasks.forecast.data.windows import scaling_of
 from femixer.tasks.forecast.fit import WIDER, Fitted, curve, fitted, score
 from femixer.tasks.forecast.model import MODELS, NAIVE, Sizes, Spec, Training, build_model, check_possible, specified
 from femixer.tasks.forecast.table import tabulate
-from femixer.tasks.runner import Run
+from femixer.tasks.runner import DataJob, Run
 from femixer.training import Results, RunOptions, atomic, distributed, show_table
-from femixer.training.jobs import Job, Jobs
+from femixer.training.jobs import Jobs
 from femixer.training.results import MODEL, Record
 
 
-@dataclass(frozen=True)
-class ForecastJob(Job):
-    """A training, and where its data are; the latter may differ from machine to machine."""
+class ForecastJob(DataJob):
+    """A model trained on one data set, for one horizon, with one seed."""
 
-    spec: Spec
-    data: str
-    reading: Reading
+    def read(self) -> Series:
+        return read(self.data, self.reading)
 
-    @property
-    def definition(self) -> Spec:
-        return self.spec
-
-    @property
-    def title(self) -> str:
-        return self.spec.title
-
-    def carry_out(self, options: RunOptions) -> Record:
-        options.apply()
-        series = read(self.data, self.reading)
-        if series.fingerprint != self.spec.fingerprint:
-            raise ValueError(f"data={self.data!r} has changed since the job was made")
-        return fitted(self.spec, series, Results("forecast", self.spec, options)).record
+    def fitted(self, data: Series, options: RunOptions) -> Record:
+        return fitted(self.spec, data, Results("forecast", self.spec, options)).record
 
     def summary(self, record: Record) -> str:
         return f"test MSE {record['mse']:.4f} MAE {record['mae']:.4f} of step {record['best_step']}"
@@ -146,10 +132,7 @@ def summary(spec: Spec, made: Fitted, rivals: dict[str, dict[str, float]]) -> st
 
 def train(args: Sequence[str]) -> int:
     results = trained(parse(Train, args, "forecast train", Train()))
-    show_table(results)
-    if distributed.is_main():
-        print(f"Results are in {results.folder}/, the model in {results.folder / MODEL}/")
-    return 0
+    return show_table(results)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from femixer.tasks.lm import harness
 from femixer.tasks.lm.checkpoint import Placement, fingerprint, load
 from femixer.tasks.lm.harness import SUITES, Catalog, Record, Request, metrics
 from femixer.training import Results, RunOptions, atomic, show_table
-from femixer.training.interrupt import Interrupted
+from femixer.training.processes import Interrupted
 from femixer.training.results import METRICS, TABLE, model_folder, name_of
 
 
@@ -233,7 +233,6 @@ def main(args: Sequence[str]) -> int:
     failed = run(command, catalog, requests, journal, settings)
     results.finish(table(save(command.checkpoint, settings, requests, journal)))
     show_table(results)
-    print(f"Results are in {out}/")
     if failed:
         say(f"{len(failed)} of {len(requests)} failed ({', '.join(failed)}); --resume tries them again")
     return 1 if failed else 0

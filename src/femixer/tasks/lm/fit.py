@@ -20,8 +20,7 @@ from femixer.models.quiet import without_bars
 from femixer.optional import require
 from femixer.options import check
 from femixer.tasks.lm.data import DataOptions
-from femixer.tasks.lm.data.batches import IGNORED, Batch, Batches, Validation
-from femixer.tasks.lm.data.shards import Shards
+from femixer.tasks.lm.data.shards import IGNORED, Batch, Batches, Shards, Validation
 from femixer.tasks.lm.data.tokenizer import load_tokenizer
 from femixer.tasks.lm.model import ModelOptions, build
 from femixer.training import (

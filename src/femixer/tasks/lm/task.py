@@ -18,9 +18,9 @@ from femixer.options import check, parse
 from femixer.tasks.lm.data import DataOptions
 from femixer.tasks.lm.fit import Experiment, draw, last, rate, trained
 from femixer.tasks.lm.model import ModelOptions
-from femixer.training import EngineOptions, Interrupted, Results, RunOptions, atomic, distributed, show_table, workers
+from femixer.training import EngineOptions, Interrupted, Results, RunOptions, atomic, distributed, processes, show_table
 from femixer.training.recipe import with_recipe
-from femixer.training.results import CHECKPOINTS, MODEL, Record
+from femixer.training.results import CHECKPOINTS, Record
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,7 @@ def train(args: Sequence[str]) -> int:
     default, args = with_recipe(default, args)
     command = parse(Train, args, "lm train", default)
     results = trained(command.experiment, command.data, command.engine, command.run)
-    show_table(results)
-    if distributed.is_main():
-        print(f"Results are in {results.folder}/, the model in {results.folder / MODEL}/")
-    return 0
+    return show_table(results)
 
 
 def described(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,7 +195,7 @@ def carried_out(tasks: Sequence[OneOfMany], jobs: int) -> Iterator[tuple[OneOfMa
     if jobs == 1:
         yield from ((task, task.carry_out()) for task in tasks)
         return
-    with contextlib.closing(workers.carried_out(OneOfMany.carry_out_apart, tasks, jobs)) as finished:
+    with contextlib.closing(processes.carried_out(OneOfMany.carry_out_apart, tasks, jobs)) as finished:
         for task, future in finished:
             yield task, future.result()
 
@@ -244,7 +241,4 @@ def compare(args: Sequence[str]) -> int:
             raise
         print("interrupted; what is done is kept, and --resume goes on from there", file=sys.stderr)
         return 130
-    show_table(results)
-    if distributed.is_main():
-        print(f"Results are in {results.folder}/, every run in {results.folder / RUNS}/")
-    return 0
+    return show_table(results)

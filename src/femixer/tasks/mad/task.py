@@ -108,13 +108,7 @@ def given(**options: int | None) -> dict[str, Any]:
 
 
 def job(
-    protocol: Protocol,
-    model: str,
-    task: str,
-    parameters: Mapping[str, Any],
-    lr: float,
-    weight_decay: float,
-    seed: int,
+    protocol: Protocol, model: str, task: str, parameters: Mapping[str, Any], lr: float, weight_decay: float, seed: int
 ) -> MadJob:
     steps = protocol.steps(task, parameters)
     return MadJob(

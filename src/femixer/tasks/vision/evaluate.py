@@ -1,4 +1,4 @@
-"""`femixer vision eval`: a trained classifier on pictures."""
+"""`femixer vision eval`: a trained classifier on pictures; and the figures of any, its curves and confusions."""
 
 from __future__ import annotations
 
@@ -8,19 +8,140 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from femixer.models.vision.pictures import Picture
+from femixer.optional import require
 from femixer.options import check, parse
 from femixer.tasks.vision.data import DIGITS, Broken, Images, Reading, found
 from femixer.tasks.vision.data.pictures import Files, Joined, Pictures
-from femixer.tasks.vision.data.views import Views
-from femixer.tasks.vision.figures import CONFUSION, PREDICTIONS, confusion, samples, save
+from femixer.tasks.vision.data.views import Views, spread
 from femixer.tasks.vision.fit import Predictions, predicted
 from femixer.tasks.vision.model import Classifier
 from femixer.training import atomic
+from femixer.training.results import Record
+
+CONFUSION, PREDICTIONS = "confusion.png", "predictions.png"
+BLUE, VERMILION, GREY = "#0072B2", "#D55E00", "0.45"
+"""Of Okabe and Ito, told apart with every kind of colour vision."""
+TITLE = {"fontsize": 10, "ha": "left", "parse_math": False}
+"""Of what names data or classes: there a $ is a $."""
+NUMBERED = 30
+"""Classes up to which a confusion matrix has numbers and names."""
+COLUMNS, ROWS = 8, 4
+"""Of the samples."""
+
+
+def figure(width: float, height: float) -> Any:
+    return require("matplotlib.figure", "plot").Figure(figsize=(width, height), dpi=120, layout="constrained")
+
+
+def save(path: Path, drawing: Any) -> None:
+    with atomic.replacing(path) as partial:
+        drawing.savefig(partial, format="png", bbox_inches="tight")  # long names may need more room than was planned
+
+
+def curves(record: Record, title: str) -> Any:
+    """Validation accuracy and loss after each epoch, of the weights and of their average, and the best."""
+    drawing = figure(9.0, 3.6)
+    found = record["evaluations"]
+    steps = [each["step"] for each in found]
+    for axes, metric, name in zip(drawing.subplots(1, 2), ("top1", "loss"), ("accuracy", "loss"), strict=True):
+        scale = 100 if metric == "top1" else 1
+        for prefix, label, colour in (("", "weights", BLUE), ("average_", "average of weights", GREY)):
+            if prefix + metric in found[0]:
+                values = [scale * each[prefix + metric] for each in found]
+                axes.plot(steps, values, color=colour, linewidth=1.5, label=label)
+        best = next(each for each in found if each["step"] == record["best_step"])
+        chosen = best[("average_" if record["weights"] == "average" else "") + metric]
+        axes.plot(best["step"], scale * chosen, "D", color=VERMILION, label="best", zorder=3)
+        axes.set(xlabel="training steps", ylabel=f"validation {name}" + (" (%)" if scale == 100 else ""))
+        axes.grid(color="0.9")
+        axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    drawing.suptitle(f"{title}: test accuracy {record['top1']:.2%}", x=0.01, **TITLE)
+    return drawing
+
+
+def confusion(predictions: Predictions, classes: Sequence[str], title: str) -> Any:
+    """Shares of each class's pictures that were taken for each class; numbers are of pictures."""
+    counts = predictions.confusion()
+    shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
+    few = len(classes) <= NUMBERED
+    side = 2.6 + 0.42 * len(classes) if few else 9.0
+    drawing = figure(side + 0.6, side)
+    axes = drawing.subplots()
+    shown = axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
+    axes.set(xlabel="predicted", ylabel="true")
+    right = counts.diagonal().sum() / counts.sum()
+    axes.set_title(f"{title}: {right:.2%} right", loc="left", **TITLE)
+    if few:
+        axes.set_xticks(range(len(classes)), shortened(classes), rotation=90 if long(classes) else 0, parse_math=False)
+        axes.set_yticks(range(len(classes)), shortened(classes), parse_math=False)
+        between = [number + 0.5 for number in range(len(classes) - 1)]
+        axes.set_xticks(between, minor=True)
+        axes.set_yticks(between, minor=True)
+        axes.grid(which="minor", color="0.85", linewidth=0.5)
+        axes.tick_params(which="minor", length=0)
+        for true, predicted in counts.nonzero().tolist():
+            colour = "white" if shares[true, predicted] > 0.5 else "black"
+            number = int(counts[true, predicted])
+            axes.text(predicted, true, number, ha="center", va="center", fontsize=8, color=colour)
+    drawing.colorbar(shown, ax=axes, label="share of the true class", shrink=0.8)
+    return drawing
+
+
+def samples(predictions: Predictions, views: Views, classes: Sequence[str], title: str) -> Any:
+    """Wrong ones first, those that the model is surest of, and then some that are right, of all classes."""
+    wrong, right = ordered(predictions)
+    chosen = [*wrong[: COLUMNS * (ROWS - 1)]]
+    left = spread(predictions.labels[right], COLUMNS * ROWS - len(chosen))
+    chosen += [right[place] for place in left]
+    rows = -(-len(chosen) // COLUMNS)
+    drawing = figure(1.25 * COLUMNS, 0.7 + 1.65 * rows)
+    panels = [*drawing.subplots(rows, COLUMNS, squeeze=False).flat]
+    names = shortened(classes)
+    for axes in panels:
+        axes.set_axis_off()
+    for axes, place in zip(panels, chosen, strict=False):
+        view = views.read(int(predictions.numbers[place]))
+        true, predicted = int(predictions.labels[place]), int(predictions.chosen[place])
+        if view is not None:
+            axes.imshow(displayed(view[0]), cmap="gray", vmin=0, vmax=255)
+        good = true == predicted
+        axes.set_title(
+            f"✓ {names[true]}" if good else f"✗ {names[predicted]}\nis {names[true]}",
+            fontsize=9 if not long(names) else 7,
+            color=BLUE if good else VERMILION,
+            parse_math=False,
+        )
+    drawing.suptitle(f"{title}: {len(wrong)} of {len(predictions.labels)} wrong", x=0.01, **TITLE)
+    return drawing
+
+
+def ordered(predictions: Predictions) -> tuple[list[int], list[int]]:
+    """Places of the wrong predictions, the surest first, and of the right ones."""
+    sure = predictions.logits.softmax(-1).amax(-1)
+    wrong = (predictions.chosen != predictions.labels).nonzero()[:, 0]
+    right = (predictions.chosen == predictions.labels).nonzero()[:, 0]
+    return wrong[sure[wrong].argsort(descending=True)].tolist(), right.tolist()
+
+
+def displayed(pixels: Tensor) -> Any:
+    """[C, H, W] in uint8 as matplotlib takes it."""
+    return pixels[0].numpy() if len(pixels) == 1 else pixels.permute(1, 2, 0).numpy()
+
+
+def shortened(names: Sequence[str], length: int = 14) -> list[str]:
+    return [name if len(name) <= length else name[: length - 1] + "…" for name in names]
+
+
+def long(names: Sequence[str]) -> bool:
+    return max(map(len, names)) > 3
+
 
 SCORES = "scores.json"
 Split = Literal["train", "validation", "test", "all"]

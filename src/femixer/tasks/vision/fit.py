@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from femixer.models.parameters import parameters_of
 from femixer.options import check
 from femixer.tasks.vision.data import Images
-from femixer.tasks.vision.data.batches import Ahead, Batch, Batches
-from femixer.tasks.vision.data.views import Collected, Views
+from femixer.tasks.vision.data.views import Ahead, Batch, Batches, Collected, Views
 from femixer.tasks.vision.model import Classifier, Spec, build_model, preparation_of
 from femixer.training import (
     EngineOptions,

@@ -18,8 +18,7 @@ from femixer.options import check, parse
 from femixer.tasks.vision.data import DIGITS, Reading
 from femixer.tasks.vision.data.pictures import decoded
 from femixer.tasks.vision.data.views import stacked
-from femixer.tasks.vision.evaluate import choose
-from femixer.tasks.vision.figures import TITLE, displayed, figure, save, shortened
+from femixer.tasks.vision.evaluate import TITLE, choose, displayed, figure, save, shortened
 from femixer.tasks.vision.model import Classifier
 
 MAPS = "maps.png"

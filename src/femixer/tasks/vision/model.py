@@ -20,7 +20,7 @@ from femixer.models.quiet import without_bars
 from femixer.options import check
 from femixer.tasks.vision.data import Images
 from femixer.tasks.vision.data.augmentation import Augmentation
-from femixer.tasks.vision.data.views import Preparation
+from femixer.tasks.vision.data.pictures import Preparation
 from femixer.training import atomic, derive
 from femixer.training.results import MODEL
 

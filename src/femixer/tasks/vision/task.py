@@ -11,17 +11,17 @@ from typing import Self, TypeVar
 from femixer.models.parameters import parameter_count
 from femixer.options import check, parse
 from femixer.reporting import Table
-from femixer.tasks.runner import Run
+from femixer.tasks.runner import DataJob, Run
 from femixer.tasks.vision.data import DIGITS, Images, Reading, read
 from femixer.tasks.vision.data.augmentation import Augmentation
 from femixer.tasks.vision.data.views import BROKEN, spread, stacked
-from femixer.tasks.vision.figures import CONFUSION, PREDICTIONS, confusion, curves, samples, save
+from femixer.tasks.vision.evaluate import CONFUSION, PREDICTIONS, confusion, curves, samples, save
 from femixer.tasks.vision.fit import Fitted, Loading, fitted
 from femixer.tasks.vision.maps import MAPS, map_figure
 from femixer.tasks.vision.model import Sizes, Spec, Training, config_of, specified
 from femixer.tasks.vision.table import ORDER, tabulate
 from femixer.training import EngineOptions, Results, RunOptions, distributed, show_table
-from femixer.training.jobs import Job, Jobs
+from femixer.training.jobs import Jobs
 from femixer.training.recipe import apply, with_recipe
 from femixer.training.results import MODEL, Record
 
@@ -52,28 +52,16 @@ def with_recipe_of_data(default: Options, args: Sequence[str]) -> tuple[Options,
 
 
 @dataclass(frozen=True)
-class VisionJob(Job):
-    """A training, and where its pictures are; the latter may differ from machine to machine."""
+class VisionJob(DataJob):
+    """A model trained on one set of pictures with one seed."""
 
-    spec: Spec
-    data: str
-    reading: Reading
     loading: Loading
 
-    @property
-    def definition(self) -> Spec:
-        return self.spec
+    def read(self) -> Images:
+        return read(self.data, self.reading, self.spec.fields["num_channels"])
 
-    @property
-    def title(self) -> str:
-        return self.spec.title
-
-    def carry_out(self, options: RunOptions) -> Record:
-        options.apply()
-        images = read(self.data, self.reading, self.spec.fields["num_channels"])
-        if images.fingerprint != self.spec.fingerprint:
-            raise ValueError(f"data={self.data!r} has changed since the job was made")
-        return fitted(self.spec, images, Results("vision", self.spec, options), self.loading).record
+    def fitted(self, data: Images, options: RunOptions) -> Record:
+        return fitted(self.spec, data, Results("vision", self.spec, options), self.loading).record
 
     def summary(self, record: Record) -> str:
         return f"test accuracy {record['top1']:.2%} (validation {record['validation_top1']:.2%})"
@@ -167,10 +155,7 @@ def train(args: Sequence[str]) -> int:
     default, args = with_recipe_of_data(Train(), args)
     command = parse(Train, args, "vision train", default)
     results = trained(replace(command, training=within_epochs(command.training, args)))
-    show_table(results)
-    if distributed.is_main():
-        print(f"Results are in {results.folder}/, the model in {results.folder / MODEL}/")
-    return 0
+    return show_table(results)
 
 
 EQUAL = 0.02

@@ -5,16 +5,16 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from femixer.optional import MissingExtra, require
 from femixer.options import check
 from femixer.training.jobs.engines import Engine
 from femixer.training.jobs.job import Assignment, Job, Outcome
 from femixer.training.jobs.store import ERRORS, INDEX, Kind, Store, export, load
+from femixer.training.journal import terminal_bar
 from femixer.training.results import Record
 
 __all__ = ["Engine", "Job", "Jobs", "Kind", "Store", "divided", "export", "load", "run"]
@@ -23,17 +23,12 @@ __all__ = ["Engine", "Job", "Jobs", "Kind", "Store", "divided", "export", "load"
 @contextmanager
 def progress(jobs: int) -> Iterator[Callable[[Outcome], None]]:
     """Gives the function that is told each outcome."""
-    rich = None
-    if sys.stderr.isatty():
-        with suppress(MissingExtra):
-            rich = require("rich.progress", "cli")
-    if rich is None:
+    # Jobs take minutes or hours: all of them, and not the last half minute, tell how long one takes.
+    bar = terminal_bar("{task.completed}/{task.total} jobs", speed_estimate_period=float("inf"))
+    if bar is None:
         yield Lines(jobs)
         return
-    console = require("rich.console", "cli").Console(stderr=True)
-    columns = (rich.TextColumn("{task.completed}/{task.total} jobs"), rich.BarColumn(), rich.TimeRemainingColumn())
-    # Jobs take minutes or hours: all of them, and not the last half minute, tell how long one takes.
-    with rich.Progress(*columns, console=console, speed_estimate_period=float("inf")) as bar:
+    with bar:
         task = bar.add_task("", total=jobs)
 
         def show(outcome: Outcome) -> None:

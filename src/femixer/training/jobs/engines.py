@@ -15,7 +15,7 @@ import torch
 from femixer.optional import require
 from femixer.options import check
 from femixer.training.jobs.job import Assignment, Outcome, attempt
-from femixer.training.workers import carried_out, cores
+from femixer.training.processes import carried_out, cores
 
 
 @dataclass(frozen=True)

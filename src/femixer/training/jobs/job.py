@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from femixer.optional import require
 from femixer.training import atomic
-from femixer.training.interrupt import Interrupted
 from femixer.training.jobs.store import RUNNING, put, record_path
+from femixer.training.processes import Interrupted
 from femixer.training.results import Record, RunOptions
 
 

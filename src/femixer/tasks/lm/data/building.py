@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from femixer.optional import MissingExtra, require
 from femixer.options import check
 from femixer.tasks.lm.data import tokenizer as tokenizers
 from femixer.tasks.lm.data.corpus import SPLITS, TRAIN, VALIDATION, Corpus, Part
@@ -42,7 +41,8 @@ from femixer.tasks.lm.data.shards import (
 )
 from femixer.tasks.lm.data.sources import PIECE, Document
 from femixer.training import atomic
-from femixer.training.workers import die_with_parent, interrupts_held
+from femixer.training.journal import terminal_bar
+from femixer.training.processes import cores, die_with_parent, interrupts_held
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -56,21 +56,11 @@ def reporting(
     tally = Tally(parts, len(before), sum(tokens_of(one) for one in before), limit)
     if before:
         print(f"{folder}: {len(before)} of {parts} parts are there already", file=sys.stderr)
-    rich = None
-    if sys.stderr.isatty():
-        with suppress(MissingExtra):
-            rich = require("rich.progress", "cli")
-    if rich is None:
+    bar = terminal_bar("tokenizing {task.completed}/{task.total} parts", "{task.fields[rate]}")
+    if bar is None:
         yield tally.lines
         return
-    console = require("rich.console", "cli").Console(stderr=True)
-    columns = (
-        rich.TextColumn("tokenizing {task.completed}/{task.total} parts"),
-        rich.BarColumn(),
-        rich.TextColumn("{task.fields[rate]}"),
-        rich.TimeRemainingColumn(),
-    )
-    with rich.Progress(*columns, console=console) as bar:
+    with bar:
         task = bar.add_task("", total=parts, completed=len(before), rate="")
 
         def show(counts: Mapping[str, Mapping[str, int]]) -> None:
@@ -189,9 +179,8 @@ def flat(identity: Mapping[str, Any]) -> dict[str, Any]:
 def processes(corpus: Corpus, job: Job) -> int:
     """As many as can be kept busy: starting one takes seconds, in which this one has done some parts itself."""
     worthwhile = (1024 if job.plain_bytes else 16) << 20
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     unknown_size = any(part.size == 0 for part in corpus.parts)
-    return max(1, min(cores, len(corpus.parts) if unknown_size else corpus.size // worthwhile))
+    return max(1, min(cores(), len(corpus.parts) if unknown_size else corpus.size // worthwhile))
 
 
 def check_splits(corpus: Corpus, parts: Sequence[PartCounts]) -> None:
@@ -238,7 +227,7 @@ def tokenize(corpus: Corpus, job: Job, tokens: int | None, workers: int) -> list
             free = shutil.disk_usage(job.folder).free >> 20
             raise OSError(
                 f"no room for more tokens in {job.folder} ({os.strerror(error.errno)}, {free} MiB free): {len(done)} "
-                f"of {len(corpus.parts)} parts are finished and kept; make room and run the same again",
+                f"of {len(corpus.parts)} parts are finished and kept; make room and run the same again"
             ) from error
     raise AssertionError("all parts are finished, so enough of them are")
 

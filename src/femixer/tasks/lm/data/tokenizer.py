@@ -85,10 +85,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> 
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=byte_characters(),
-        show_progress=progress,
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=byte_characters(), show_progress=progress
     )
     tokenizer.train_from_iterator(texts, trainer)
     return byte_level(tokenizer, split_words=True)

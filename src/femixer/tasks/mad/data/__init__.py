@@ -111,12 +111,7 @@ TASKS = {
                 "noise": 0.2,
                 "noise_vocabulary": 16,
             },
-            {
-                "vocabulary": (48, 80, 144),
-                "length": (256, 512, 1024),
-                "train": SEQUENCES,
-                "noise": (0.4, 0.6, 0.8),
-            },
+            {"vocabulary": (48, 80, 144), "length": (256, 512, 1024), "train": SEQUENCES, "noise": (0.4, 0.6, 0.8)},
             lambda given: upper_half(given["vocabulary"] - given["noise_vocabulary"] - given["single_query"]),
         ),
         MadTask(

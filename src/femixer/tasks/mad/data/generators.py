@@ -62,12 +62,7 @@ def value_of_key(vocabulary: int, seed: int) -> np.ndarray:
 
 
 def recall(
-    draw: Draw,
-    vocabulary: int,
-    length: int,
-    single_query: bool,
-    noise: float = 0.0,
-    noise_vocabulary: int = 0,
+    draw: Draw, vocabulary: int, length: int, single_query: bool, noise: float = 0.0, noise_vocabulary: int = 0
 ) -> Pair:
     """L/2-1 slots of [key, value], then one more pair, whose key is uniform over the distinct keys shown.
 

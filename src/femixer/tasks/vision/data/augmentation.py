@@ -21,7 +21,7 @@ from femixer.tasks.vision.data.operations import (
     random_flip,
     uniform,
 )
-from femixer.tasks.vision.data.views import Preparation
+from femixer.tasks.vision.data.pictures import Preparation
 
 
 def move(pixels: Tensor, shift: float, turn: float, generator: Generator) -> Tensor:

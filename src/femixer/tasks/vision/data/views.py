@@ -1,76 +1,31 @@
-"""Pictures as tensors: prepared as the model takes them, augmented or not, and what could not be read."""
+"""Pictures as tensors, prepared and augmented, and batches of them, as functions of the step; what cannot be read."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from femixer.models.vision import FEMImageProcessor
-from femixer.models.vision.pictures import Picture, Unreadable, as_tensor, middle
+from femixer.models.vision.pictures import Unreadable, as_tensor
 from femixer.options import check
 from femixer.tasks.vision.data import Broken
 from femixer.tasks.vision.data.augmentation import Augmentation
-from femixer.tasks.vision.data.pictures import Pictures
-from femixer.training import atomic, distributed
-
-PREPARATION = "preparation.json"
-IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Mean and deviation of its channels, with pixels in [0, 1]: used for all pictures in colour, as is usual."""
-GREY = (0.5,), (0.5,)
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """Saved beside a model, which is of no use without it."""
-
-    size: int
-    channels: int
-    crop: float = 1.0
-    """Share of the shorter side that evaluation sees: it is made size / crop long, and the middle is taken."""
-    pictures: str | None = None
-    """Which ones the model was trained on: their `Images.whole`."""
-    validation: float | None = None
-    """Share of them that was held out of training; None: they have a validation part."""
-
-    def fixed(self, picture: Picture) -> Picture:
-        """The view that evaluation has of a picture."""
-        return middle(picture, self.size, self.crop)
-
-    def normalized(self, pixels: Tensor) -> Tensor:
-        """[..., C, H, W] in [0, 1] -> mean and deviation of about 0 and 1."""
-        mean, deviation = (torch.tensor(values, device=pixels.device)[:, None, None] for values in self.scale)
-        return (pixels - mean) / deviation
-
-    @property
-    def scale(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        return GREY if self.channels == 1 else IMAGENET
-
-    def save(self, folder: Path) -> None:
-        mean, deviation = self.scale
-        about = {**asdict(self), "mean": mean, "deviation": deviation, "resampling": "bicubic"}
-        (folder / PREPARATION).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-        FEMImageProcessor(self.size, self.channels, self.crop, mean, deviation).save_pretrained(folder)
-
-    @classmethod
-    def load(cls, folder: Path) -> Preparation:
-        path = folder / PREPARATION
-        check(path.is_file(), "model", str(folder), f"a model of `femixer vision train`, which has {PREPARATION}")
-        about = json.loads(path.read_text(encoding="utf-8"))
-        return cls(**{each.name: about[each.name] for each in fields(cls) if each.name in about})
-
+from femixer.tasks.vision.data.pictures import Pictures, Preparation
+from femixer.training import Part, atomic, distributed, generator
+from femixer.training.seeding import Epochs
 
 BROKEN = "broken.jsonl"
 
 
 class Collected:
-    """Of all processes; those of before an interruption stay."""
+    """The pictures that could not be read, of all processes: a list in the results folder that a resumed run keeps."""
 
     def __init__(self, folder: Path, known: Iterable[Broken]) -> None:
         self.path = folder / BROKEN
@@ -189,3 +144,104 @@ def spread(labels: Tensor, count: int) -> list[int]:
 def stacked(views: list[View]) -> tuple[Tensor, Tensor]:
     """Pixels [n, C, S, S] in uint8 and labels [n]."""
     return torch.stack([pixels for pixels, _ in views]), torch.tensor([label for _, label in views])
+
+
+AHEAD = 2
+"""Batches that each worker keeps ready."""
+
+
+class Batch(NamedTuple):
+    pixels: Tensor
+    """[B, C, S, S], normalized."""
+    targets: Tensor
+    """[B, classes], probabilities."""
+
+
+class Batches:
+    """(step, part) -> a batch and what could not be read for it.
+
+    Augmentations are drawn from generators of (seed, epoch, place of the picture in the epoch) and of (seed, step,
+    part): a batch does not depend on what was made before it, nor on which process makes it.
+    """
+
+    def __init__(self, views: Views, augmentation: Augmentation, classes: int, batch: int, seed: int) -> None:
+        self.views, self.augmentation, self.classes, self.seed = views, augmentation, classes, seed
+        # Places of an epoch: where every picture takes several, the places are divided and not the pictures.
+        self.epochs = Epochs(len(views), batch, seed, self._order)
+        self.per_epoch = self.epochs.per_epoch
+
+    def _order(self, epoch: int) -> Tensor:
+        """The pictures of an epoch's places, and the places: [count, 2]."""
+        sizes = self.views.pictures.blocks or [len(self.views)]
+        pictures = shuffled(sizes, self.augmentation.repeats, generator(self.seed, "order", epoch))
+        return torch.stack([pictures, torch.arange(len(pictures))], 1)
+
+    def __call__(self, step: int, part: Part) -> tuple[Batch, list[Broken]]:
+        epoch, known = self.epochs.epoch(step), len(self.views.broken)
+        views = [
+            self.views.instead(index, self._generator(epoch, place))
+            for index, place in self.epochs(step, part).tolist()
+        ]
+        drawing = generator(self.seed, "batch", step, part.index)
+        made = self.augmentation.batch(*stacked(views), self.classes, self.views.preparation, drawing)
+        return Batch(*made), [*self.views.broken.values()][known:]
+
+    def _generator(self, epoch: int, place: int) -> torch.Generator | None:
+        return None if self.views.augmentation is None else generator(self.seed, "picture", epoch, place)
+
+
+def shuffled(sizes: Sequence[int], repeats: int, drawing: torch.Generator) -> Tensor:
+    """The numbers of blocks of these sizes, block after block and in random order within each.
+
+    Where each number comes `repeats` times in a row, a share 1 / repeats of each block is there: of every block, so
+    that no picture of a stream is always left out.
+    """
+    starts = itertools.accumulate(sizes, initial=0)
+    orders = [start + torch.randperm(size, generator=drawing) for start, size in zip(starts, sizes, strict=False)]
+    return torch.cat([order.repeat_interleave(repeats)[: len(order)] for order in orders])
+
+
+class Ahead:
+    """Batches from worker processes (a torch DataLoader), which are told the steps to come."""
+
+    def __init__(self, batches: Batches, workers: int, parts: Sequence[Part], steps: int) -> None:
+        """parts: those of each step that this process asks for, in this order."""
+        check(
+            workers == 0 or batches.views.pictures.blocks is None, "workers", workers, "0: one process reads a stream"
+        )
+        self.batches, self.workers, self.parts, self.steps = batches, workers, [*parts], steps
+        self.coming: Iterator[tuple[Batch, list[Broken]]] | None = None
+        self.expected: tuple[int, Part] | None = None
+
+    def __call__(self, step: int, part: Part) -> tuple[Batch, list[Broken]]:
+        if self.workers == 0:
+            return self.batches(step, part)
+        if self.coming is None or self.expected != (step, part):
+            self.coming = self._start(step, part)
+        made = next(self.coming)
+        at = self.parts.index(part) + 1
+        self.expected = (step, self.parts[at]) if at < len(self.parts) else (step + 1, self.parts[0])
+        return made
+
+    def _start(self, step: int, part: Part) -> Iterator[tuple[Batch, list[Broken]]]:
+        first = [(step, each) for each in self.parts[self.parts.index(part) :]]
+        rest = ((later, each) for later in range(step + 1, self.steps + 1) for each in self.parts)
+        return iter(
+            DataLoader(
+                Called(self.batches),
+                sampler=[*first, *rest],
+                batch_size=None,  # they are batches already
+                num_workers=self.workers,
+                prefetch_factor=AHEAD,
+            )
+        )
+
+
+class Called(Dataset[tuple[Batch, list[Broken]]]):
+    """A function as a Dataset."""
+
+    def __init__(self, make: Callable[[int, Part], tuple[Batch, list[Broken]]]) -> None:
+        self.make = make
+
+    def __getitem__(self, key: tuple[int, Part]) -> tuple[Batch, list[Broken]]:
+        return self.make(*key)

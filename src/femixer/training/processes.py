@@ -1,4 +1,4 @@
-"""Work in other processes of this machine, side by side."""
+"""Processes: Ctrl-C and SIGTERM as requests between two steps, and work in other processes, side by side."""
 
 from __future__ import annotations
 
@@ -10,15 +10,56 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from types import FrameType, TracebackType
 from typing import TypeVar
 
-Task = TypeVar("Task")
+
+class Interrupted(KeyboardInterrupt):
+    """Training was asked to stop, and has saved a checkpoint after `step` steps, unless the run keeps none."""
+
+    def __init__(self, step: int, steps: int, saved: bool = True) -> None:
+        super().__init__(f"stopped after step {step} of {steps}, which is {'' if saved else 'not '}saved")
+
+
+class StopRequest:
+    """While this context is active, SIGINT and SIGTERM only set `requested`.
+
+    A second signal is not held back: the handlers that were there before answer it.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+            self._before = {number: signal.signal(number, self._request) for number in self.SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._before = {}
+
+
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def carried_out(
-    work: Callable[[Task], Result], tasks: Sequence[Task], jobs: int
-) -> Generator[tuple[Task, Future[Result]], None, None]:
+    work: Callable[[Item], Result], tasks: Sequence[Item], jobs: int
+) -> Generator[tuple[Item, Future[Result]], None, None]:
     """`work(task)` for each task in `jobs` processes, which live as long as there are tasks: the finished ones.
 
     A future holds the result, or what the work raised; `BrokenProcessPool` if its process died, which costs no other
@@ -26,7 +67,7 @@ def carried_out(
     """
     waiting = [*reversed(tasks)]
     idle = [one_worker() for _ in range(min(jobs, len(tasks)))]
-    running: dict[Future[Result], tuple[Task, ProcessPoolExecutor]] = {}
+    running: dict[Future[Result], tuple[Item, ProcessPoolExecutor]] = {}
     try:
         while waiting or running:
             while waiting and idle:
