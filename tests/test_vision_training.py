@@ -22,12 +22,13 @@ from femixer.cli import main
 from femixer.models import FEMImageProcessor
 from femixer.models.parameters import parameter_count
 from femixer.options import parse
+from femixer.reporting.figures import save
 from femixer.tasks.vision import TASK
 from femixer.tasks.vision.data import Images, read
 from femixer.tasks.vision.data import views as views_module
 from femixer.tasks.vision.data.pictures import Arrays, Files, Preparation
 from femixer.tasks.vision.data.views import Views, spread, stacked
-from femixer.tasks.vision.evaluate import confusion, samples, save
+from femixer.tasks.vision.evaluate import confusion, samples
 from femixer.tasks.vision.fit import Fitting, Predictions, averaged, averages, averaging, error, predicted
 from femixer.tasks.vision.maps import map_figure
 from femixer.tasks.vision.model import ENCODERS, Classifier, config_of, specified
@@ -189,14 +190,14 @@ def test_names_are_drawn_as_they_are_and_nothing_is_cut_off(tmp_path, trained):
     views = Views(Arrays(np.zeros((3, 8, 8), np.uint8), torch.arange(3), "black"), Preparation(8, 1))
     title = "a long title of $x_$ that is wider than the matrix of three classes"
     drawing = confusion(made, classes, title)
-    save(tmp_path / "confusion.png", drawing)
+    save(drawing, tmp_path / "confusion.png")
     with Image.open(tmp_path / "confusion.png") as file:
         assert file.width > 120 * drawing.get_axes()[0].title.get_fontsize() / 72 * 0.5 * len(title)
-    save(tmp_path / "predictions.png", samples(made, views, classes, title))
+    save(samples(made, views, classes, title), tmp_path / "predictions.png")
     classifier = Classifier.load(trained)
     classifier.model.config.id2label = dict(enumerate(classes))
     pixels = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
-    save(tmp_path / "maps.png", map_figure(classifier, pixels, [0], title))
+    save(map_figure(classifier, pixels, [0], title), tmp_path / "maps.png")
 
 
 # Other commands

@@ -10,8 +10,6 @@ A folder's `__init__.py` says what the task is (`runner.Task`); TASKS names it f
 docs/add-a-task.md builds one.
 """
 
-from __future__ import annotations
-
 TASKS: dict[str, tuple[str, str]] = {
     "argmax": ("femixer.tasks.argmax", "choose the largest value of each channel: FEM against softmax attention"),
     "mad": ("femixer.tasks.mad", "six synthetic tasks, from a laptop to a cluster: run, tabulate"),

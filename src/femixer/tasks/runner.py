@@ -4,8 +4,6 @@ A task of jobs says what is run (`Run`) and how the records are shown (`Tabulate
 not repeated, shares of the jobs (`--part`), processes and clusters, files of tables and exported results come with it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """The training loop of all experiments."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The optimizer of all experiments, and learning rates over a run as functions of the step: 1, 2, ..."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

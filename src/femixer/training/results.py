@@ -16,7 +16,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -179,6 +180,17 @@ def show_table(results: Results) -> int:
     model = f", the model in {results.folder / MODEL}/" if (results.folder / MODEL).is_dir() else ""
     print(f"Results are in {results.folder}/{model}")
     return 0
+
+
+@contextmanager
+def new_model(folder: Path) -> Iterator[Path]:
+    """A place to save a model in, which takes that of `folder` when all of it is there."""
+    try:
+        atomic.remove(folder)
+        with atomic.replacing(folder) as partial:
+            yield partial
+    except Exception as error:  # each library has its own for a full disk
+        raise OSError(f"{folder} could not be saved ({error}); training is, and --resume tries again") from error
 
 
 def model_folder(checkpoint: Path) -> Path:

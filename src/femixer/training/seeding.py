@@ -1,7 +1,5 @@
 """Random numbers as a function of a seed and of what they are for, so that nothing depends on what was drawn before."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """Training a forecaster: to the best validation MSE, whose weights are then scored on the test split, once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,6 +11,7 @@ from torch import Tensor
 from femixer.models.forecast import Forecaster
 from femixer.models.parameters import parameters_of
 from femixer.optional import require
+from femixer.reporting.figures import BLUE, GREY, VERMILION, figure, quiet
 from femixer.tasks.forecast.data import Series
 from femixer.tasks.forecast.data.windows import Batches, Windows, windows
 from femixer.tasks.forecast.model import Spec, build_model
@@ -122,11 +121,7 @@ def record(spec: Spec, metrics: list[Record], diverged: str | None, parameters: 
     validation = [each for each in metrics if each["split"] == "validation"]
     best = min(validation, key=lambda each: (each["mse"] != each["mse"], each["mse"], each["step"]))
     return {
-        "model": spec.model,
-        "dataset": spec.dataset,
-        "horizon": spec.horizon,
-        "lookback": spec.lookback,
-        "seed": spec.seed,
+        **asdict(spec),
         "mse": metrics[-1]["mse"],
         "mae": metrics[-1]["mae"],
         "validation_mse": best["mse"],
@@ -136,31 +131,24 @@ def record(spec: Spec, metrics: list[Record], diverged: str | None, parameters: 
         "parameter_count": parameters,
         "evaluations": [{name: each[name] for name in ("step", "mse", "mae")} for each in validation],
         "diverged": diverged,
-        "fingerprint": spec.fingerprint,
-        "season": spec.season,
-        "fields": {**spec.fields},
-        "training": asdict(spec.training),
         "environment": {**environment(), "device": device.type},
     }
 
 
-BLUE, VERMILION, GREY = "#0072B2", "#D55E00", "0.45"
-"""Of Okabe and Ito, told apart with every kind of colour vision."""
 PANELS = 8
 """Channels that are drawn at most."""
 
 
 def curve(record: Record, title: str) -> Any:
     """Validation MSE after each epoch, and the best."""
-    drawing = require("matplotlib.figure", "plot").Figure(figsize=(6.5, 3.6), dpi=120, layout="constrained")
+    drawing = figure(6.5, 3.6)
     axes = drawing.subplots()
     steps, errors = ([each[name] for each in record["evaluations"]] for name in ("step", "mse"))
     axes.plot(steps, errors, color=BLUE, marker="o", markersize=3, linewidth=1.5)
     axes.plot(record["best_step"], record["validation_mse"], "D", color=VERMILION, label="best", zorder=3)
     axes.set(xlabel="training steps", ylabel="validation MSE")
     axes.set_title(title, loc="left", fontsize=10)
-    axes.grid(color="0.9")
-    axes.spines[["top", "right"]].set_visible(False)
+    quiet(axes)
     axes.legend(frameon=False)
     return drawing
 
@@ -171,8 +159,7 @@ def forecast_figure(history: Any, truth: Any, forecast: Any, title: str) -> Any:
     history, truth, forecast: pandas.DataFrame over dates; truth may be empty.
     """
     columns = [*forecast.columns[:PANELS]]
-    figures = require("matplotlib.figure", "plot")
-    drawing = figures.Figure(figsize=(9.0, 1.2 + 1.7 * len(columns)), dpi=120, layout="constrained")
+    drawing = figure(9.0, 1.2 + 1.7 * len(columns))
     panels = drawing.subplots(len(columns), 1, sharex=True, squeeze=False)[:, 0]
     for axes, column in zip(panels, columns, strict=True):
         axes.plot(history.index, history[column], color=GREY, linewidth=1.2, label="history")
@@ -184,8 +171,7 @@ def forecast_figure(history: Any, truth: Any, forecast: Any, title: str) -> Any:
         axes.plot(forecast.index, forecast[column], color=VERMILION, linewidth=1.6, label="forecast")
         axes.axvline(forecast.index[0], color="0.8", linewidth=0.8, zorder=0)
         axes.set_ylabel(column)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="0.93")
+        quiet(axes)
     drawing.align_ylabels()
     panels[0].legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
     left = len(forecast.columns) - len(columns)

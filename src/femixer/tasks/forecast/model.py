@@ -1,7 +1,5 @@
 """What decides the numbers of a training (the model, the windows, how it is trained), and the model built from it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

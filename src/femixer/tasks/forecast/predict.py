@@ -1,7 +1,5 @@
 """`femixer forecast predict`: what a trained model expects next."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +10,7 @@ from femixer.models.forecast.frames import is_date_name
 from femixer.models.quiet import without_bars
 from femixer.optional import require
 from femixer.options import check, parse
+from femixer.reporting.figures import save
 from femixer.tasks.forecast.data import PACKAGED, Reading, read
 from femixer.tasks.forecast.fit import forecast_figure
 from femixer.training import atomic
@@ -111,8 +110,7 @@ def main(args: Sequence[str]) -> int:
     atomic.write(command.out / FORECAST, forecast.to_csv(index_label=series.date_column, lineterminator="\n"))
     drawn = history.iloc[-DRAWN * model.config.horizon :]
     figure = forecast_figure(drawn, truth, forecast, f"{series.name}: {len(forecast)} rows from {forecast.index[0]}")
-    with atomic.replacing(command.out / FIGURE) as partial:
-        figure.savefig(partial, format="png")
+    save(figure, command.out / FIGURE)
     errors = (forecast - truth).abs().mean().dropna()
     if len(errors):
         told = ", ".join(f"{name} {error:.4g}" for name, error in errors.items())

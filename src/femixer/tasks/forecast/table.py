@@ -5,8 +5,6 @@ the weights with the lowest validation MSE. Where jobs differ in what is TUNED a
 validation MSE, as the mean over seeds, counts; one that has fewer seeds than another does not.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

@@ -1,17 +1,14 @@
 """`femixer forecast train` and `run`: one forecaster, or models x data sets x horizons x seeds as jobs of a store."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from femixer.models.forecast import Forecaster
 from femixer.models.quiet import without_bars
 from femixer.options import check, parse
-from femixer.reporting import Table
+from femixer.reporting import Table, as_markdown
 from femixer.tasks.forecast.data import LOOKBACKS, PACKAGED, Reading, Series, read
 from femixer.tasks.forecast.data.files import frequency_of
 from femixer.tasks.forecast.data.windows import scaling_of
@@ -19,9 +16,9 @@ from femixer.tasks.forecast.fit import WIDER, Fitted, curve, fitted, score
 from femixer.tasks.forecast.model import MODELS, NAIVE, Sizes, Spec, Training, build_model, check_possible, specified
 from femixer.tasks.forecast.table import tabulate
 from femixer.tasks.runner import DataJob, Run
-from femixer.training import Results, RunOptions, atomic, distributed, show_table
+from femixer.training import Results, RunOptions, distributed, show_table
 from femixer.training.jobs import Jobs
-from femixer.training.results import MODEL, Record
+from femixer.training.results import MODEL, Record, new_model
 
 
 class ForecastJob(DataJob):
@@ -38,7 +35,18 @@ class ForecastJob(DataJob):
 
 
 @dataclass(frozen=True)
-class Train:
+class Setting:
+    """What one training and many have in common."""
+
+    lookback: int | None = None
+    """Rows to forecast from, by default the protocol's: 1024 up to horizon 96, 2048 up to 336, else 4096."""
+    reading: Reading = field(default_factory=Reading)
+    sizes: Sizes = field(default_factory=Sizes)
+    training: Training = field(default_factory=Training)
+
+
+@dataclass(frozen=True)
+class Train(Setting):
     """Train a forecaster on a series: one row per time stamp, one column per channel.
 
     The results folder gets config.json, metrics.jsonl, figure.png, table.md and model/, the weights of the best
@@ -51,13 +59,8 @@ class Train:
     """A CSV or parquet file with a column of dates, or folder/NAME of one; seattle-temps needs no file."""
     horizon: int = 96
     """Rows to forecast."""
-    lookback: int | None = None
-    """Rows to forecast from, by default the protocol's: 1024 up to horizon 96, 2048 up to 336, else 4096."""
     seed: int = 0
     """Seed of the weights, of the order of the windows and of dropout."""
-    reading: Reading = field(default_factory=Reading)
-    sizes: Sizes = field(default_factory=Sizes)
-    training: Training = field(default_factory=Training)
     run: RunOptions = field(default_factory=lambda: RunOptions(Path("results/forecast")))
 
 
@@ -92,42 +95,31 @@ def naive(spec: Spec, series: Series, made: Fitted) -> dict[str, dict[str, float
 
 def finish(results: Results, spec: Spec, made: Fitted, rivals: dict[str, dict[str, float]]) -> None:
     """Save the model, and write figure and table: what makes the run finished comes last."""
-    save(made.model, results.folder / MODEL)
+    with new_model(results.folder / MODEL) as partial, without_bars():
+        made.model.save_pretrained(partial)
     results.write_figure(curve(made.record, spec.title))
-    results.finish(summary(spec, made, rivals))
+    results.finish(as_markdown(summary(spec, made, rivals)))
 
 
-def save(model: Forecaster, folder: Path) -> None:
-    try:
-        atomic.remove(folder)
-        with atomic.replacing(folder) as partial, without_bars():
-            model.save_pretrained(partial)
-    except Exception as error:  # each library has its own for a full disk
-        raise OSError(f"{folder} could not be saved ({error}); training is, and --resume tries again") from error
-
-
-def summary(spec: Spec, made: Fitted, rivals: dict[str, dict[str, float]]) -> str:
+def summary(spec: Spec, made: Fitted, rivals: dict[str, dict[str, float]]) -> Table:
     record, counts = made.record, {split: each.count for split, each in made.windows.items()}
     per_epoch = -(-counts["train"] // spec.training.batch)
-    lines = [
-        f"{spec.dataset}: {spec.horizon} rows from {spec.lookback}, seed {spec.seed}; "
-        + ", ".join(f"{count:,} {split}" for split, count in counts.items())
-        + " windows. The best weights by validation MSE, scored on the test split, in scaled units.",
-        "",
-        "| model | parameters | epochs | best | validation MSE | test MSE | test MAE |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-        f"| {spec.model} | {record['parameter_count']:,} | {record['steps'] // per_epoch} "
-        f"| {record['best_step'] // per_epoch} | {record['validation_mse']:.4f} | {record['mse']:.4f} "
-        f"| {record['mae']:.4f} |",
-    ]
-    lines += [
-        f"| {name} | 0 | | | | {errors['mse']:.4f} | {errors['mae']:.4f} |"
+    epochs = [str(record[name] // per_epoch) for name in ("steps", "best_step")]
+    errors = [f"{record[name]:.4f}" for name in ("validation_mse", "mse", "mae")]
+    rows = [[spec.model, f"{record['parameter_count']:,}", *epochs, *errors]]
+    rows += [
+        [name, "0", "", "", "", f"{errors['mse']:.4f}", f"{errors['mae']:.4f}"]
         for name, errors in rivals.items()
         if name != spec.model
     ]
-    if record["diverged"]:
-        lines += ["", f"Training ended early: {record['diverged']}."]
-    return "\n".join([*lines, ""])
+    title = (
+        f"{spec.dataset}: {spec.horizon} rows from {spec.lookback}, seed {spec.seed}; "
+        + ", ".join(f"{count:,} {split}" for split, count in counts.items())
+        + " windows. The best weights by validation MSE, scored on the test split, in scaled units."
+    )
+    notes = [f"Training ended early: {record['diverged']}."] if record["diverged"] else []
+    columns = ("model", "parameters", "epochs", "best", "validation MSE", "test MSE", "test MAE")
+    return Table.of(columns, rows, title, *notes)
 
 
 def train(args: Sequence[str]) -> int:
@@ -136,7 +128,7 @@ def train(args: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
-class Experiment:
+class Experiment(Setting):
     """What is run."""
 
     models: tuple[str, ...] = ("FEM-SM", "SMAttn", "DLinear", "SeasonalNaive")
@@ -145,15 +137,10 @@ class Experiment:
     """CSV or parquet files with a column of dates, or folder/NAME of some; seattle-temps needs no file."""
     horizons: tuple[int, ...] = tuple(LOOKBACKS)
     """Rows to forecast."""
-    lookback: int | None = None
-    """Rows to forecast from, by default the protocol's: 1024 up to horizon 96, 2048 up to 336, else 4096."""
     seeds: int = 1
     """Runs of everything, with seeds that go up from --seed."""
     seed: int = 0
     """The first seed."""
-    reading: Reading = field(default_factory=Reading)
-    sizes: Sizes = field(default_factory=Sizes)
-    training: Training = field(default_factory=Training)
 
     def jobs(self) -> list[ForecastJob]:
         """Each once, all of the first seed first; a ValueError if one of them is not possible."""

@@ -4,8 +4,6 @@ A model folder is what `save_pretrained` of model and tokenizer write: config.js
 tokenizer's files. `femixer lm train` keeps one as `model/` in its results folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ results.json    metrics, standard errors and shots of every task and group
 table.md        the same to read; written last
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys
@@ -22,6 +20,7 @@ from typing import Annotated, Any
 
 from femixer.optional import require
 from femixer.options import check, parse
+from femixer.reporting import Column, Table, as_markdown
 from femixer.tasks.lm import harness
 from femixer.tasks.lm.checkpoint import Placement, fingerprint, load
 from femixer.tasks.lm.harness import SUITES, Catalog, Record, Request, metrics
@@ -113,30 +112,22 @@ def entry(record: Record) -> Record:
     return {name: record[name] for name in ("shots", "samples", "version")} | {"metrics": metrics(record)}
 
 
-def table(content: Record) -> str:
-    """Every metric of every task, with its standard error, in Markdown."""
-    settings = content["settings"]
-    limit = "" if settings["limit"] is None else f" Only a part of each task (--limit {settings['limit']:g})."
-    lines = [
-        f"{settings['model']}: {content['parameters']:,} parameters, evaluated with lm-evaluation-harness.{limit}",
-        "",
-        "| task | shots | samples | metric | value | standard error |",
-        "|---|---:|---:|---|---:|---:|",
-    ]
+def table(content: Record) -> Table:
+    """Every metric of every task, with its standard error."""
+    settings, lines = content["settings"], []
     for name, task, depth in rows(content["tasks"]):
-        head = [
-            ("– " if depth else "") + name,
-            "" if task["shots"] is None else str(task["shots"]),
-            str(task["samples"]),
-        ]
+        head = [("– " if depth else "") + name, "" if task["shots"] is None else str(task["shots"])]
+        head.append(str(task["samples"]))
         for metric, cell in task["metrics"].items():
             direction = {True: " ↑", False: " ↓", None: ""}[cell["higher_is_better"]]
             stderr = "" if cell["stderr"] is None else f"{cell['stderr']:.4f}"
-            lines.append(f"| {' | '.join([*head, metric + direction, shown(cell['value']), stderr])} |")
+            lines.append([*head, metric + direction, shown(cell["value"]), stderr])
             head = ["", "", ""]
         if not task["metrics"]:
-            lines.append(f"| {' | '.join([*head, '', '', ''])} |")
-    return "\n".join(lines) + "\n"
+            lines.append([*head, "", "", ""])
+    limit = "" if settings["limit"] is None else f" Only a part of each task (--limit {settings['limit']:g})."
+    title = f"{settings['model']}: {content['parameters']:,} parameters, evaluated with lm-evaluation-harness.{limit}"
+    return Table.of(["task", "shots", "samples", Column("metric"), "value", "standard error"], lines, title)
 
 
 def rows(tasks: dict[str, Record]) -> Iterator[tuple[str, Record, int]]:
@@ -231,7 +222,7 @@ def main(args: Sequence[str]) -> int:
     results = Results("eval", settings, RunOptions(out, resume=command.resume, overwrite=command.overwrite))
     journal = Journal(results)
     failed = run(command, catalog, requests, journal, settings)
-    results.finish(table(save(command.checkpoint, settings, requests, journal)))
+    results.finish(as_markdown(table(save(command.checkpoint, settings, requests, journal))))
     show_table(results)
     if failed:
         say(f"{len(failed)} of {len(requests)} failed ({', '.join(failed)}); --resume tries them again")

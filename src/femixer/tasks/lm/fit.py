@@ -1,7 +1,5 @@
 """Training a language model: what decides its numbers, the losses, samples, curves, and what is kept of it."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +17,8 @@ from femixer.models.parameters import parameter_count
 from femixer.models.quiet import without_bars
 from femixer.optional import require
 from femixer.options import check
+from femixer.reporting import Column, Table, as_markdown
+from femixer.reporting.figures import COLOURS, figure, plain_log, quiet
 from femixer.tasks.lm.data import DataOptions
 from femixer.tasks.lm.data.shards import IGNORED, Batch, Batches, Shards, Validation
 from femixer.tasks.lm.data.tokenizer import load_tokenizer
@@ -30,13 +30,12 @@ from femixer.training import (
     RunOptions,
     TrainOptions,
     adamw,
-    atomic,
     cosine,
     distributed,
     full_weights,
     train,
 )
-from femixer.training.results import MODEL, Record
+from femixer.training.results import MODEL, Record, new_model
 
 
 def summed_loss(model: Any, batch: Batch) -> Tensor:
@@ -75,16 +74,13 @@ def evaluate(model: Any, validation: Validation) -> Iterator[Record]:
     }
 
 
-# Told apart with every kind of colour vision (Okabe and Ito), then again in dashes.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", ":")
 
 
 def draw(models: Mapping[str, Sequence[Sequence[Record]]], batch_tokens: int) -> Any:
     """models: name -> the metrics of its runs, one run per seed. Of a single model also the training loss."""
-    figures = require("matplotlib.figure", "plot")
     single = len(models) == 1
-    drawing = figures.Figure(figsize=(7.5, 4.2) if single else (9.5, 5.2), dpi=120, layout="constrained")
+    drawing = figure(7.5, 4.2) if single else figure(9.5, 5.2)
     axes = drawing.subplots()
     for index, (name, runs) in enumerate(models.items()):
         colour, dash = COLOURS[index % len(COLOURS)], DASHES[index // len(COLOURS) % len(DASHES)]
@@ -99,12 +95,9 @@ def draw(models: Mapping[str, Sequence[Sequence[Record]]], batch_tokens: int) ->
             axes.fill_between(tokens, mean - spread, mean + spread, color=colour, alpha=0.15, linewidth=0)
     axes.set(xlabel="training tokens", ylabel="loss (nats per token)", yscale="log")
     ticker = require("matplotlib.ticker", "plot")
-    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8)))
-    axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+    plain_log(axes.yaxis, (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8))
     axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
-    axes.grid(color="0.9", linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
+    quiet(axes)
     axes.legend(frameon=False, fontsize=8, ncols=1 if single else 2)
     return drawing
 
@@ -283,36 +276,25 @@ def finish(
     results: Results, model: FEMForCausalLM, weights: dict[str, Tensor], shards: Shards, experiment: Experiment
 ) -> None:
     """Save the model, and write figure and table: what makes the run finished comes last."""
-    folder = results.folder / MODEL
     model.generation_config.pad_token_id = shards.end_token  # for prompts of several lengths
-    try:
-        atomic.remove(folder)
-        with atomic.replacing(folder) as partial, without_bars():
-            model.save_pretrained(partial, state_dict=weights)
-            load_tokenizer(shards.tokenizer_folder).save_pretrained(partial)
-    except Exception as error:  # each library has its own for a full disk
-        raise OSError(f"{folder} could not be saved ({error}); training is, and --resume tries again") from error
+    with new_model(results.folder / MODEL) as partial, without_bars():
+        model.save_pretrained(partial, state_dict=weights)
+        load_tokenizer(shards.tokenizer_folder).save_pretrained(partial)
     metrics = results.metrics()
     results.write_figure(draw({"this model": [metrics]}, experiment.batch_tokens))
-    results.finish(summary(experiment, model, metrics))
+    results.finish(as_markdown(summary(experiment, model, metrics)))
 
 
-def summary(experiment: Experiment, model: FEMForCausalLM, metrics: Sequence[Record]) -> str:
+def summary(experiment: Experiment, model: FEMForCausalLM, metrics: Sequence[Record]) -> Table:
     options, end = experiment.model, last(metrics)
     mixer = ", ".join(options.mixer) + (
         f" ({' '.join(options.prior)}, parts {options.parts or 'none'})" if "fem" in options.mixer else ""
     )
-    return "\n".join(
-        [
-            f"Language model {options.preset}, {mixer}: {experiment.duration}, seed {experiment.seed}.",
-            "",
-            "| parameters | validation loss | perplexity | bits per byte | tokens/s |",
-            "|---:|---:|---:|---:|---:|",
-            f"| {model.num_parameters():,} | {end['loss']:.4f} | {end['perplexity']:.3f} | {end['bits_per_byte']:.4f} "
-            f"| {rate(metrics):,.0f} |",
-            "",
-        ]
-    )
+    row = [f"{model.num_parameters():,}", f"{end['loss']:.4f}", f"{end['perplexity']:.3f}"]
+    row += [f"{end['bits_per_byte']:.4f}", f"{rate(metrics):,.0f}"]
+    titles = ("parameters", "validation loss", "perplexity", "bits per byte", "tokens/s")
+    title = f"Language model {options.preset}, {mixer}: {experiment.duration}, seed {experiment.seed}."
+    return Table.of([Column(name, align="right") for name in titles], [row], title)
 
 
 def last(metrics: Sequence[Record]) -> Record:

@@ -1,7 +1,5 @@
 """`femixer generate`: continue a prompt, shown token by token."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """lm-evaluation-harness: its tasks by name, local ones from YAML files, and a checkpoint evaluated on one of them."""
 
-from __future__ import annotations
-
 import difflib
 import logging
 import random

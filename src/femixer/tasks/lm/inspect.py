@@ -5,8 +5,6 @@ figures/       per layer and head: prior, posteriors, gates and temperatures
 summary.md     means per layer; it is written last
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The model of a training run, as the command line describes it, and how many parameters presets have."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

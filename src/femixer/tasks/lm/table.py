@@ -5,8 +5,6 @@ group and the number of firsts. The best value of a group is bold and the second
 digits, is also what is ranked.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`femixer lm train` and `compare`: one language model, or several mixers on the same text and seeds."""
 
-from __future__ import annotations
-
 import contextlib
 import statistics
 import sys
@@ -15,6 +13,7 @@ import torch
 from femixer.models.named import NAMED
 from femixer.models.parameters import parameter_count
 from femixer.options import check, parse
+from femixer.reporting import Row, Score, Table, as_markdown, marked
 from femixer.tasks.lm.data import DataOptions
 from femixer.tasks.lm.fit import Experiment, draw, last, rate, trained
 from femixer.tasks.lm.model import ModelOptions
@@ -99,7 +98,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Decided(Comparison):
+class DecidedComparison(Comparison):
     """What a resumed comparison must agree in."""
 
     text: str = ""
@@ -156,7 +155,7 @@ def compared(
     options.apply()
     check(jobs == 1 or distributed.world() == 1, "jobs", jobs, "1 under torchrun, whose processes share each run")
     shards = data.prepare()
-    results = Results("lm compare", Decided(**vars(comparison), text=shards.fingerprint), options)
+    results = Results("lm compare", DecidedComparison(**vars(comparison), text=shards.fingerprint), options)
     if results.finished:
         return results
     if not options.resume:
@@ -181,7 +180,7 @@ def compared(
             print(f"run {len(metrics)}/{len(tasks)} done, {told}", file=sys.stderr, flush=True)
     runs = {name: [metrics[task] for task in tasks if task.model == name] for name in comparison.models}
     results.write_figure(draw(runs, comparison.experiment.batch_tokens))
-    results.finish(table(comparison, runs, shards.vocabulary))
+    results.finish(as_markdown(table(comparison, runs, shards.vocabulary)))
     return results
 
 
@@ -200,33 +199,25 @@ def carried_out(tasks: Sequence[OneOfMany], jobs: int) -> Iterator[tuple[OneOfMa
             yield task, future.result()
 
 
-def table(comparison: Comparison, runs: Mapping[str, Sequence[Sequence[Record]]], vocabulary: int) -> str:
+def table(comparison: Comparison, runs: Mapping[str, Sequence[Sequence[Record]]], vocabulary: int) -> Table:
     """Validation loss as mean and standard deviation over the seeds, the best in bold."""
     experiment = comparison.experiment
-    losses = {name: [last(records)["loss"] for records in each] for name, each in runs.items()}
-    best = min(statistics.mean(values) for values in losses.values())
+    reference = "SMAttn" if "SMAttn" in runs else next(iter(runs))
     configs = {name: comparison.run(name).model.config(experiment.length, vocab_size=vocabulary) for name in runs}
     counts = {name: parameter_count(config) for name, config in configs.items()}
-    reference = "SMAttn" if "SMAttn" in runs else next(iter(runs))
+    scores = [Score(dict(enumerate(last(run)["loss"] for run in each)), comparison.seeds) for each in runs.values()]
+    losses = marked([score.cell(4, spread="deviation") for score in scores], higher=False)
+    rows: list[Row] = []
+    for (name, each), loss in zip(runs.items(), losses, strict=True):
+        bits = statistics.mean(last(run)["bits_per_byte"] for run in each)
+        share, speed = counts[name] / counts[reference], statistics.median(map(rate, each))
+        rows.append([name, loss, f"{bits:.4f}", f"{counts[name]:,}", f"{share:.2%}", f"{speed:,.0f}"])
     seeds = [str(experiment.seed + number) for number in range(comparison.seeds)]
     over = f"seeds {', '.join(seeds)}: mean ± standard deviation" if len(seeds) > 1 else f"seed {seeds[0]}"
-    lines = [
-        f"Preset {experiment.model.preset}, {experiment.duration}, {over}.",
-        "",
-        f"| model | validation loss | bits per byte | parameters | of {reference} | tokens/s |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    for name, each in runs.items():
-        mean = statistics.mean(losses[name])
-        spread = f" ± {statistics.stdev(losses[name]):.4f}" if len(losses[name]) > 1 else ""
-        loss = f"**{mean:.4f}**{spread}" if mean == best else f"{mean:.4f}{spread}"
-        bits = statistics.mean(last(records)["bits_per_byte"] for records in each)
-        speed = statistics.median(map(rate, each))
-        share = counts[name] / counts[reference]
-        lines.append(f"| {name} | {loss} | {bits:.4f} | {counts[name]:,} | {share:.2%} | {speed:,.0f} |")
-    if {"GLA", "AFT", "Mamba"} & runs.keys():
-        lines += ["", "GLA, AFT and Mamba are the normalized priors with the mean as read, not the published layers."]
-    return "\n".join(lines) + "\n"
+    title = f"Preset {experiment.model.preset}, {experiment.duration}, {over}."
+    note = "GLA, AFT and Mamba are the normalized priors with the mean as read, not the published layers."
+    columns = ("model", "validation loss", "bits per byte", "parameters", f"of {reference}", "tokens/s")
+    return Table.of(columns, rows, title, *([note] if {"GLA", "AFT", "Mamba"} & runs.keys() else []))
 
 
 def compare(args: Sequence[str]) -> int:

@@ -1,11 +1,9 @@
 """One job: a model trained on one setting of a task, with one learning rate, weight decay and seed, and its scores."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -147,27 +145,16 @@ class MadJob(Job):
         return self.record(results.metrics(), diverged, parameters_of(model), device)
 
     def record(self, metrics: Sequence[Record], diverged: str | None, parameters: int, device: torch.device) -> Record:
+        """What a store keeps of a training."""
+        own = asdict(self)
+        how = ("fields", "batch", "evaluate_every", "validation", "test", "precision")
         return {
-            "model": self.model,
-            "task": self.task,
-            "parameters": {**self.parameters},
-            "protocol": self.protocol,
-            "seed": self.seed,
-            "lr": self.lr,
-            "weight_decay": self.weight_decay,
-            "steps": self.steps,
+            **{name: value for name, value in own.items() if name not in how},
             "seconds": metrics[-1]["seconds"],
             "parameter_count": parameters,
             "evaluations": [*evaluations(metrics)],
             "diverged": diverged,
-            "training": {
-                "fields": {**self.fields},
-                "batch": self.batch,
-                "evaluate_every": self.evaluate_every,
-                "validation": self.validation,
-                "test": self.test,
-                "precision": self.precision,
-            },
+            "training": {name: own[name] for name in how},
             "environment": {**environment(), "device": device.type},
         }
 

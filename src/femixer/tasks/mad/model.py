@@ -1,7 +1,5 @@
 """The models of MAD: a language model, and for compression an autoencoder with the same stack as encoder."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

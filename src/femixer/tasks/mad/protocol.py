@@ -1,7 +1,5 @@
 """Protocols: how large the models are, which settings of the tasks are run, and how each is trained."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ mean over its settings, and a model's the mean over the six tasks. The original 
 a split of our own.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """`femixer mad run`: models x settings x (learning rate, weight decay) x seeds, by a protocol, as jobs of a store."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`femixer vision eval`: a trained classifier on pictures; and the figures of any, its curves and confusions."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -14,8 +12,8 @@ import torch
 from torch import Tensor
 
 from femixer.models.vision.pictures import Picture
-from femixer.optional import require
 from femixer.options import check, parse
+from femixer.reporting.figures import BLUE, GREY, VERMILION, figure, quiet, save
 from femixer.tasks.vision.data import DIGITS, Broken, Images, Reading, found
 from femixer.tasks.vision.data.pictures import Files, Joined, Pictures
 from femixer.tasks.vision.data.views import Views, spread
@@ -25,23 +23,12 @@ from femixer.training import atomic
 from femixer.training.results import Record
 
 CONFUSION, PREDICTIONS = "confusion.png", "predictions.png"
-BLUE, VERMILION, GREY = "#0072B2", "#D55E00", "0.45"
-"""Of Okabe and Ito, told apart with every kind of colour vision."""
 TITLE = {"fontsize": 10, "ha": "left", "parse_math": False}
 """Of what names data or classes: there a $ is a $."""
 NUMBERED = 30
 """Classes up to which a confusion matrix has numbers and names."""
 COLUMNS, ROWS = 8, 4
 """Of the samples."""
-
-
-def figure(width: float, height: float) -> Any:
-    return require("matplotlib.figure", "plot").Figure(figsize=(width, height), dpi=120, layout="constrained")
-
-
-def save(path: Path, drawing: Any) -> None:
-    with atomic.replacing(path) as partial:
-        drawing.savefig(partial, format="png", bbox_inches="tight")  # long names may need more room than was planned
 
 
 def curves(record: Record, title: str) -> Any:
@@ -59,8 +46,7 @@ def curves(record: Record, title: str) -> Any:
         chosen = best[("average_" if record["weights"] == "average" else "") + metric]
         axes.plot(best["step"], scale * chosen, "D", color=VERMILION, label="best", zorder=3)
         axes.set(xlabel="training steps", ylabel=f"validation {name}" + (" (%)" if scale == 100 else ""))
-        axes.grid(color="0.9")
-        axes.spines[["top", "right"]].set_visible(False)
+        quiet(axes)
     axes.legend(frameon=False)
     drawing.suptitle(f"{title}: test accuracy {record['top1']:.2%}", x=0.01, **TITLE)
     return drawing
@@ -257,8 +243,8 @@ def write(
 ) -> None:
     command.out.mkdir(parents=True, exist_ok=True)
     scores = {**predictions.scores(), "pictures": len(predictions.labels), "broken": broken}
-    save(command.out / CONFUSION, confusion(predictions, classes, title))
-    save(command.out / PREDICTIONS, samples(predictions, views, classes, title))
+    save(confusion(predictions, classes, title), command.out / CONFUSION)
+    save(samples(predictions, views, classes, title), command.out / PREDICTIONS)
     atomic.write(command.out / SCORES, json.dumps(scores, indent=2) + "\n")
     print(f"{title}: {scores['pictures']:,} pictures, {scores['broken']} that cannot be read\n")
     print("| accuracy | top 5 | loss |\n|---:|---:|---:|")

@@ -288,16 +288,13 @@ class Fitting:
         self, metrics: list[Record], step: int, images: Images, diverged: str | None, device: torch.device
     ) -> Record:
         """What a store keeps of a training."""
-        spec = self.spec
+        own = asdict(self.spec)
         validation = [each for each in metrics if each["split"] == "validation"]
         best = next(each for each in validation if each["step"] == step)
         return {
-            "model": spec.model,
-            "preset": spec.preset,
-            "dataset": spec.dataset,
+            **{name: value for name, value in own.items() if name != "parameters"},
             "classes": len(images.classes),
             "images": images.counts,
-            "seed": spec.seed,
             **{name: metrics[-1][name] for name in ("top1", "top5", "loss", "broken")},
             "validation_top1": 1 - error(best)[0],
             "validation_loss": error(best)[1],
@@ -310,11 +307,6 @@ class Fitting:
                 {name: value for name, value in each.items() if name not in ("split", "seconds")} for each in validation
             ],
             "diverged": diverged,
-            "fingerprint": spec.fingerprint,
-            "eval_crop": spec.eval_crop,
-            "fields": {**spec.fields},
-            "training": asdict(spec.training),
-            "augmentation": asdict(spec.augmentation),
             "environment": {**environment(), "device": device.type},
         }
 

@@ -1,7 +1,5 @@
 """`femixer vision maps`: which patches each channel of a trained classifier reads."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,10 +13,11 @@ from torch import Tensor
 from femixer.models.vision.pictures import Unreadable, as_tensor
 from femixer.models.vision.reading import PatchMaps, patch_maps
 from femixer.options import check, parse
+from femixer.reporting.figures import figure, save
 from femixer.tasks.vision.data import DIGITS, Reading
 from femixer.tasks.vision.data.pictures import decoded
 from femixer.tasks.vision.data.views import stacked
-from femixer.tasks.vision.evaluate import TITLE, choose, displayed, figure, save, shortened
+from femixer.tasks.vision.evaluate import TITLE, choose, displayed, shortened
 from femixer.tasks.vision.model import Classifier
 
 MAPS = "maps.png"
@@ -153,7 +152,7 @@ def run(command: Command) -> None:
         pixels, right = stacked(found)
         labels = right.tolist()
     command.out.parent.mkdir(parents=True, exist_ok=True)
-    save(command.out, map_figure(classifier, pixels, labels, command.model.name, command.choice))
+    save(map_figure(classifier, pixels, labels, command.model.name, command.choice), command.out)
 
 
 def opened(path: Path, channels: int) -> Any:

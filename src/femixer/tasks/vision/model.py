@@ -21,8 +21,8 @@ from femixer.options import check
 from femixer.tasks.vision.data import Images
 from femixer.tasks.vision.data.augmentation import Augmentation
 from femixer.tasks.vision.data.pictures import Preparation
-from femixer.training import atomic, derive
-from femixer.training.results import MODEL
+from femixer.training import derive
+from femixer.training.results import MODEL, new_model
 
 ENCODERS = {
     name: fields for name, fields in NAMED.items() if fields["mixer"] == "fem" or BASELINES[fields["mixer"]].encoder
@@ -150,18 +150,8 @@ def specified(
         "drop_path": training.drop_path,
         "dropout": training.dropout,
     }
-    return Spec(
-        model,
-        sizes.preset,
-        images.name,
-        images.fingerprint,
-        seed,
-        sizes.eval_crop,
-        sizes.parameters,
-        fields,
-        training,
-        augmentation,
-    )
+    what = (model, sizes.preset, images.name, images.fingerprint)
+    return Spec(*what, seed, sizes.eval_crop, sizes.parameters, fields, training, augmentation)
 
 
 def build_model(spec: Spec, images: Images) -> Any:
@@ -213,13 +203,9 @@ class Classifier:
         return tuple(names[label] for label in range(len(names)))
 
     def save(self, folder: Path) -> None:
-        try:
-            atomic.remove(folder)
-            with atomic.replacing(folder) as partial, without_bars():
-                self.model.save_pretrained(partial)
-                self.preparation.save(partial)
-        except Exception as error:  # each library has its own for a full disk
-            raise OSError(f"{folder} could not be saved ({error}); training is, and --resume tries again") from error
+        with new_model(folder) as partial, without_bars():
+            self.model.save_pretrained(partial)
+            self.preparation.save(partial)
 
     @classmethod
     def load(cls, folder: Path) -> Classifier:

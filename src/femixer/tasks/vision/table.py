@@ -5,8 +5,6 @@ jobs differ in learning rate or weight decay as well, the pair with the highest 
 seeds, counts; a pair that has fewer seeds than another does not.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence

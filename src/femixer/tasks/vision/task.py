@@ -1,7 +1,5 @@
 """`femixer vision train` and `run`: one classifier, or models x seeds as jobs of a store."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -10,12 +8,13 @@ from typing import Self, TypeVar
 
 from femixer.models.parameters import parameter_count
 from femixer.options import check, parse
-from femixer.reporting import Table
+from femixer.reporting import Table, as_markdown
+from femixer.reporting.figures import save
 from femixer.tasks.runner import DataJob, Run
 from femixer.tasks.vision.data import DIGITS, Images, Reading, read
 from femixer.tasks.vision.data.augmentation import Augmentation
 from femixer.tasks.vision.data.views import BROKEN, spread, stacked
-from femixer.tasks.vision.evaluate import CONFUSION, PREDICTIONS, confusion, curves, samples, save
+from femixer.tasks.vision.evaluate import CONFUSION, PREDICTIONS, confusion, curves, samples
 from femixer.tasks.vision.fit import Fitted, Loading, fitted
 from femixer.tasks.vision.maps import MAPS, map_figure
 from femixer.tasks.vision.model import Sizes, Spec, Training, config_of, specified
@@ -72,7 +71,20 @@ SHOWN = 4
 
 
 @dataclass(frozen=True)
-class Train:
+class Setting:
+    """What one training and many have in common."""
+
+    data: str = DIGITS
+    """A folder with a folder per class (train/ and val/ in it, or one that is divided), datasets:NAME, or digits."""
+    reading: Reading = field(default_factory=Reading)
+    sizes: Sizes = field(default_factory=Sizes)
+    training: Training = field(default_factory=Training)
+    augmentation: Augmentation = field(default_factory=Augmentation)
+    loading: Loading = field(default_factory=Loading)
+
+
+@dataclass(frozen=True)
+class Train(Setting):
     """Train a classifier on pictures, by default on scikit-learn's digits.
 
     The results folder gets config.json, metrics.jsonl, table.md, figures (figure.png with the curves, confusion.png,
@@ -83,15 +95,8 @@ class Train:
 
     model: str = "FEM-SM"
     """Model by its name in the paper's tables: FEM-SM, FEM-GLA, SMAttn (plain attention), GLA, ..."""
-    data: str = DIGITS
-    """A folder with a folder per class (train/ and val/ in it, or one that is divided), datasets:NAME, or digits."""
     seed: int = 0
     """Seed of the weights, of the order of the pictures, of augmentation and of dropout; not of the parts."""
-    reading: Reading = field(default_factory=Reading)
-    sizes: Sizes = field(default_factory=Sizes)
-    training: Training = field(default_factory=Training)
-    augmentation: Augmentation = field(default_factory=Augmentation)
-    loading: Loading = field(default_factory=Loading)
     engine: EngineOptions = field(default_factory=EngineOptions)
     run: RunOptions = field(default_factory=lambda: RunOptions(Path("results/vision")))
 
@@ -105,9 +110,7 @@ def trained(command: Train) -> Results:
     command.run.apply()
     images = read(command.data, command.reading, command.sizes.channels)
     spec = specified(command.model, images, command.seed, command.sizes, command.training, command.augmentation)
-    parameter_count(
-        config_of(spec, images)
-    )  # its layers say themselves what they cannot be, before anything is written
+    parameter_count(config_of(spec, images))  # its layers say what they cannot be, before anything is written
     results = Results("vision", spec, command.run, (BROKEN, CONFUSION, PREDICTIONS, MAPS))
     if not results.finished:
         made = fitted(spec, images, results, command.loading, command.engine)
@@ -120,35 +123,34 @@ def finish(results: Results, spec: Spec, images: Images, made: Fitted) -> None:
     folder = results.folder
     made.classifier.save(folder / MODEL)
     results.write_figure(curves(made.record, spec.title))
-    save(folder / CONFUSION, confusion(made.predictions, images.classes, f"{spec.title}, test part"))
-    save(folder / PREDICTIONS, samples(made.predictions, made.test, images.classes, spec.title))
+    save(confusion(made.predictions, images.classes, f"{spec.title}, test part"), folder / CONFUSION)
+    save(samples(made.predictions, made.test, images.classes, spec.title), folder / PREDICTIONS)
     if spec.fields["mixer"] == "fem":  # no other mixer can be looked into
         places = spread(made.predictions.labels, SHOWN)
         shown = [view for n in made.predictions.numbers[places].tolist() if (view := made.test.read(n)) is not None]
         pixels, labels = stacked(shown)
-        save(folder / MAPS, map_figure(made.classifier, pixels, labels.tolist(), spec.title))
-    results.finish(summary(spec, images, made))
+        save(map_figure(made.classifier, pixels, labels.tolist(), spec.title), folder / MAPS)
+    results.finish(as_markdown(summary(spec, images, made)))
 
 
-def summary(spec: Spec, images: Images, made: Fitted) -> str:
-    record, counts = made.record, images.counts
-    parts = ", ".join(f"{count:,} {split}" for split, count in counts.items())
-    lines = [
-        f"{spec.dataset}: {len(images.classes)} classes, {parts} pictures, {spec.training.epochs} epochs, "
-        f"seed {spec.seed}. The best weights by validation accuracy, scored on the test part.",
-        "",
-        "| model | parameters | best epoch | validation accuracy | test accuracy | top 5 | test loss | seconds |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-        f"| {spec.model} | {record['parameter_count']:,} "
-        f"| {record['best_step'] * spec.training.epochs // max(1, record['steps'])} "
-        f"| {record['validation_top1']:.2%} | {record['top1']:.2%} | {record['top5']:.2%} | {record['loss']:.4f} "
-        f"| {record['seconds']:.0f} |",
-    ]
+def summary(spec: Spec, images: Images, made: Fitted) -> Table:
+    record = made.record
+    parts = ", ".join(f"{count:,} {split}" for split, count in images.counts.items())
+    best = record["best_step"] * spec.training.epochs // max(1, record["steps"])
+    shares = [f"{record[name]:.2%}" for name in ("validation_top1", "top1", "top5")]
+    row = [spec.model, f"{record['parameter_count']:,}", str(best), *shares]
+    notes = []
     if record["broken"]:
-        lines += ["", f"{record['broken']} pictures could not be read and were skipped; {BROKEN} names them."]
+        notes.append(f"{record['broken']} pictures could not be read and were skipped; {BROKEN} names them.")
     if record["diverged"]:
-        lines += ["", f"Training ended early: {record['diverged']}."]
-    return "\n".join([*lines, ""])
+        notes.append(f"Training ended early: {record['diverged']}.")
+    return Table.of(
+        ("model", "parameters", "best epoch", "validation accuracy", "test accuracy", "top 5", "test loss", "seconds"),
+        [[*row, f"{record['loss']:.4f}", f"{record['seconds']:.0f}"]],
+        f"{spec.dataset}: {len(images.classes)} classes, {parts} pictures, {spec.training.epochs} epochs, seed "
+        f"{spec.seed}. The best weights by validation accuracy, scored on the test part.",
+        *notes,
+    )
 
 
 def train(args: Sequence[str]) -> int:
@@ -163,22 +165,15 @@ EQUAL = 0.02
 
 
 @dataclass(frozen=True)
-class Experiment:
+class Experiment(Setting):
     """What is run."""
 
     models: tuple[str, ...] = ORDER
     """Models by their names in the paper's tables; SMAttn is plain attention."""
-    data: str = DIGITS
-    """A folder with a folder per class (train/ and val/ in it, or one that is divided), datasets:NAME, or digits."""
     seeds: int = 1
     """Runs of everything, with seeds that go up from --seed."""
     seed: int = 0
     """The first seed."""
-    reading: Reading = field(default_factory=Reading)
-    sizes: Sizes = field(default_factory=Sizes)
-    training: Training = field(default_factory=Training)
-    augmentation: Augmentation = field(default_factory=Augmentation)
-    loading: Loading = field(default_factory=Loading)
 
     def jobs(self) -> list[VisionJob]:
         """Each once, all of the first seed first; a ValueError if one of them is not possible."""

@@ -1,7 +1,5 @@
 """Many independent trainings as jobs: here or on a cluster, their records in a store that any number may write to."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Who carries out the jobs: processes of this machine, or a Ray cluster."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Generator, Iterator, Sequence

@@ -1,7 +1,5 @@
 """A job: what it is to those who carry it out, and carrying it out in whatever process it was given to."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

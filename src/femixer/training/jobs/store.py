@@ -8,8 +8,6 @@ running/NAME/         the training run of a job that is not finished, NAME.log w
 Any number of processes may write to one store: a record appears at once and completely under its own name.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import uuid

@@ -1,7 +1,5 @@
 """Series: what is known of data sets by name, and reading a CSV or parquet file with a column of dates."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.util

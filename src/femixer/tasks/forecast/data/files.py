@@ -1,7 +1,5 @@
 """Tables in files: encoding, separators, rows that say where they stand in the file, and columns of dates."""
 
-from __future__ import annotations
-
 import codecs
 import csv
 import io

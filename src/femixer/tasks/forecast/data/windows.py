@@ -1,7 +1,5 @@
 """The windows of the protocol: splits by rows, scaling by the training rows, every window of each, and batches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple

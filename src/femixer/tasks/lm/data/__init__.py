@@ -1,7 +1,5 @@
 """Text as tokens: which corpus, by which tokenizer, kept where. The options of every command that reads text."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

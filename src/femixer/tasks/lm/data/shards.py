@@ -6,8 +6,6 @@ are targets once per epoch, except the first, and at most T - 1 that are left ov
 (others in every epoch).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Tokenizers: bytes, any tokenizer of transformers, or a BPE of one's own; and text to tokens for the shards."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Sequence

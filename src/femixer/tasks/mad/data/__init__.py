@@ -1,7 +1,5 @@
 """The six tasks: their parameters, how MAD varies them, and their data, drawn anew and the same every time."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import operator

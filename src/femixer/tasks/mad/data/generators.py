@@ -1,7 +1,5 @@
 """The sequences of the six tasks: what a generator is asked for, and how each draws its inputs and targets."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

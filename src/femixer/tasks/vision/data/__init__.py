@@ -1,7 +1,5 @@
 """Pictures by their address: a folder with a folder per class, a data set of the hub, or the digits; their parts."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Augmentation of training pictures: what is done, and in which order."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What can be done to one picture: crops, flips, the operations of RandAugment, and jitter."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

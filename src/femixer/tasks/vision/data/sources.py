@@ -1,7 +1,5 @@
 """Where pictures come from: folders with a folder per class, and data sets of the Hugging Face hub, streamed or not."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence

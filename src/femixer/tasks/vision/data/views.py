@@ -1,7 +1,5 @@
 """Pictures as tensors, prepared and augmented, and batches of them, as functions of the step; what cannot be read."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys
