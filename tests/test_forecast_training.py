@@ -19,7 +19,7 @@ from femixer.tasks.forecast.fit import fitted, score
 from femixer.tasks.forecast.model import Sizes, Training, specified
 from femixer.training import Part, Results, RunOptions, best
 from femixer.training.jobs import engines
-from femixer.training.jobs.job import attempt
+from femixer.training.jobs.engines import attempt
 from femixer.training.optimizer import one_cycle
 
 

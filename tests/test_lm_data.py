@@ -285,8 +285,10 @@ def test_kill_nine_then_again_does_only_what_was_missing(tmp_path, lines, bytes_
     written = {path: path.stat().st_mtime_ns for part in finished for path in part.iterdir()}
     made = []
     with pytest.MonkeyPatch.context() as patch:
-        make = building.Job.make
-        patch.setattr(building.Job, "make", lambda job, number, *rest: made.append(number) or make(job, number, *rest))
+        make = building.Tokenization.make
+        patch.setattr(
+            building.Tokenization, "make", lambda job, number, *rest: made.append(number) or make(job, number, *rest)
+        )
         shards = prepare(whole, bytes_tokenizer, folder, workers=1)
     assert {path: path.stat().st_mtime_ns for path in written} == written
     assert {int(path.name[5:]) for path in finished}.isdisjoint(made)
@@ -297,7 +299,7 @@ def test_kill_nine_then_again_does_only_what_was_missing(tmp_path, lines, bytes_
 def test_finished_shards_are_not_made_again(tmp_path, lines, bytes_tokenizer, monkeypatch):
     whole = open_corpus([lines])
     first = prepare(whole, bytes_tokenizer, tmp_path / "shards", workers=1)
-    monkeypatch.setattr(building.Job, "make", None)
+    monkeypatch.setattr(building.Tokenization, "make", None)
     assert prepare(open_corpus([lines]), bytes_tokenizer, tmp_path / "shards").fingerprint == first.fingerprint
 
 
@@ -426,7 +428,7 @@ def test_interrupted_default_corpus_goes_on_without_naming_it(tmp_path, monkeypa
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     folder = tmp_path / "shards"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(building.Job, "make", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(building.Tokenization, "make", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert main(["lm", "data", "--shards", str(folder)]) == 130
     assert main(["lm", "data", "--shards", str(folder)]) == 0
     assert open_shards(folder).train.documents > 80

@@ -24,8 +24,7 @@ from femixer.tasks.mad.protocol import PROTOCOLS, Plan, Protocol
 from femixer.tasks.mad.task import Experiment
 from femixer.training import Part, RunOptions
 from femixer.training.jobs import Store, divided, engines, store
-from femixer.training.jobs import job as work
-from femixer.training.jobs.job import Assignment, attempt
+from femixer.training.jobs.engines import Assignment, attempt
 from femixer.training.processes import carried_out
 
 SIZES = {"width": 12, "heads": 2, "layers": 1, "inner": 11, "validation": 5, "test": 7, "resumable": False}
@@ -280,15 +279,15 @@ def test_a_job_that_another_process_is_at_is_left_to_it(tmp_path):
     assignment = Assignment(tiny_job(), Store(tmp_path, TASK.kind).folder, False, "cpu", 1)
     (tmp_path / "running").mkdir()
     with FileLock(tmp_path / "running" / f"{assignment.job.name}.lock"):
-        assert attempt(assignment) == work.Outcome(assignment.job)
+        assert attempt(assignment) == engines.Outcome(assignment.job)
     assert attempt(assignment).record is not None
     # A command that began before another one finished the job has it still on its list.
-    assert attempt(assignment) == work.Outcome(assignment.job)
+    assert attempt(assignment) == engines.Outcome(assignment.job)
     assert len(TASK.load(tmp_path)) == 1 and not [*(tmp_path / "running").iterdir()]
 
 
 def test_a_machine_that_does_not_see_the_store_works_on_its_own_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(work.tempfile, "gettempdir", lambda: str(tmp_path / "disk"))
+    monkeypatch.setattr(engines.tempfile, "gettempdir", lambda: str(tmp_path / "disk"))
     outcome = attempt(Assignment(tiny_job(), tmp_path / "elsewhere", False, "cpu", 1))
     assert outcome.record is not None and (tmp_path / "disk").exists() and not (tmp_path / "elsewhere").exists()
 

@@ -35,7 +35,7 @@ from femixer.tasks.vision.model import ENCODERS, Classifier, config_of, specifie
 from femixer.tasks.vision.task import Train, VisionRun, with_recipe_of_data, within_epochs
 from femixer.training import adamw
 from femixer.training.jobs import engines
-from femixer.training.jobs.job import attempt
+from femixer.training.jobs.engines import attempt
 
 COLOURS = {"blue": (30, 40, 200), "green": (40, 200, 30), "red": (200, 30, 40)}
 SIZES = "--image-size 8 --patch-size 4 --width 8 --layers 1 --heads 2 --batch 8 --lr 0.005 --warmup-epochs 0 --epochs 4"

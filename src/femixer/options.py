@@ -1,7 +1,7 @@
 """Command line options: a dataclass becomes typed options, and wrong values become errors that name them."""
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from femixer.optional import require
 
@@ -26,3 +26,8 @@ def check(fits: bool, name: str, value: object, allowed: str) -> None:
     """Raise a ValueError that names the argument, the value given and what is allowed, unless the value `fits`."""
     if not fits:
         raise ValueError(f"{name}={value!r} is not allowed; choose {allowed}")
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """Those that are not None."""
+    return {name: value for name, value in values.items() if value is not None}

@@ -76,6 +76,11 @@ def part() -> Part:
     return Part(rank(), world())
 
 
+def own_parts(pieces: int) -> list[Part]:
+    """Those of a global batch that are this process's, where each process makes so many pieces of its share."""
+    return [Part(rank() * pieces + number, world() * pieces) for number in range(pieces)]
+
+
 def total(*values: float) -> list[float]:
     """The sum of each value over all processes, in float64, the same in every process."""
     if world() == 1:

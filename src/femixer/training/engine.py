@@ -87,8 +87,7 @@ class Engine:
     @property
     def parts(self) -> list[Part]:
         """The parts of each global batch that are this process's: `accumulate` of processes x accumulate."""
-        own = self.options.accumulate
-        return [Part(distributed.rank() * own + i, distributed.world() * own) for i in range(own)]
+        return distributed.own_parts(self.options.accumulate)
 
     def place(self, batch: Any) -> Any:
         """The batch on the device: tensors in tuples, lists and dictionaries."""

@@ -85,7 +85,7 @@ def train(fit: Fit[Any], options: TrainOptions, results: Results) -> None:
     """
     options.validate()
     run, checkpoints = results.run, results.folder / CHECKPOINTS
-    training = Training(fit, options)
+    training = Trainer(fit, options)
     position = checkpoint.restore(checkpoints, fit.model, training.optimizer)
     results.rewind(position.step if position.step > 0 else -1)
 
@@ -118,7 +118,7 @@ def was_enough(fit: Fit[Any], results: Results, step: int) -> bool:
     return bool(last) and fit.enough(last)
 
 
-class Training:
+class Trainer:
     """A model, its optimizer, and the last step that was taken."""
 
     def __init__(self, fit: Fit[Any], options: TrainOptions) -> None:

@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from femixer.models.forecast import ForecastConfig, Forecaster, build
 from femixer.models.named import NAMED, Fields
-from femixer.options import check
+from femixer.options import check, given
 from femixer.tasks.forecast.data import KNOWN, Series, default_lookback
 from femixer.tasks.forecast.data.files import frequency_of, season_of
 from femixer.tasks.forecast.data.windows import Scaling, counted, scaling_of
@@ -79,13 +79,12 @@ class Sizes:
 
     def fields(self) -> dict[str, Any]:
         """Of ForecastConfig, those that are given."""
-        named = {
-            "hidden_size": self.width,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "dropout": self.dropout,
-        }
-        return {name: value for name, value in named.items() if value is not None}
+        return given(
+            hidden_size=self.width,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            dropout=self.dropout,
+        )
 
 
 @dataclass(frozen=True)

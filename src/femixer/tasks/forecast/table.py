@@ -47,7 +47,7 @@ TUNED = ("lr", "weight_decay")
 
 
 @dataclass(frozen=True)
-class Results:
+class Compared:
     """Results that a mean over horizons may be taken of."""
 
     dataset: str
@@ -64,7 +64,7 @@ class Results:
         return mean_of([Score(scores, len(self.seeds), len(scores), len(self.seeds)) for scores in found])
 
 
-def groups(records: Sequence[Record], tuned: Sequence[str] = TUNED) -> list[Results]:
+def groups(records: Sequence[Record], tuned: Sequence[str] = TUNED) -> list[Compared]:
     """In the order of the data sets' first records, the protocol's look-backs first."""
     held: dict[tuple[str, int | None], list[Record]] = defaultdict(list)
     for record in comparable(records, tuned):
@@ -74,12 +74,12 @@ def groups(records: Sequence[Record], tuned: Sequence[str] = TUNED) -> list[Resu
     return [group(*place, held[place], tuned) for place in places]
 
 
-def group(dataset: str, lookback: int | None, records: Sequence[Record], tuned: Sequence[str]) -> Results:
+def group(dataset: str, lookback: int | None, records: Sequence[Record], tuned: Sequence[str]) -> Compared:
     of: dict[tuple[str, int], list[Record]] = defaultdict(list)
     for record in records:
         of[record["model"], record["horizon"]].append(record)
     horizons, seeds = (tuple(sorted({record[name] for record in records})) for name in ("horizon", "seed"))
-    return Results(dataset, lookback, horizons, seeds, {place: best(own, tuned) for place, own in of.items()})
+    return Compared(dataset, lookback, horizons, seeds, {place: best(own, tuned) for place, own in of.items()})
 
 
 def look(record: Record) -> int | None:
@@ -128,7 +128,7 @@ def tabulate(records: Sequence[Record], tuned: Sequence[str] = TUNED) -> list[Ta
     return [*tables[:-1], replace(tables[-1], notes=legend(records, tables[0], tuned))]
 
 
-def metric_table(found: Sequence[Results], models: Sequence[str], metric: str) -> Table:
+def metric_table(found: Sequence[Compared], models: Sequence[str], metric: str) -> Table:
     columns = (
         Column(metric.upper(), key="dataset"),
         Column("Look-back", key="lookback"),
@@ -140,7 +140,7 @@ def metric_table(found: Sequence[Results], models: Sequence[str], metric: str) -
     return Table(columns, parts, stacked=True, melted=("model", "value"))
 
 
-def lines(results: Results, models: Sequence[str], metric: str) -> Iterator[Row]:
+def lines(results: Compared, models: Sequence[str], metric: str) -> Iterator[Row]:
     """One per horizon, their mean, and if that is over others than the paper's, a line of its figures alone."""
     look = "protocol" if results.lookback is None else str(results.lookback)
 

@@ -29,7 +29,7 @@ from femixer.training.processes import Interrupted
 from femixer.training.results import METRICS, TABLE, model_folder, name_of
 
 
-class Journal:
+class TaskJournal:
     """One line per finished task in a results folder: read when opened, and written as they finish.
 
     A record is what `femixer.tasks.lm.harness.evaluate` returns, with the task's name and for which request.
@@ -85,7 +85,7 @@ class Settings:
     limit: float | None
 
 
-def save(checkpoint: Path, settings: Settings, requests: Sequence[Request], journal: Journal) -> Record:
+def save(checkpoint: Path, settings: Settings, requests: Sequence[Request], journal: TaskJournal) -> Record:
     """Write results.json, and return what it holds: the finished `requests`, and what else the journal has."""
     asked = {request.name: request for request in requests}
     others = [request for request in journal.requests().values() if request.name not in asked]
@@ -220,7 +220,7 @@ def main(args: Sequence[str]) -> int:
     )
     out = command.out or Path("results") / f"eval-{settings.model}"
     results = Results("eval", settings, RunOptions(out, resume=command.resume, overwrite=command.overwrite))
-    journal = Journal(results)
+    journal = TaskJournal(results)
     failed = run(command, catalog, requests, journal, settings)
     results.finish(as_markdown(table(save(command.checkpoint, settings, requests, journal))))
     show_table(results)
@@ -230,7 +230,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def run(
-    command: Evaluate, catalog: Catalog, requests: Sequence[Request], journal: Journal, settings: Settings
+    command: Evaluate, catalog: Catalog, requests: Sequence[Request], journal: TaskJournal, settings: Settings
 ) -> list[str]:
     """Evaluate what the journal does not have. Returns which requests failed: a task without its data or packages does
     not stop the others."""
@@ -260,7 +260,7 @@ def run(
     return failed
 
 
-def evaluate(lm: Any, catalog: Catalog, request: Request, journal: Journal, limit: float | None) -> None:
+def evaluate(lm: Any, catalog: Catalog, request: Request, journal: TaskJournal, limit: float | None) -> None:
     """Evaluate the tasks of a request, each kept as it finishes, and then the group that they form."""
     tasks, group = catalog.load(request)
     records = {}

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from femixer.models.named import NAMED
-from femixer.options import check
+from femixer.options import check, given
 from femixer.reporting import Table
 from femixer.tasks.mad.data import TASKS, sample
 from femixer.tasks.mad.fit import MadJob
@@ -99,10 +99,6 @@ class Experiment:
         }
         words = [f"{name}={value}" for name, value in {**parameters, **training, **engine}.items()]
         return replace(protocol, name=" ".join([protocol.name, *words]), plans=plans, precision=self.precision)
-
-
-def given(**options: int | None) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def job(

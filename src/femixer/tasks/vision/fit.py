@@ -215,9 +215,7 @@ class Fitting:
         how = self.spec.training
         batches = Batches(self.views["train"], self.spec.augmentation, classes, how.batch, self.spec.seed)
         steps = how.epochs * batches.per_epoch
-        own = engine.accumulate
-        parts = [Part(distributed.rank() * own + i, distributed.world() * own) for i in range(own)]
-        ahead = Ahead(batches, self.workers, parts, steps)
+        ahead = Ahead(batches, self.workers, distributed.own_parts(engine.accumulate), steps)
 
         def batch(step: int, part: Part) -> Batch:
             made, broken = ahead(step, part)

@@ -17,7 +17,7 @@ from femixer.models.named import NAMED
 from femixer.models.parameters import parameter_count
 from femixer.models.presets import VISION_PRESETS
 from femixer.models.quiet import without_bars
-from femixer.options import check
+from femixer.options import check, given
 from femixer.tasks.vision.data import Images
 from femixer.tasks.vision.data.augmentation import Augmentation
 from femixer.tasks.vision.data.pictures import Preparation
@@ -97,17 +97,16 @@ class Sizes:
 
     def fields(self) -> dict[str, Any]:
         """Of FEMVisionConfig, those that are given."""
-        named = {
-            "image_size": self.image_size,
-            "patch_size": self.patch_size,
-            "hidden_size": self.width,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "pooling": self.pooling,
-            "positions": self.positions,
-            "initializer_range": self.initializer_range,
-        }
-        return {name: value for name, value in named.items() if value is not None}
+        return given(
+            image_size=self.image_size,
+            patch_size=self.patch_size,
+            hidden_size=self.width,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            pooling=self.pooling,
+            positions=self.positions,
+            initializer_range=self.initializer_range,
+        )
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ PAIR = ("lr", "weight_decay")
 
 
 @dataclass(frozen=True)
-class Results:
+class Compared:
     """Results that may be compared."""
 
     dataset: str
@@ -50,7 +50,7 @@ class Results:
         return Score(scores, len(self.seeds), len(scores), len(self.seeds))
 
 
-def groups(records: Sequence[Record]) -> list[Results]:
+def groups(records: Sequence[Record]) -> list[Compared]:
     """In the order of their first records."""
     held: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in comparable(records):
@@ -58,13 +58,13 @@ def groups(records: Sequence[Record]) -> list[Results]:
     return [group(*place, own) for place, own in held.items()]
 
 
-def group(dataset: str, preset: str, records: Sequence[Record]) -> Results:
+def group(dataset: str, preset: str, records: Sequence[Record]) -> Compared:
     models: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         models[record["model"]].append(record)
     seeds = tuple(sorted({record["seed"] for record in records}))
     chosen = {model: best_pair(own) for model, own in models.items()}
-    return Results(dataset, preset, records[0]["classes"], seeds, chosen)
+    return Compared(dataset, preset, records[0]["classes"], seeds, chosen)
 
 
 def best_pair(records: Sequence[Record]) -> list[Record]:
@@ -110,7 +110,7 @@ def tabulate(records: Sequence[Record]) -> list[Table]:
     return [*tables[:-1], replace(tables[-1], notes=notes)]
 
 
-def grouped(group: Results) -> Table:
+def grouped(group: Compared) -> Table:
     title = f"{group.dataset}, {group.preset}"
     models = [*(m for m in ORDER if m in group.chosen), *(m for m in group.chosen if m not in ORDER)]
     cells = marked_columns([scores(group, model) for model in models], [metric != "loss" for metric in METRICS])
@@ -129,7 +129,7 @@ def grouped(group: Results) -> Table:
     return Table(columns, [Group(rows)], stacked=True, melted=("metric", "value"))
 
 
-def scores(group: Results, model: str) -> list[Cell]:
+def scores(group: Compared, model: str) -> list[Cell]:
     paper = published(group.dataset, group.classes, group.preset, model)
     printed = {"top1": "" if paper is None else f"{paper:.2f}"}
     return [

@@ -3,50 +3,40 @@
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from femixer.options import check
-from femixer.training.jobs.engines import Engine
-from femixer.training.jobs.job import Assignment, Job, Outcome
+from femixer.training.jobs.engines import Assignment, Job, JobEngine, Outcome
 from femixer.training.jobs.store import ERRORS, INDEX, Kind, Store, export, load
 from femixer.training.journal import terminal_bar
 from femixer.training.results import Record
 
-__all__ = ["Engine", "Job", "Jobs", "Kind", "Store", "divided", "export", "load", "run"]
+__all__ = ["Job", "JobEngine", "Jobs", "Kind", "Store", "divided", "export", "load", "run"]
 
 
 @contextmanager
 def progress(jobs: int) -> Iterator[Callable[[Outcome], None]]:
-    """Gives the function that is told each outcome."""
+    """Gives the function that is told each outcome: `job 3/36, 12 minutes left: ...`, or a line above a bar."""
     # Jobs take minutes or hours: all of them, and not the last half minute, tell how long one takes.
     bar = terminal_bar("{task.completed}/{task.total} jobs", speed_estimate_period=float("inf"))
-    if bar is None:
-        yield Lines(jobs)
-        return
-    with bar:
-        task = bar.add_task("", total=jobs)
+    task = None if bar is None else bar.add_task("", total=jobs)
+    done, began = 0, time.monotonic()
 
-        def show(outcome: Outcome) -> None:
+    def told(outcome: Outcome) -> None:
+        nonlocal done
+        done += 1
+        if bar is not None:
             bar.console.print(line(outcome), highlight=False, markup=False)
             bar.advance(task)
+            return
+        left = (time.monotonic() - began) / done * (jobs - done)
+        print(f"job {done}/{jobs}, {duration(left)} left: {line(outcome)}", file=sys.stderr, flush=True)
 
-        yield show
-
-
-class Lines:
-    """`job 3/36, 12 minutes left: ...`"""
-
-    def __init__(self, jobs: int) -> None:
-        self.jobs, self.done, self.began = jobs, 0, time.monotonic()
-
-    def __call__(self, outcome: Outcome) -> None:
-        self.done += 1
-        left = (time.monotonic() - self.began) / self.done * (self.jobs - self.done)
-        told = f"job {self.done}/{self.jobs}, {duration(left)} left: {line(outcome)}"
-        print(told, file=sys.stderr, flush=True)
+    with bar or nullcontext():
+        yield told
 
 
 def line(outcome: Outcome) -> str:
@@ -75,7 +65,7 @@ class Jobs:
 
     out: Path
     """The results store. Several commands may write to one."""
-    engine: Engine = field(default_factory=Engine)
+    engine: JobEngine = field(default_factory=JobEngine)
     part: str | None = None
     """Only a share of the jobs, as 3/16 for the third of sixteen: for job arrays."""
     overwrite: bool = False

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -45,63 +45,39 @@ from femixer.training.journal import terminal_bar
 from femixer.training.processes import cores, die_with_parent, interrupts_held
 
 SECONDS_BETWEEN_LINES = 10.0
+PartCounts = dict[str, Counts]
 
 
 @contextmanager
 def reporting(
-    folder: Path, parts: int, done: Iterable[Mapping[str, Mapping[str, int]]], limit: int | None
-) -> Iterator[Callable[[Mapping[str, Mapping[str, int]]], None]]:
+    folder: Path, parts: int, done: Iterable[PartCounts], limit: int | None
+) -> Iterator[Callable[[PartCounts], None]]:
     """Gives the function that is told the counts of a finished part; `done` are those that were there before."""
-    before = [*done]
-    tally = Tally(parts, len(before), sum(tokens_of(one) for one in before), limit)
+    before = [counts[TRAIN]["tokens"] for counts in done]
+    finished, new = len(before), 0
+    began = shown = time.monotonic()
     if before:
-        print(f"{folder}: {len(before)} of {parts} parts are there already", file=sys.stderr)
+        print(f"{folder}: {finished} of {parts} parts are there already", file=sys.stderr)
     bar = terminal_bar("tokenizing {task.completed}/{task.total} parts", "{task.fields[rate]}")
-    if bar is None:
-        yield tally.lines
-        return
-    with bar:
-        task = bar.add_task("", total=parts, completed=len(before), rate="")
+    task = None if bar is None else bar.add_task("", total=parts, completed=finished, rate="")
+    goal = "" if limit is None else f" of {limit:,}"
 
-        def show(counts: Mapping[str, Mapping[str, int]]) -> None:
-            tally.add(counts)
-            bar.update(task, completed=tally.finished, rate=tally.rate())
+    def told(counts: PartCounts) -> None:
+        nonlocal finished, new, shown
+        finished, new, now = finished + 1, new + counts[TRAIN]["tokens"], time.monotonic()
+        rate = f"{sum(before) + new:,}{goal} tokens, {new / (now - began):,.0f}/s"
+        if bar is not None:
+            bar.update(task, completed=finished, rate=rate)
+        elif now - shown >= SECONDS_BETWEEN_LINES or finished == parts:
+            shown = now
+            print(f"tokenized {finished}/{parts} parts: {rate}", file=sys.stderr, flush=True)
 
-        yield show
-
-
-class Tally:
-    """Parts and tokens so far."""
-
-    def __init__(self, parts: int, finished: int, tokens: int, limit: int | None) -> None:
-        self.parts, self.finished, self.tokens, self.limit = parts, finished, tokens, limit
-        self.began = self.shown = time.monotonic()
-        self.new = 0
-
-    def add(self, counts: Mapping[str, Mapping[str, int]]) -> None:
-        self.finished += 1
-        self.new += tokens_of(counts)
-
-    def rate(self) -> str:
-        goal = "" if self.limit is None else f" of {self.limit:,}"
-        return f"{self.tokens + self.new:,}{goal} tokens, {self.new / (time.monotonic() - self.began):,.0f}/s"
-
-    def lines(self, counts: Mapping[str, Mapping[str, int]]) -> None:
-        self.add(counts)
-        now = time.monotonic()
-        if now - self.shown >= SECONDS_BETWEEN_LINES or self.finished == self.parts:
-            self.shown = now
-            print(f"tokenized {self.finished}/{self.parts} parts: {self.rate()}", file=sys.stderr, flush=True)
-
-
-def tokens_of(counts: Mapping[str, Mapping[str, int]]) -> int:
-    return counts[TRAIN]["tokens"]
+    with bar or nullcontext():
+        yield told
 
 
 CACHE = Path("results/data")
 """Where tokens are kept when no folder is named: in CACHE/NAME-FINGERPRINT."""
-
-PartCounts = dict[str, Counts]
 
 
 def prepare(
@@ -129,7 +105,7 @@ def prepare(
         index = claim(place, {"format": FORMAT, "fingerprint": fingerprint, "identity": identity}, overwrite)
         if incomplete(place, index) is not None:
             tokenizer.save_pretrained(place / TOKENIZER)
-            job = Job.of(place, tokenizer)
+            job = Tokenization.of(place, tokenizer)
             parts = tokenize(corpus, job, tokens, workers or processes(corpus, job))
             check_splits(corpus, parts)
             for rest in place.glob("*" + atomic.PARTIAL):
@@ -176,7 +152,7 @@ def flat(identity: Mapping[str, Any]) -> dict[str, Any]:
     return {**identity["corpus"], "tokenizer": identity["tokenizer"], "tokens": identity["tokens"]}
 
 
-def processes(corpus: Corpus, job: Job) -> int:
+def processes(corpus: Corpus, job: Tokenization) -> int:
     """As many as can be kept busy: starting one takes seconds, in which this one has done some parts itself."""
     worthwhile = (1024 if job.plain_bytes else 16) << 20
     unknown_size = any(part.size == 0 for part in corpus.parts)
@@ -195,7 +171,7 @@ def check_splits(corpus: Corpus, parts: Sequence[PartCounts]) -> None:
             )
 
 
-def tokenize(corpus: Corpus, job: Job, tokens: int | None, workers: int) -> list[PartCounts]:
+def tokenize(corpus: Corpus, job: Tokenization, tokens: int | None, workers: int) -> list[PartCounts]:
     """The counts of all parts, or of as many as hold `tokens` training tokens; only what is missing is made."""
     done = {number: counts for number in range(len(corpus.parts)) if (counts := job.finished(number)) is not None}
 
@@ -232,7 +208,9 @@ def tokenize(corpus: Corpus, job: Job, tokens: int | None, workers: int) -> list
     raise AssertionError("all parts are finished, so enough of them are")
 
 
-def finishing(job: Job, parts: Sequence[Part], todo: Iterable[int], workers: int) -> Iterator[tuple[int, PartCounts]]:
+def finishing(
+    job: Tokenization, parts: Sequence[Part], todo: Iterable[int], workers: int
+) -> Iterator[tuple[int, PartCounts]]:
     """Make the parts `todo`, and tell of each when it is finished. Closing this stops the work."""
     if workers == 1:
         for number in todo:
@@ -263,14 +241,14 @@ def finishing(job: Job, parts: Sequence[Part], todo: Iterable[int], workers: int
             pool.shutdown(cancel_futures=True)
 
 
-class Job:
+class Tokenization:
     """What every worker knows: where the parts go, and how text becomes tokens."""
 
     def __init__(self, folder: Path, start: int, end: int, dtype: np.dtype[Any], plain_bytes: bool) -> None:
         self.folder, self.start, self.end, self.dtype, self.plain_bytes = folder, start, end, dtype, plain_bytes
 
     @classmethod
-    def of(cls, folder: Path, tokenizer: Any) -> Job:
+    def of(cls, folder: Path, tokenizer: Any) -> Tokenization:
         dtype = dtype_for(tokenizers.vocabulary_size(tokenizer))
         return cls(folder, *tokenizers.start_and_end(tokenizer), dtype, tokenizers.is_bytes(tokenizer))
 
@@ -325,7 +303,7 @@ def groups(documents: Iterable[tuple[str, Document]]) -> Iterator[list[tuple[str
 class Writer:
     """Writes the tokens of one split of one part."""
 
-    def __init__(self, path: Path, job: Job) -> None:
+    def __init__(self, path: Path, job: Tokenization) -> None:
         self.job, self.path = job, path
         self.file = path.with_suffix(".tokens").open("wb")
         self.starts: list[int] = []
@@ -355,7 +333,7 @@ WORKER: dict[str, Any] = {}
 """What a worker process was started with."""
 
 
-def start_worker(job: Job, stop: Any) -> None:
+def start_worker(job: Tokenization, stop: Any) -> None:
     WORKER.update(job=job, stop=stop)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the parallelism is in the processes
     threading.Thread(target=die_with_parent, daemon=True).start()

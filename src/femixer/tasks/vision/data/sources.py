@@ -160,7 +160,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Table:
+class Stored:
     """The rows of a data set that is on the disk."""
 
     rows: Any
@@ -240,7 +240,7 @@ def read_dataset(data: str, reading: Reading, channels: int) -> Images:
     splits = arranged_splits(parts, reading.share)
     address = data.removeprefix(PREFIX)
     content = repr((address, columns.classes)).encode()
-    labels = [labels_of(pictures) for pictures in parts.values() if isinstance(pictures, Table)]
+    labels = [labels_of(pictures) for pictures in parts.values() if isinstance(pictures, Stored)]
     for each in labels:
         content += each.numpy().tobytes()
     name = Path(address.partition(":")[0].partition("@")[0]).name
@@ -278,7 +278,7 @@ def part(rows: Any, columns: Columns, title: str, reading: Reading) -> Pictures:
     rows = rows.select_columns([columns.image, columns.label])
     rows = rows.cast_column(columns.image, require("datasets", "vision").Image(decode=False))
     if not reading.streaming:
-        return Table(rows, columns, title)
+        return Stored(rows, columns, title)
     known = (rows.info.splits or {}).get(str(rows.split)) if rows.info is not None else None
     count = known.num_examples if known is not None and known.num_examples else sum(1 for _ in rows)
     return Stream(rows, columns, title, count, reading.buffer)
@@ -292,7 +292,7 @@ def arranged_splits(parts: Mapping[str, Pictures], share: float) -> dict[str, Pi
     train = parts["train"]
     if {*SPLITS} <= {*parts}:
         return {split: parts[split] for split in SPLITS}
-    if isinstance(train, Table):
+    if isinstance(train, Stored):
         labels = labels_of(train)
         if test is None:
             return divided(train, labels, share)
@@ -306,7 +306,7 @@ def arranged_splits(parts: Mapping[str, Pictures], share: float) -> dict[str, Pi
     return {"train": Some(train, numbers[~held]), "validation": Some(train, numbers[held]), "test": test}
 
 
-def labels_of(table: Table) -> Tensor:
+def labels_of(table: Stored) -> Tensor:
     texts = table.columns.texts
     if texts is not None:
         named = table.rows[table.columns.label]
