@@ -14,13 +14,14 @@ from femixer.cli import main
 from femixer.models.forecast import Forecaster
 from femixer.tasks.forecast import TASK, fit
 from femixer.tasks.forecast.data import LOOKBACKS, Series, default_lookback, read
-from femixer.tasks.forecast.data.windows import Batches, borders, counted, scaling_of, windows
+from femixer.tasks.forecast.data.windows import borders, counted, scaling_of, windows
 from femixer.tasks.forecast.fit import fitted, score
 from femixer.tasks.forecast.model import Sizes, Training, specified
 from femixer.training import Part, Results, RunOptions, best
 from femixer.training.jobs import engines
 from femixer.training.jobs.engines import attempt
 from femixer.training.optimizer import one_cycle
+from femixer.training.seeding import Epochs
 
 
 def hourly(rows, start="2016-07-01"):
@@ -126,13 +127,17 @@ def test_windows_that_do_not_fit_are_refused(rows, lookback, horizon, told):
 
 def test_an_epoch_has_every_window_once_in_batches_of_one_size():
     split, _ = windows(series(np.arange(101)), 7, 3)
-    batches = Batches(split["train"], 13, seed=5)
-    assert batches.per_epoch == 5 and split["train"].count == 61
-    epochs = [[batches(5 * epoch + step, Part()).future[:, 0, 0] for step in range(1, 6)] for epoch in range(2)]
+    order = Epochs(split["train"].count, 13, seed=5)
+    assert order.per_epoch == 5 and split["train"].count == 61
+
+    def batch(step, part):
+        return split["train"].take(order(step, part)).future[:, 0, 0]
+
+    epochs = [[batch(5 * epoch + step, Part()) for step in range(1, 6)] for epoch in range(2)]
     orders = [torch.cat(epoch) for epoch in epochs]
     assert all(len({*order.tolist()}) == 61 for order in orders) and not torch.equal(*orders)
     assert {len(batch) for batch in epochs[0]} == {12, 13}
-    halves = [batches(7, Part(i, 2)).future[:, 0, 0] for i in range(2)]
+    halves = [batch(7, Part(i, 2)) for i in range(2)]
     assert torch.equal(torch.cat(halves), epochs[1][1])
 
 

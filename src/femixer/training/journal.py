@@ -48,17 +48,13 @@ def display(start: int, steps: int, shown: bool = True) -> Iterator[Display]:
 class Display:
     """What the training loop tells its watcher; this one shows nothing."""
 
-    def stepped(self, step: int, losses: Callable[[], Mapping[str, Tensor]], rate: str) -> None:
-        pass
+    def stepped(self, step: int, losses: Callable[[], Mapping[str, Tensor]], rate: str) -> None: ...
 
-    def trained(self, step: int, records: Records) -> None:
-        pass
+    def trained(self, step: int, records: Records) -> None: ...
 
-    def evaluated(self, step: int, records: Records) -> None:
-        pass
+    def evaluated(self, step: int, records: Records) -> None: ...
 
-    def sampled(self, samples: Records) -> None:
-        pass
+    def sampled(self, samples: Records) -> None: ...
 
 
 class Lines(Display):

@@ -13,12 +13,13 @@ from femixer.models.parameters import parameters_of
 from femixer.optional import require
 from femixer.reporting.figures import BLUE, GREY, VERMILION, figure, quiet
 from femixer.tasks.forecast.data import Series
-from femixer.tasks.forecast.data.windows import Batches, Windows, windows
+from femixer.tasks.forecast.data.windows import Windows, windows
 from femixer.tasks.forecast.model import Spec, build_model
 from femixer.training import EngineOptions, Fit, Results, TrainOptions, adamw, distributed, train
 from femixer.training.best import Best
 from femixer.training.optimizer import one_cycle
 from femixer.training.results import Record, environment
+from femixer.training.seeding import Epochs
 
 
 def score(model: Callable[..., Tensor], windows: Windows, batch: int) -> dict[str, float]:
@@ -80,12 +81,12 @@ def fit(spec: Spec, model: Forecaster, split: Mapping[str, Windows], results: Re
         if not best.scores():
             results.append([{**evaluate(model)[0], "step": 0, "seconds": 0.0}])
         return
-    batches = Batches(split["train"], how.batch, spec.seed)
-    steps = how.epochs * batches.per_epoch
+    epochs = Epochs(split["train"].count, how.batch, spec.seed)
+    steps = how.epochs * epochs.per_epoch
     training = Fit(
         model=model,
         optimizer=lambda model: adamw(model, how.lr, how.weight_decay, BETAS, fused=True),
-        batch=batches,
+        batch=lambda step, part: split["train"].take(epochs(step, part)),
         losses=lambda model, batch: model(batch.history, batch.observed, batch.future, batch.future_observed),
         items=lambda batch: len(batch.history),
         evaluate=evaluate,
@@ -93,11 +94,11 @@ def fit(spec: Spec, model: Forecaster, split: Mapping[str, Windows], results: Re
     )
     options = TrainOptions(
         steps=steps,
-        evaluate_every=batches.per_epoch,
+        evaluate_every=epochs.per_epoch,
         seed=spec.seed,
         schedule=one_cycle(steps),
         clip=CLIP,
-        log_every=batches.per_epoch,
+        log_every=epochs.per_epoch,
         engine=EngineOptions(precision=how.precision),
     )
     train(training, options, results)

@@ -2,7 +2,7 @@
 
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -149,20 +149,15 @@ class Experiment(Setting):
             check(0 < len(given) == len({*given}), name, given, "different ones")
         check(self.seeds > 0, "seeds", self.seeds, "a whole number above 0")
         self.sizes.validate(self.models)
-        made = []
+        made: list[ForecastJob] = []
         for data in self.data:
             series = read(data, self.reading)
-            first = [
-                ForecastJob(self.spec(series, horizon, model), data, self.reading) for horizon, model in self.pairs()
-            ]
-            made += [
-                replace(job, spec=replace(job.spec, seed=self.seed + n)) for n in range(self.seeds) for job in first
-            ]
+            pairs = itertools.product(self.horizons, self.models)
+            first = [ForecastJob(self.spec(series, *pair), data, self.reading) for pair in pairs]
+            seeds = range(self.seed, self.seed + self.seeds)
+            made += [replace(job, spec=replace(job.spec, seed=seed)) for seed in seeds for job in first]
         made.sort(key=lambda job: job.spec.seed)
         return [*{job.digest: job for job in made}.values()]
-
-    def pairs(self) -> Iterator[tuple[int, str]]:
-        return itertools.product(self.horizons, self.models)
 
     def spec(self, series: Series, horizon: int, model: str) -> Spec:
         """Checked, with the first seed."""

@@ -45,6 +45,18 @@ class Placement:
         self.torch_device()
 
 
+def given_text(text: str | None, file: Path | None, name: str, file_name: str, errors: str = "strict") -> str:
+    """The text itself, that of a file, or that of standard input (-); name, file_name: of the options."""
+    check(text is None or file is None, name, text, f"either --{name} or --{file_name}")
+    if text is not None:
+        return text
+    if file is not None and str(file) != "-":
+        return file.read_text(encoding="utf-8", errors=errors)
+    if file is None and sys.stdin.isatty():
+        raise ValueError(f"{name}=None is not allowed; choose a --{name}, a --{file_name} or text on standard input")
+    return sys.stdin.read()
+
+
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a model folder."""
     transformers = _transformers()

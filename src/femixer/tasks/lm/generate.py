@@ -1,6 +1,5 @@
 """`femixer generate`: continue a prompt, shown token by token."""
 
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from femixer.optional import require
 from femixer.options import check, parse
-from femixer.tasks.lm.checkpoint import Placement, load
+from femixer.tasks.lm.checkpoint import Placement, given_text, load
 from femixer.training.results import model_folder
 
 UNFINISHED = "\ufffd"
@@ -70,9 +69,6 @@ class TextStream:
 
 
 tyro = require("tyro", "cli")
-
-INTERRUPTED, PIPE_CLOSED = 130, 141
-"""Exit codes: 128 and the number of the signal."""
 
 
 @dataclass(frozen=True)
@@ -216,25 +212,14 @@ class Command:
     echo: bool = False
     """Print the prompt too, before its continuation."""
 
-    def text(self) -> str:
-        """The prompt. The line end that a file or `echo` puts last is not part of it."""
-        check(
-            self.prompt is None or self.prompt_file is None, "prompt", self.prompt, "either --prompt or --prompt-file"
-        )
-        if self.prompt is not None:
-            return self.prompt
-        if self.prompt_file is not None and str(self.prompt_file) != "-":
-            return self.prompt_file.read_text(encoding="utf-8").removesuffix("\n")
-        if self.prompt_file is None and sys.stdin.isatty():
-            raise ValueError("prompt=None is not allowed; choose a --prompt, a --prompt-file or text on standard input")
-        return sys.stdin.read().removesuffix("\n")
-
 
 def main(args: Sequence[str]) -> int:
     command = parse(Command, args, "generate")
     command.sampling.validate()
     model_folder(command.checkpoint)  # says what is wrong before anything slow
-    prompt = command.text()
+    prompt = given_text(command.prompt, command.prompt_file, "prompt", "prompt-file")
+    if command.prompt is None:
+        prompt = prompt.removesuffix("\n")  # the line end that a file or `echo` puts last
     model, tokenizer = load(command.checkpoint, command.placement)
     try:
         if command.echo:
@@ -244,11 +229,7 @@ def main(args: Sequence[str]) -> int:
     except Stopped as stop:
         write("\n")
         print(f"stopped; {stop}", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever reads has had enough. Python would complain once more when it closes the pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PIPE_CLOSED
+        return 130
     print(pace, file=sys.stderr)
     return 0
 

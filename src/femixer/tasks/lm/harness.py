@@ -111,12 +111,8 @@ Record = dict[str, Any]
 
 def language_model(model: Any, tokenizer: Any, batch_size: int, max_length: int | None) -> Any:
     """The model as the harness wants it. Log-probabilities are computed in float32, whatever the model's precision."""
-    check(
-        tokenizer.eos_token_id is not None,
-        "tokenizer",
-        type(tokenizer).__name__,
-        "one with a token for the end of text",
-    )
+    ends = tokenizer.eos_token_id is not None
+    check(ends, "tokenizer", type(tokenizer).__name__, "one with a token for the end of text")
     harness = require("lm_eval.models.huggingface", "eval")
     logger = logging.getLogger("lm_eval")
     logger.setLevel(logging.ERROR)  # it warns that a loaded model takes no options, of which we give none

@@ -19,7 +19,7 @@ from femixer.inspection.summary import HEADING, channels_by_kl, table_row
 from femixer.inspection.tokens import labels
 from femixer.optional import require
 from femixer.options import check, parse
-from femixer.tasks.lm.checkpoint import Placement, load
+from femixer.tasks.lm.checkpoint import Placement, given_text, load
 from femixer.training import atomic
 from femixer.training.results import model_folder, name_of
 
@@ -59,27 +59,17 @@ class Command:
 
     def validate(self) -> None:
         check(self.max_tokens > 0, "max_tokens", self.max_tokens, "a whole number above 0")
-        check(self.text is None or self.file is None, "text", self.text, "either --text or --file")
         for name in ("layers", "heads", "channels"):
             chosen = getattr(self, name)
             check(chosen is None or (len(chosen) > 0 and min(chosen) >= 0), name, chosen, "numbers of at least 0")
         check(not self.out.exists() or self.out.is_dir(), "out", str(self.out), "a folder")
-
-    def read(self) -> str:
-        if self.text is not None:
-            return self.text
-        if self.file is not None and str(self.file) != "-":
-            return self.file.read_text(encoding="utf-8", errors="replace")
-        if self.file is None and sys.stdin.isatty():
-            raise ValueError("text=None is not allowed; choose a --text, a --file or text on standard input")
-        return sys.stdin.read()
 
 
 def main(args: Sequence[str]) -> int:
     command = parse(Command, args, "inspect")
     command.validate()
     model_folder(command.checkpoint)  # says what is wrong before anything slow
-    text = command.read()
+    text = given_text(command.text, command.file, "text", "file", errors="replace")
     model, tokenizer = load(command.checkpoint, command.placement)
     size = run(command, model, tokenizer, text)
     print((command.out / SUMMARY).read_text(encoding="utf-8"))

@@ -49,24 +49,21 @@ class Store:
         check_format(folder / INDEX, kind)
 
     def finished(self, name: str) -> bool:
-        return self.path(name).exists()
+        return record_path(self.folder, name).exists()
 
     def add(self, name: str, record: Record) -> None:
-        put(self.path(name), json.dumps(record) + "\n")
+        put(record_path(self.folder, name), json.dumps(record) + "\n")
         (self.folder / ERRORS / f"{name}.txt").unlink(missing_ok=True)
 
     def record(self, name: str) -> Record:
-        return json.loads(self.path(name).read_text(encoding="utf-8"))
+        return json.loads(record_path(self.folder, name).read_text(encoding="utf-8"))
 
     def failed(self, name: str, error: str) -> None:
         put(self.folder / ERRORS / f"{name}.txt", error)
 
     def forget(self, name: str) -> None:
-        for path in (self.path(name), self.folder / RUNNING / name):
+        for path in (record_path(self.folder, name), self.folder / RUNNING / name):
             atomic.remove(path)
-
-    def path(self, name: str) -> Path:
-        return record_path(self.folder, name)
 
 
 def record_path(folder: Path, name: str) -> Path:

@@ -1,4 +1,4 @@
-"""The windows of the protocol: splits by rows, scaling by the training rows, every window of each, and batches."""
+"""The windows of the protocol: splits by rows, scaling by the training rows, and every window of each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,8 +10,6 @@ from torch import Tensor
 
 from femixer.options import check
 from femixer.tasks.forecast.data import KNOWN, RATIOS, Series
-from femixer.training import Part
-from femixer.training.seeding import Epochs
 
 SPLITS = ("train", "validation", "test")
 
@@ -117,15 +115,3 @@ def counted(series: Series, lookback: int, horizon: int) -> dict[str, tuple[int,
         check(first + horizon <= end, "lookback", lookback, f"at most {end - horizon} with horizon {horizon}: {rows}")
         ranges[split] = (first, end - first - horizon + 1)
     return ranges
-
-
-class Batches:
-    """All training windows in an order of each epoch's own, as a function of the step: 1, 2, ..."""
-
-    def __init__(self, windows: Windows, batch: int, seed: int) -> None:
-        self.windows = windows
-        self.epochs = Epochs(windows.count, batch, seed)
-        self.per_epoch = self.epochs.per_epoch
-
-    def __call__(self, step: int, part: Part) -> Batch:
-        return self.windows.take(self.epochs(step, part))
