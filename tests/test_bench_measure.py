@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from femixer.baselines import BASELINES
 from femixer.bench.busy import busy
+from femixer.bench.calls import Call
 from femixer.bench.flops import flops
 from femixer.bench.layer import Options, contestants, counted
 from femixer.bench.measure import Spread, paired_ratio, race, unlimited_compilation
@@ -138,6 +141,17 @@ def test_grouped_heads_count_as_if_each_query_had_its_own_key(encoder: bool) -> 
     assert attention.forward_flops == matrices + 2 * 2 * pairs * 24
 
 
+@pytest.mark.parametrize("name", BASELINES)
+def test_flops_of_every_rival_are_counted_from_shapes(name: str) -> None:
+    counts = []
+    for device in ("cpu", "meta"):
+        layer, x = BASELINES[name](24, 2, device=device), torch.randn(2, 13, 24, device=device)
+        call = Call(layer, layer, x.requires_grad_(), torch.randn(2, 13, 24, device=device))
+        counts.append((flops(call.forward), flops(call.train_and_clear)))
+    assert counts[0] == counts[1] or name == "laser"  # on a CPU queries and keys are padded
+    assert counts[1][0] >= 2 * 2 * 13 * 3 * 24**2
+
+
 def test_counting_takes_no_memory_and_no_time() -> None:
     """Half a million tokens: attention would need terabytes for its scores."""
     attention, fem = counted(replace(TINY, parts=("CLTG",)), 2**19, training=True).values()
@@ -241,3 +255,11 @@ def test_stored_results_make_their_tables(path: Path, tmp_path: Path) -> None:
 def test_there_are_stored_results_of_every_benchmark() -> None:
     found = {json.loads(path.read_text())["benchmark"] for path in STORED}
     assert found == {"layer", "scaling", "lm", "vision", "forecast"}
+
+
+def test_the_example_of_the_documentation_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    text = (RESULTS.parent / "docs" / "bench.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(RESULTS.parent)
+    exec(code, {})
+    assert r"\begin{tabular}" in capsys.readouterr().out

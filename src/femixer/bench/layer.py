@@ -288,9 +288,7 @@ def decode_target(cost: DecodeCost, settings: Mapping[str, Any]) -> float | None
 
 # The tables: one per length and mode, and one for decoding
 
-FLOPS_NOTE = (
-    "GFLOPs: matrix products only, as plain torch computes them; recurrences are elementwise where they have no chunks."
-)
+FLOPS_NOTE = "GFLOPs: matrix products as plain torch computes them; scans per channel are elementwise and do not count."
 
 
 def tables(report: Report, targets: bool) -> Iterator[Table]:
