@@ -19,8 +19,9 @@ from torch import Tensor
 from femixer.baselines import BASELINES
 from femixer.bench.busy import busy
 from femixer.bench.calls import Call
+from femixer.bench.contestants import Mixer
 from femixer.bench.flops import flops
-from femixer.bench.layer import Options, contestants, counted
+from femixer.bench.layer import Options, Report, contestants, counted
 from femixer.bench.measure import Spread, paired_ratio, race, unlimited_compilation
 from femixer.bench.memory import held_bytes, highest_sum, peak_memory
 from femixer.bench.report import ratio_cell
@@ -250,6 +251,18 @@ def test_stored_results_make_their_tables(path: Path, tmp_path: Path) -> None:
     assert ("≤" in text or "≥" in text) == (not content["settings"].get("busy"))  # on a busy machine is no target
     report.save(tmp_path / f"{content['benchmark']}.json")
     assert json.loads((tmp_path / f"{content['benchmark']}.json").read_text()) == content
+
+
+@pytest.mark.parametrize("name", ["layer", "linear-time"])
+def test_stored_flops_are_those_that_are_counted_now(name: str) -> None:
+    report = Report.read(RESULTS / f"{name}.json")
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in report.settings.items()}
+    options = Options(**given)
+    for length in (*options.lengths, *options.forward_lengths):
+        counts = counted(options, length, length in options.lengths)
+        for cost in (cost for cost in report.layers if cost.length == length):
+            found = counts[Mixer(cost.prior, cost.parts)]
+            assert found == (cost.parameters, cost.forward_flops, cost.training_flops), cost.name
 
 
 def test_there_are_stored_results_of_every_benchmark() -> None:
