@@ -26,7 +26,7 @@ from femixer.bench.measure import Spread, paired_ratio, race, unlimited_compilat
 from femixer.bench.memory import held_bytes, highest_sum, peak_memory
 from femixer.bench.report import ratio_cell
 from femixer.priors import PRIORS
-from femixer.reporting import as_markdown
+from femixer.reporting import as_csv, as_html, as_latex, as_markdown
 from femixer.state import Growing
 
 pytestmark = pytest.mark.usefixtures("little_garbage")
@@ -246,7 +246,10 @@ def test_stored_results_make_their_tables(path: Path, tmp_path: Path) -> None:
     benchmark = import_module(f"femixer.bench.{content['benchmark']}")
     kind = benchmark.tables.__globals__["Report"]
     report = kind.read(path)
-    text = as_markdown(*benchmark.tables(report, True))
+    made = [*benchmark.tables(report, True)]
+    text = as_markdown(*made)
+    assert as_latex(*made).count(r"\begin{tabular}") == as_html(*made).count("<table>") == len(made)
+    assert as_csv(*made).count("\n") == 1 + sum(len(table.rows) for table in made)
     assert text.count("\n| ") >= 4  # title, rule, the rival and FEM
     assert ("≤" in text or "≥" in text) == (not content["settings"].get("busy"))  # on a busy machine is no target
     report.save(tmp_path / f"{content['benchmark']}.json")
