@@ -10,15 +10,24 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from femixer.bench import cli
-from femixer.bench.lm import decode, training
-from femixer.bench.lm.decode import Clock, Generator, cache_bytes, measure_decode
-from femixer.bench.lm.models import Contestant, decoding
-from femixer.bench.lm.options import Options
-from femixer.bench.lm.report import DecodeCost, Report, Speed, TrainingCost
-from femixer.bench.lm.tables import tables
-from femixer.bench.lm.targets import DECODE_SIZE, TRAINING_SIZE
-from femixer.bench.lm.training import Trainer, measure_training
+from femixer.bench import cli, measure
+from femixer.bench.generation import Clock, cache_bytes
+from femixer.bench.lm import (
+    DECODE_SIZE,
+    TRAINING_SIZE,
+    Contestant,
+    DecodeCost,
+    Options,
+    Report,
+    Speed,
+    TrainingCost,
+    decoding,
+    generator_of,
+    measure_decode,
+    measure_training,
+    tables,
+    training_of,
+)
 from femixer.models import FEMCache, preset
 
 pytestmark = pytest.mark.usefixtures("little_garbage")
@@ -61,7 +70,7 @@ def test_all_models_have_the_parameters_of_llama(kv_heads: int | None) -> None:
 def test_llama_is_what_transformers_gives_and_its_cache_its_own() -> None:
     model = Contestant("llama").build(TINY).eval()
     assert model.config._attn_implementation == "sdpa"
-    assert isinstance(Generator.after(model, 5, TINY).cache, DynamicCache)
+    assert isinstance(generator_of(model, 5, TINY).cache, DynamicCache)
 
 
 def test_both_caches_of_the_softmax_prior_are_measured() -> None:
@@ -78,7 +87,7 @@ def test_both_caches_of_the_softmax_prior_are_measured() -> None:
 @pytest.mark.parametrize("prior", ["llama", "softmax", "aft"])
 def test_decoding_goes_on_after_the_context_one_token_at_a_time(prior: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Contestant(prior).build(TINY).eval()
-    generator = Generator.after(model, 17, TINY)
+    generator = generator_of(model, 17, TINY)
     seen: list[tuple[int, int]] = []
     handed: list[torch.Tensor] = []
     monkeypatch.setattr(Clock, "put", lambda clock, value: (handed.append(value), clock.times.append(len(handed) ** 2)))
@@ -104,7 +113,7 @@ def test_cache_bytes_are_those_worked_out_by_hand() -> None:
     with torch.no_grad():
         sizes = {}
         for contestant in decoding(options):
-            generator = Generator.after(contestant.build(options).eval(), 17, options)
+            generator = generator_of(contestant.build(options).eval(), 17, options)
             sizes[contestant.prior, contestant.cache] = (generator.cache_bytes, generator.grows)
     keys = 2 * 17 * 24 * 4  # two layers, float32
     assert sizes["llama", None] == sizes["attention", None] == (2 * keys, True)
@@ -122,7 +131,7 @@ def test_cache_bytes_of_an_empty_cache_are_none() -> None:
 def test_a_training_step_learns_and_leaves_no_gradients() -> None:
     torch.manual_seed(0)
     tokens = torch.randint(31, (2, 13))
-    trainer = Trainer.of(Contestant("softmax"), tokens, TINY)
+    trainer = training_of(Contestant("softmax"), tokens, TINY)
     model: Any = trainer.call
     assert model.training and trainer.parameters == model.num_parameters()
     losses = []
@@ -137,9 +146,9 @@ def test_compiled_models_are_trained_only_when_asked(monkeypatch: pytest.MonkeyP
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda model, dynamic: compiled.append(model) or model)
     tokens = torch.randint(31, (2, 13))
-    Trainer.of(Contestant("softmax"), tokens, TINY)
+    training_of(Contestant("softmax"), tokens, TINY)
     assert not compiled
-    Trainer.of(Contestant("softmax"), tokens, replace(TINY, compile=True))
+    training_of(Contestant("softmax"), tokens, replace(TINY, compile=True))
     assert len(compiled) == 1
 
 
@@ -150,8 +159,7 @@ def test_ratios_are_of_speeds_against_the_right_rival(monkeypatch: pytest.Monkey
     def race(samples: Any, rounds: int, *_: object) -> dict[Any, list[float]]:
         return {key: [cost.get(getattr(key, "contestant", key).prior, 5.0)] * rounds for key in samples}
 
-    for module in (training, decode):
-        monkeypatch.setattr(module, "race", race)
+    monkeypatch.setattr(measure, "race", race)
     options = replace(TINY, priors=("aft",))
     trained = {c.prior: c.speed for c in measure_training(options)}
     assert [(s.ratio.median, s.tokens_per_second.median) for s in trained.values()] == [

@@ -7,17 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_bench import Running
+from test_bench_layer import Running
 
 from femixer.bench import cli
-from femixer.bench.decoder import Decoder
-from femixer.bench.mixers import Mixer
-from femixer.bench.scaling import command
-from femixer.bench.scaling.figure import draw
-from femixer.bench.scaling.options import Options
-from femixer.bench.scaling.points import measure_sequences, state_grows
-from femixer.bench.scaling.report import DecodePoint, Report, SequencePoint
-from femixer.bench.scaling.tables import tables
+from femixer.bench import scaling as command
+from femixer.bench.calls import Decoder
+from femixer.bench.contestants import Mixer
+from femixer.bench.scaling import (
+    DecodePoint,
+    Options,
+    Report,
+    SequencePoint,
+    draw,
+    measure_sequences,
+    state_grows,
+    tables,
+)
 from femixer.priors import PRIORS
 
 pytestmark = pytest.mark.usefixtures("little_garbage")
@@ -40,7 +45,7 @@ TINY = Options(
 def running(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prior with a state of constant size, and a shorter sample."""
     monkeypatch.setitem(PRIORS, "running", Running)
-    monkeypatch.setattr("femixer.bench.scaling.points.TOKENS_PER_SAMPLE", 32)
+    monkeypatch.setattr("femixer.bench.scaling.TOKENS_PER_SAMPLE", 32)
 
 
 def points(report: Report) -> tuple[list[tuple[str, str, int]], list[tuple[str, int]]]:

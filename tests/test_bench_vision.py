@@ -8,13 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from femixer.bench import cli, steps
-from femixer.bench.steps import Report, StepCost
-from femixer.bench.training import Training
-from femixer.bench.vision import command
-from femixer.bench.vision.models import build, config, contestants, images
-from femixer.bench.vision.options import Options
-from femixer.bench.vision.tables import table
+from femixer.bench import cli, measure, vision
+from femixer.bench.steps import Report, StepCost, Training
+from femixer.bench.vision import Options, build, config, images, tables
 from femixer.models.parameters import parameter_count
 
 pytestmark = pytest.mark.usefixtures("little_garbage")
@@ -23,8 +19,8 @@ TINY = Options(preset="digits", batch=3, rounds=2, warmup=0, threads=1, priors=(
 
 def test_the_default_is_deit_tiny_against_plain_attention_with_as_many_parameters() -> None:
     options = Options()
-    assert options.batch == 8 and contestants(options)[0] == "attention"
-    attention, *fem = (parameter_count(config(prior, options)) for prior in contestants(options))
+    assert options.batch == 8 and options.contestants[0] == "attention"
+    attention, *fem = (parameter_count(config(prior, options)) for prior in options.contestants)
     assert all(1 <= count / attention < 1.02 for count in fem)
     assert config("attention", options).image_size == 224
     assert config("gla:decay=channel", options).prior_options == {"gla": {"decay": "channel"}}
@@ -48,8 +44,8 @@ def test_a_step_learns_its_batch_and_leaves_no_gradients() -> None:
 
 def test_ratios_are_of_times_in_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"attention": [1.0, 2.0, 4.0], "softmax": [1.1, 2.2, 5.0]}
-    monkeypatch.setattr(steps, "race", lambda samples, *_: {key: seconds[key] for key in samples})
-    attention, fem = command.measure(TINY)
+    monkeypatch.setattr(measure, "race", lambda samples, *_: {key: seconds[key] for key in samples})
+    attention, fem = vision.measure(TINY)["training"]
     assert (attention.ratio.median, fem.ratio.median) == (1, pytest.approx(1.1))
     assert fem.seconds.median == 2.2 and fem.parameters > attention.parameters
 
@@ -65,16 +61,21 @@ def report(**changes: object) -> Report:
     return Report(settings, {"threads": 1, "torch": "2"}, costs)
 
 
+def rows(given: Report, targets: bool) -> list[Any]:
+    (table,) = tables(given, targets)
+    return table.rows
+
+
 def test_the_target_is_an_upper_limit_for_softmax_at_its_size_only() -> None:
-    assert [row[-1] for row in table(report(), True).rows] == [
+    assert [row[-1] for row in rows(report(), True)] == [
         "1",
         "1.200 [1.200–1.200] > 1.15",
         "1.100 [1.100–1.100]",
     ]
     for changes in ({"batch": 4}, {"parts": "LTG"}, {"image_size": 96}, {"preset": "deit-small"}, {"device": "cuda"}):
-        assert not any(">" in row[-1] for row in table(report(**changes), True).rows)
-    assert not any(">" in row[-1] for row in table(report(), False).rows)
-    assert table(report(), True).rows[1][2:4] == ["1200", "6.7"]
+        assert not any(">" in row[-1] for row in rows(report(**changes), True))
+    assert not any(">" in row[-1] for row in rows(report(), False))
+    assert rows(report(), True)[1][2:4] == ["1200", "6.7"]
 
 
 def test_the_command_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from femixer.bench.progress import progress
 from femixer.kernels import check, dispatch
 from femixer.kernels.operator import Operator
 from femixer.optional import require
 from femixer.options import check as check_option
 from femixer.options import parse
+from femixer.reporting.terminal import progress
 
 PACKAGES = ("femixer.kernels", "femixer.baselines.kernels")
 VERSIONS = ("torch", "numpy", "numba", "triton", "transformers", "femixer")

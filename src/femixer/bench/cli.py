@@ -1,4 +1,4 @@
-"""`femixer bench <what> [options]`."""
+"""`femixer bench <what> [options]`. A benchmark is a file with `main(args)`, and a line here."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from femixer.subcommands import dispatch
 
 BENCHES = {
-    "layer": ("femixer.bench.layer.command", "FEM layers against one softmax attention layer with as many parameters"),
-    "scaling": ("femixer.bench.scaling.command", "time per token and memory against the length, and decoding far out"),
-    "vision": ("femixer.bench.vision.command", "vision models: the step of training against plain attention"),
-    "forecast": ("femixer.bench.forecast.command", "forecasters: the time of a training step"),
-    "lm": ("femixer.bench.lm.command", "language models: training and decoding speed, and the size of the cache"),
+    "layer": ("femixer.bench.layer", "FEM layers against one softmax attention layer with as many parameters"),
+    "scaling": ("femixer.bench.scaling", "time per token and memory against the length, and decoding far out"),
+    "vision": ("femixer.bench.vision", "vision models: the step of training against plain attention"),
+    "forecast": ("femixer.bench.forecast", "forecasters: the time of a training step"),
+    "lm": ("femixer.bench.lm", "language models: training and decoding speed, and the size of the cache"),
 }
 
 

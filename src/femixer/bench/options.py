@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +42,11 @@ class BenchOptions:
     def tensors(self) -> dict[str, Any]:
         """Device and number format, as the arguments of whatever makes a tensor or a layer."""
         return {"device": self.device, "dtype": DTYPES[self.dtype]}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides the numbers."""
+        return {name: value for name, value in asdict(self).items() if name not in ("out", "targets")}
 
     def validate(self) -> None:
         """Raise a ValueError that names the first value that makes no sense; the layers check their own."""

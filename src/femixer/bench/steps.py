@@ -1,26 +1,60 @@
-"""The cost of a training step, as `femixer bench vision` and `femixer bench forecast` write it to their JSON files."""
+"""Training steps of whole models, and their cost as `femixer bench vision` and `forecast` write it to JSON."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from femixer.bench.environment import environment
-from femixer.bench.measure import Spread, cpu_threads, paired_ratio, race
+from femixer.bench.measure import Spread, Timing, stopwatch, timed
 from femixer.bench.options import BenchOptions
-from femixer.bench.progress import progress
-from femixer.bench.table import Table
-from femixer.bench.training import Training
-from femixer.training import atomic
+from femixer.bench.report import Report as BenchReport
+from femixer.models.parameters import parameters_of
+from femixer.training.optimizer import adamw
+
+
+class Training(NamedTuple):
+    """A model that is trained while the clock runs.
+
+    call: the model itself, or the model compiled; batch: its arguments, the same in every step; loss: of its output.
+    """
+
+    call: Callable[..., Any]
+    optimizer: Optimizer
+    batch: Mapping[str, Any]
+    loss: Callable[[Any], Tensor]
+    parameters: int
+    device: torch.device
+
+    @classmethod
+    def start(
+        cls,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        compiled: bool = False,
+        loss: Callable[[Any], Tensor] = lambda output: output.loss,
+    ) -> Training:
+        call = torch.compile(model.train(), dynamic=False) if compiled else model.train()
+        device = next(model.parameters()).device
+        return cls(call, adamw(model, learning_rate=1e-4, fused=True), batch, loss, parameters_of(model), device)
+
+    def step(self) -> None:
+        """Forward, backward and a step of AdamW."""
+        self.loss(self.call(**self.batch)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def time(self) -> float:
+        return stopwatch(self.step, self.device)
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Forward, backward and a step of AdamW: seconds, and their ratio to the rival's of the same round.
+    """Seconds of a training step, and their ratio to the rival's of the same round.
 
     name: as the table shows it; key: as it was asked for. samples: seconds, one per round.
     """
@@ -34,46 +68,21 @@ class StepCost:
 
     @classmethod
     def of(cls, name: str, key: str, parameters: int, samples: Sequence[float], rival: Sequence[float]) -> StepCost:
-        return cls(name, key, parameters, Spread.of(samples), paired_ratio(samples, rival), samples)
+        return cls(name, key, parameters, **vars(Timing.of(samples, rival)))
 
 
 @dataclass(frozen=True)
-class Report:
-    settings: dict[str, Any]
-    environment: dict[str, Any]
+class Report(BenchReport):
     training: list[StepCost]
 
 
 def race_of_steps(
-    field: Mapping[str, Training], names: Mapping[str, str], rival: str, rounds: int, warmup: int
-) -> list[StepCost]:
-    """The models by key, one step each in every round."""
-    samples = {key: training.time for key, training in field.items()}
-    with progress("training", warmup + rounds) as advance:
-        seconds = race(samples, rounds, warmup, advance)
-    return [
-        StepCost.of(names[key], key, training.parameters, seconds[key], seconds[rival])
+    field: Mapping[str, Training], name: Callable[[str], str], rival: str, options: BenchOptions
+) -> dict[str, Sequence[Any]]:
+    """The models by key, one step each in every round; name: what the table calls a key."""
+    seconds = timed("training", {key: training.time for key, training in field.items()}, options)
+    costs = [
+        StepCost.of(name(key), key, training.parameters, seconds[key], seconds[rival])
         for key, training in field.items()
     ]
-
-
-def measured(
-    benchmark: str,
-    options: BenchOptions,
-    measure: Callable[[], list[StepCost]],
-    table: Callable[[Report, bool], Table],
-    **settings: Any,
-) -> Report:
-    """Measure and write BENCHMARK.json and BENCHMARK.md; settings: what the options leave to a default."""
-    options.out.mkdir(parents=True, exist_ok=True)  # an unwritable place shows now, not after the measurement
-    with cpu_threads(options.threads) as threads:
-        torch.manual_seed(options.seed)
-        training = measure()
-        surroundings = environment(threads, options.device)
-    settings = {**asdict(options), **settings}
-    del settings["out"], settings["targets"]
-    report = Report(settings, surroundings, training)
-    written = json.dumps({"benchmark": benchmark, **asdict(report)}, indent=2) + "\n"
-    atomic.write(options.out / f"{benchmark}.json", written)
-    atomic.write(options.out / f"{benchmark}.md", table(report, options.targets).markdown() + "\n")
-    return report
+    return {"training": costs}

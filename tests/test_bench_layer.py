@@ -1,12 +1,7 @@
-"""Properties of the benchmark: what it counts agrees with numbers worked out by hand, and the rival is attention."""
+"""`femixer bench layer`: the rival is attention, parameters are those worked out by hand, targets keep their size."""
 
 import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,23 +11,28 @@ from torch import Tensor
 
 from femixer import FreeEnergyMixer
 from femixer.baselines import Attention
-from femixer.bench import cli, measure
-from femixer.bench.busy import busy
-from femixer.bench.layer.command import run
-from femixer.bench.layer.options import Options
-from femixer.bench.layer.parameters import Parameters
-from femixer.bench.layer.report import SequenceCost, Timing
-from femixer.bench.layer.sequence import Entry, contestants
-from femixer.bench.layer.tables import FLOPS_NOTE, tables
-from femixer.bench.layer.targets import DECODE_SIZE, LINEAR_TIME_SIZE, SOFTMAX_SIZE, Target, sequence_target
-from femixer.bench.measure import Spread
-from femixer.bench.mixers import Mixer, canonical
-from femixer.bench.table import Table, ratio_cell
+from femixer.bench import cli
+from femixer.bench.contestants import Mixer, Parameters, canonical
+from femixer.bench.layer import (
+    DECODE_SIZE,
+    FLOPS_NOTE,
+    LINEAR_TIME_SIZE,
+    SOFTMAX_SIZE,
+    Entry,
+    Options,
+    SequenceCost,
+    Target,
+    contestants,
+    run,
+    sequence_target,
+    tables,
+)
+from femixer.bench.measure import Timing
+from femixer.bench.memory import peak_memory
 from femixer.layout import Layout
 from femixer.priors import PRIORS, Prior
 from femixer.priors.parsing import parse_prior
 from femixer.projection import Columns
-from femixer.state import Growing
 
 pytestmark = pytest.mark.usefixtures("little_garbage")
 CPU = torch.device("cpu")
@@ -107,64 +107,6 @@ def test_attention_names_a_wrong_argument(options: dict[str, int], named: str) -
         Attention(**{"dim": 24, "heads": 6, **options})
 
 
-def test_paired_ratio_cancels_what_slows_a_round_down() -> None:
-    reference = [1.0, 10.0, 2.0, 100.0, 4.0]
-    times = [1.1, 12.0, 2.6, 140.0, 6.0]  # ratios 1.1, 1.2, 1.3, 1.4, 1.5
-    ratio = measure.paired_ratio(times, reference)
-    assert (ratio.q1, ratio.median, ratio.q3) == pytest.approx((1.2, 1.3, 1.4))
-    assert measure.paired_ratio([3.0], [2.0]) == measure.Spread(1.5, 1.5, 1.5)
-
-
-def test_a_round_samples_every_contestant_once_in_changing_order() -> None:
-    calls: list[str] = []
-    rounds = 20
-
-    def sample(name: str) -> float:
-        calls.append(name)
-        return float(len(calls))
-
-    names = "abc"
-    seconds = measure.race({name: lambda name=name: sample(name) for name in names}, rounds, warmup=2)  # type: ignore[misc]
-    orders = ["".join(calls[i : i + 3]) for i in range(0, len(calls), 3)]
-    assert len(orders) == rounds + 2
-    assert all(sorted(order) == list(names) for order in orders)
-    assert len(set(orders)) > 3
-    # The samples of the warm-up are gone, the others are in the order of the rounds.
-    assert sorted(itertools.chain(*seconds.values())) == list(range(7, 3 * rounds + 7))
-    assert all(times == sorted(times) for times in seconds.values())
-
-
-def test_peak_memory_is_right_to_the_byte() -> None:
-    x = torch.randn(1000)
-
-    def freed_in_order() -> Tensor:
-        y = x + x  # 4000 bytes
-        z = y * x  # 8000
-        del y  # 4000
-        return torch.cat([z, z])  # 12000
-
-    assert measure.peak_memory(freed_in_order, CPU) == 12000
-    assert measure.peak_memory(lambda: x.add_(x), CPU) == 0
-
-
-def test_peak_memory_counts_what_an_operator_allocates_inside() -> None:
-    @torch.library.custom_op("femixer_test::hungry", mutates_args=())
-    def hungry(x: Tensor) -> Tensor:
-        return torch.cat([x, x, x])[: len(x)].clone()  # 12000 bytes inside, 4000 of them leave
-
-    assert measure.peak_memory(lambda: hungry(torch.zeros(1000)), CPU) == 4000 + 12000 + 4000
-
-
-def test_releases_of_older_memory_do_not_lower_the_peak() -> None:
-    assert measure.highest_sum([(1, 5), (9, -100), (2, 7), (1, -5), (1, 3), (2, -7)]) == 12
-
-
-def test_held_bytes_counts_what_is_filled() -> None:
-    with torch.no_grad():
-        growing = Growing.of(torch.zeros(2, 3, 5, 7)).append(torch.zeros(2, 3, 1, 7))
-    assert measure.held_bytes((growing, {"a": torch.zeros(11, dtype=torch.float64)}, None, 4)) == 4 * 2 * 3 * 6 * 7 + 88
-
-
 def test_parameters_are_those_worked_out_by_hand() -> None:
     mixers = Mixer(), Mixer("softmax", "LTG"), Mixer("softmax", "CLTG")
     attention, plain, full = (Parameters.of(mixer, TINY) for mixer in mixers)
@@ -185,22 +127,6 @@ def test_parameters_are_those_worked_out_by_hand() -> None:
     assert full.conditioner == 24 * 12 + 12 + 4 * (2 * 24 + 3 * 12)
     assert full.conditioner_share == pytest.approx(full.conditioner / full.total)
     assert plain.conditioner == 0
-
-
-def test_flops_are_those_worked_out_by_hand() -> None:
-    tokens, pairs = 2 * 67, 2 * 67 * 67
-    projections, attention = 2 * tokens * 4 * 24**2, 2 * 2 * pairs * 24
-    found = contestants(replace(TINY, parts=("", "LTG", "CLTG")), 67)
-    forward = {entry.mixer.parts: measure.flops(call.forward) for entry, call in found.items()}
-    assert forward[None] == forward[""] == projections + attention
-    # [v, exp(beta v)] is as wide as attention's values, inside femixer's own operator.
-    assert forward["LTG"] == projections + attention
-    # The conditioner projects to three times four channels; their product with the narrow matrix of the modulation is
-    # made by a compiled kernel, which is not seen.
-    assert forward["CLTG"] == forward["LTG"] + 2 * tokens * 24 * 3 * 4
-    rival = found[Entry(Mixer(), "eager")]
-    # The backward pass has two products for each of the forward; attention computes its scores once more.
-    assert measure.flops(rival.train_and_clear) == 3 * projections + attention * 7 // 2
 
 
 def test_the_command_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,65 +170,6 @@ def test_an_encoder_is_measured_without_decoding(tmp_path: Path) -> None:
     assert [cost.name for cost in report.layers] == ["attention", "FEM softmax LTG"]
 
 
-def seconds_of(pid: int) -> float:
-    """Processor time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def test_a_busy_machine_has_processes_that_compute_until_the_end() -> None:
-    with busy(2) as pids:
-        before = [seconds_of(pid) for pid in pids]
-        deadline = time.monotonic() + 60
-        while not all(seconds_of(pid) > start for pid, start in zip(pids, before, strict=True)):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-    assert len(pids) == 2 and not any(map(is_running, pids))
-    with busy(0) as none:
-        assert none == []
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_busy_processes_end_with_an_error(error: type[BaseException]) -> None:
-    with pytest.raises(error), busy(1) as pids:
-        raise error
-    assert not any(map(is_running, pids))
-
-
-def test_a_busy_process_that_ends_early_is_an_error() -> None:
-    def kill(pid: int) -> None:
-        os.kill(pid, signal.SIGKILL)
-        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-            time.sleep(0.01)
-
-    with pytest.raises(RuntimeError, match="1 of 1 processes beside the measurement ended early"), busy(1) as pids:
-        kill(pids[0])
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_busy_processes_end_with_the_command(number: signal.Signals) -> None:
-    code = "import time; from femixer.bench.busy import busy\nwith busy(1) as x: print(*x, flush=True); time.sleep(60)"
-    command = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    assert command.stdout is not None
-    pid = int(command.stdout.readline())
-    command.send_signal(number)
-    command.communicate(timeout=60)
-    deadline = time.monotonic() + 60
-    while is_running(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_a_layer_is_measured_beside_busy_processes(tmp_path: Path) -> None:
     report = run(replace(TINY, parts=("LTG",), busy=1, out=tmp_path))
     assert json.loads((tmp_path / "layer.json").read_text())["settings"]["busy"] == 1
@@ -313,7 +180,7 @@ def test_a_layer_is_measured_beside_busy_processes(tmp_path: Path) -> None:
 def test_peak_memory_of_a_layer_repeats_to_the_byte() -> None:
     for call in contestants(TINY, 13).values():
         call.train_and_clear()
-        assert len({measure.peak_memory(call.train_and_clear, CPU) for _ in range(2)}) == 1
+        assert len({peak_memory(call.train_and_clear, CPU) for _ in range(2)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -410,13 +277,13 @@ def test_several_priors_and_lengths_are_one_run(tmp_path: Path) -> None:
     rival = Entry(Mixer(), "eager")
     train, forward = contestants(options, 13)[rival].train_and_clear, contestants(options, 19)[rival].forward
     peaks = [cost.peak_bytes for cost in report.layers if cost.prior == "attention"]
-    assert [peaks[0], peaks[2]] == [measure.peak_memory(train, CPU), measure.peak_memory(forward, CPU)]
+    assert [peaks[0], peaks[2]] == [peak_memory(train, CPU), peak_memory(forward, CPU)]
     titles = [table.title for table in tables(report, True)]
     assert [title.split(",")[1].split()[1] for title in titles[:-1]] == ["13", "7", "19"]
     *sequences, _ = tables(report, True)
     assert [len(table.header) for table in sequences] == [9, 9, 7]
     assert all(len(row) == len(table.header) for table in tables(report, True) for row in table.rows)
-    assert all(table.note == FLOPS_NOTE for table in sequences)
+    assert all(table.notes == (FLOPS_NOTE,) for table in sequences)
     assert FLOPS_NOTE in (tmp_path / "layer.md").read_text()
 
 
@@ -435,7 +302,7 @@ def test_a_constant_state_has_bytes_but_none_per_token(tmp_path: Path) -> None:
 
 
 def test_without_linear_time_priors_there_is_nothing_to_say_about_flops(tmp_path: Path) -> None:
-    assert not any(table.note for table in tables(run(replace(TINY, parts=("LTG",), out=tmp_path)), False))
+    assert not any(table.notes for table in tables(run(replace(TINY, parts=("LTG",), out=tmp_path)), False))
 
 
 def cost(prior: str, parts: str, length: int, mode: str = "eager") -> SequenceCost:
@@ -475,32 +342,3 @@ def test_targets_are_shown_at_their_size_and_when_asked_for(tmp_path: Path) -> N
     assert not any(
         cell.endswith((" 1.05", " 1.60")) for table in (sequence, decode) for row in table.rows for cell in row
     )
-
-
-def test_a_ratio_says_whether_it_keeps_its_target() -> None:
-    assert ratio_cell(Spread(1.2, 1.1, 1.3)) == "1.200 [1.100–1.300]"
-    assert ratio_cell(Spread(1.2, 1.1, 1.3), 1.2) == "1.200 [1.100–1.300] ≤ 1.20"
-    assert ratio_cell(1.21, 1.2) == "1.210 > 1.20"
-
-
-def test_compiled_layers_do_not_run_out_of_versions() -> None:
-    from torch._dynamo import config
-
-    from femixer.bench.layer.sequence import unlimited_compilation
-
-    before = config.recompile_limit
-    with unlimited_compilation(replace(TINY, modes=("compiled",))):
-        assert config.recompile_limit > 100
-    assert config.recompile_limit == before
-
-
-def test_markdown_has_a_row_per_line() -> None:
-    table = Table("title", ("layer", "ms"), [("attention", "1.2"), ("FEM", "1.3")])
-    assert table.markdown().splitlines() == [
-        "title",
-        "",
-        "| layer | ms |",
-        "| --- | ---: |",
-        "| attention | 1.2 |",
-        "| FEM | 1.3 |",
-    ]

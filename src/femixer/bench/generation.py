@@ -1,4 +1,4 @@
-"""How fast generate() goes on after a context, and how large the cache is."""
+"""How fast generate() of a language model goes on after a context, and how large its cache is."""
 
 from __future__ import annotations
 
@@ -12,19 +12,8 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from femixer.bench.lm.models import LLAMA, Contestant, Model, decoding
-from femixer.bench.lm.options import Options
-from femixer.bench.lm.report import DecodeCost, Speed
-from femixer.bench.measure import held_bytes, race
-from femixer.bench.progress import progress
+from femixer.bench.memory import held_bytes
 from femixer.models import FEMCache
-
-
-class Entry(NamedTuple):
-    """A model after a context: the name of a contestant."""
-
-    contestant: Contestant
-    context: int
 
 
 class Clock(BaseStreamer):
@@ -51,7 +40,7 @@ class Generator(NamedTuple):
     cache_bytes: of one sequence, after the context; grows: whether the last token of the context made it larger.
     """
 
-    model: Model
+    model: Any
     cache: Any
     tokens: Tensor
     steps: int
@@ -60,20 +49,19 @@ class Generator(NamedTuple):
 
     @classmethod
     @torch.no_grad()  # as generate() does: what is made in inference mode could only be copied there
-    def after(cls, model: Model, context: int, options: Options) -> Generator:
-        tokens = torch.randint(options.vocabulary, (options.decode_batch, context + 1), device=options.device)
+    def after(cls, model: Any, tokens: Tensor, steps: int) -> Generator:
+        """tokens [B, context + 1]; steps: tokens of a sample."""
+        context = tokens.shape[1] - 1
         before = model(tokens[:, : context - 1], use_cache=True, logits_to_keep=1).past_key_values
         size = cache_bytes(before)
         # A cache may get room to grow with its first new token, which therefore costs more than the others.
         cache = model(tokens[:, context - 1 : context], past_key_values=before, use_cache=True).past_key_values
-        return cls(
-            model, cache, tokens, options.decode_steps, cache_bytes(cache) / len(tokens), cache_bytes(cache) > size
-        )
+        return cls(model, cache, tokens, steps, cache_bytes(cache) / len(tokens), cache_bytes(cache) > size)
 
     def time(self) -> float:
         """Seconds for a token of every sequence."""
         clock, cache = Clock(), copy.deepcopy(self.cache)
-        self.model.generate(  # type: ignore[misc]
+        self.model.generate(
             self.tokens,
             attention_mask=torch.ones_like(self.tokens),
             past_key_values=cache,
@@ -89,31 +77,3 @@ def cache_bytes(cache: Any) -> int:
     if isinstance(cache, FEMCache):
         return held_bytes(cache.states)
     return held_bytes([(layer.keys, layer.values) for layer in cache.layers])
-
-
-def measure_decode(options: Options) -> list[DecodeCost]:
-    field = {}
-    contestants = decoding(options)
-    with progress("contexts", len(contestants) * len(options.contexts)) as advance:
-        for contestant in contestants:
-            model = contestant.build(options).eval()
-            for context in options.contexts:
-                field[Entry(contestant, context)] = Generator.after(model, context, options)
-                advance()
-    with progress("decode", options.warmup + options.rounds) as advance:
-        samples = {entry: generator.time for entry, generator in field.items()}
-        seconds = race(samples, options.rounds, options.warmup, advance)
-    return [
-        DecodeCost(
-            entry.contestant.name(options.parts),
-            entry.contestant.prior,
-            entry.contestant.cache,
-            entry.context,
-            Speed.of(options.decode_batch, seconds[entry], seconds[rival]),
-            generator.cache_bytes,
-            generator.cache_bytes / field[rival].cache_bytes,
-            generator.cache_bytes / entry.context if generator.grows else None,
-        )
-        for entry, generator in field.items()
-        for rival in [Entry(Contestant(LLAMA), entry.context)]
-    ]

@@ -1,1 +1,0 @@
-"""`femixer bench forecast`: forecasters with FEM against the same forecaster with plain attention."""

@@ -1,1 +1,0 @@
-"""`femixer bench layer`: one FEM layer against one softmax attention layer with as many parameters."""

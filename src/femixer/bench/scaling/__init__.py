@@ -1,1 +1,0 @@
-"""`femixer bench scaling`: how time per token, memory and decoding change with the length."""

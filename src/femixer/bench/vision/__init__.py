@@ -1,1 +1,0 @@
-"""`femixer bench vision`: vision models with FEM against the same model with plain attention."""
