@@ -44,8 +44,21 @@ class Run(ABC):
         return parse(cls, args, command, cls())
 
 
+@dataclass(frozen=True)
+class TableFiles:
+    """Put results of `run` into tables, the paper's figures beside ours where there are any.
+
+    Writes table.md, which it prints, table.tex and table.csv.
+    """
+
+    results: tuple[Path, ...]
+    """Stores of `run`, or files of `export`."""
+    out: Path | None = None
+    """Folder of the files. [default: results/NAME-table, with the name of the task]"""
+
+
 class Tabulate(ABC):
-    """The options of `femixer NAME table`: a dataclass; its docstring is the help."""
+    """The options of `femixer NAME table`, where they are more than files: a dataclass; its docstring is the help."""
 
     results: tuple[Path, ...]
     out: Path
@@ -114,7 +127,8 @@ class Task:
     """In stores and exported files. A change of the data, the models or the record makes it another."""
     run: type[Run] | str
     """Or `module:class`, which is imported only when its command is called."""
-    table: type[Tabulate] | str
+    table: type[Tabulate] | str | None = None
+    """None: what `run` shows."""
     run_help: str = "models x seeds, as jobs of a results store"
     table_help: str = "results in the layout of the paper's table"
     others: Commands = field(default_factory=dict)
@@ -160,18 +174,19 @@ class Task:
         return 1 if ran.failed else 0
 
     def _table(self, args: Sequence[str]) -> int:
-        command = parse(named(self.table), args, f"{self.name} table")
+        command = parse(named(self.table or TableFiles), args, f"{self.name} table")
         records = self.load(*command.results)
         stores = f"stores where `femixer {self.name} run` has finished some"
         check(len(records) > 0, "results", "without a finished job", stores)
-        tables = command.tables(records)
-        write(command.out, tables)
-        figures = command.figures(records)
+        tables = (named(self.run)() if self.table is None else command).tables(records)
+        out = command.out or Path("results") / f"{self.name}-table"
+        write(out, tables)
+        figures = {} if self.table is None else command.figures(records)
         for name, drawing in figures.items():
-            save(drawing, command.out / name)
+            save(drawing, out / name)
         print(as_markdown(*tables))
         drawn = f", with {', '.join(figures)}" if figures else ""
-        print(f"The table is in {command.out}/ as Markdown, LaTeX and CSV{drawn}")
+        print(f"The table is in {out}/ as Markdown, LaTeX and CSV{drawn}")
         return 0
 
     def _export(self, args: Sequence[str]) -> int:

@@ -9,7 +9,6 @@ TASK = Task(
     "vision",
     format="vision 1",
     run="femixer.tasks.vision.task:VisionRun",
-    table="femixer.tasks.vision.table:VisionTabulate",
     table_help="results of run, beside the paper's",
     others={
         "train": ("femixer.tasks.vision.task:train", "a classifier from pictures, or from digits that need none"),

@@ -9,10 +9,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from femixer.reporting import Cell, Column, Group, Row, Score, Table, marked_columns
-from femixer.tasks.runner import Tabulate
 from femixer.training.jobs.store import as_text, distinct, same
 from femixer.training.results import Record
 
@@ -168,20 +166,3 @@ def spread(table: Table) -> list[str]:
     counts = [int(str(row[2]).replace(",", "")) for row in table.rows]
     share = max(counts) / min(counts) - 1
     return [f"Parameters of {table.header[0]} differ by {share:.1%} at most."] if len(counts) > 1 else []
-
-
-@dataclass(frozen=True)
-class VisionTabulate(Tabulate):
-    """Put results of `femixer vision run` into a table.
-
-    Writes table.md, which it prints, table.tex and table.csv: test accuracy, loss and parameters of every model, beside
-    the paper's figures where the pictures are ImageNet's.
-    """
-
-    results: tuple[Path, ...]
-    """Stores of `femixer vision run`, or files of `femixer vision export`."""
-    out: Path = Path("results/vision-table")
-    """Folder of the files."""
-
-    def tables(self, records: Sequence[Record]) -> list[Table]:
-        return tabulate(records)
