@@ -74,16 +74,23 @@ class RunOptions:
 class Results:
     """The results folder of one run, opened for writing."""
 
-    def __init__(self, task: str, experiment: Any, run: RunOptions, others: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        task: str,
+        experiment: Any,
+        run: RunOptions,
+        others: Sequence[str] = (),
+        about: Mapping[str, str] | None = None,
+    ) -> None:
         """Create the folder, or check that what it holds may be resumed or overwritten.
 
         `experiment` is the dataclass of everything that decides the numbers: a resumed run must agree in all of it.
-        others: files that this task writes besides those above.
+        others: files that this task writes besides those above. about: what config.json says besides, in words.
         """
         self.folder, self.run = run.out, run
-        distributed.on_main(lambda: self._open(task, experiment, others))
+        distributed.on_main(lambda: self._open(task, experiment, others, about or {}))
 
-    def _open(self, task: str, experiment: Any, others: Sequence[str]) -> None:
+    def _open(self, task: str, experiment: Any, others: Sequence[str], about: Mapping[str, str]) -> None:
         run = self.run
         config = {"task": task, "experiment": json.loads(json.dumps(asdict(experiment), default=str))}
         held = self._held()
@@ -103,7 +110,9 @@ class Results:
         # In this order whatever is left after a crash is a run that can be resumed or overwritten.
         for name in (TABLE, MODEL, CHECKPOINTS, METRICS, SAMPLES, TENSORBOARD, FIGURE, *others):
             atomic.remove(self.folder / name)
-        atomic.write(self.folder / CONFIG, json.dumps({**config, "environment": environment()}, indent=2) + "\n")
+        atomic.write(
+            self.folder / CONFIG, json.dumps({**config, **about, "environment": environment()}, indent=2) + "\n"
+        )
 
     @property
     def finished(self) -> bool:
