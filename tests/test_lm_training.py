@@ -406,6 +406,17 @@ def test_a_comparison_says_what_is_allowed(tmp_path, options, told, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_tokens_that_are_not_there_are_never_another_text(tmp_path, capsys):
+    unfinished = tmp_path / "unfinished"
+    unfinished.mkdir()
+    for folder in (tmp_path / "TYPO", unfinished):
+        for command in (["train", "--out", str(tmp_path / "run")], ["compare", "--out", str(tmp_path / "runs")]):
+            assert main(["lm", *command, "--shards", str(folder), "--steps", "1"]) == 2
+            told = capsys.readouterr().err.splitlines()
+            assert len(told) == 1 and f"shards={str(folder)!r} cannot be read: it is no folder of tokens" in told[0]
+    assert not (tmp_path / "TYPO").exists() and not (tmp_path / "run").exists()
+
+
 def test_a_run_is_resumed_as_it_was_only(tmp_path, capsys):
     out, text = tmp_path / "run", tmp_path / "own.txt"
     text.write_text(words(0, 80))

@@ -8,6 +8,7 @@ checkpoints/    the newest states of training
 figure.png      the curves
 model/          the trained model, where the run makes one for others to load
 table.md        the result; it is written last, so a run is finished exactly when it is there
+lock            while a process works in the folder, and lock.json: which
 
 Several processes share one folder, in which the main one writes.
 """
@@ -27,7 +28,7 @@ import torch
 
 from femixer.optional import MissingExtra, require
 from femixer.options import check
-from femixer.training import atomic, distributed
+from femixer.training import atomic, distributed, locks
 
 CONFIG, METRICS, CHECKPOINTS, FIGURE, TABLE = "config.json", "metrics.jsonl", "checkpoints", "figure.png", "table.md"
 SAMPLES, TENSORBOARD, MODEL = "samples.jsonl", "tensorboard", "model"
@@ -73,21 +74,30 @@ class RunOptions:
 class Results:
     """The results folder of one run, opened for writing."""
 
-    def __init__(self, task: str, experiment: Any, run: RunOptions, others: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        task: str,
+        experiment: Any,
+        run: RunOptions,
+        others: Sequence[str] = (),
+        about: Mapping[str, str] | None = None,
+    ) -> None:
         """Create the folder, or check that what it holds may be resumed or overwritten.
 
         `experiment` is the dataclass of everything that decides the numbers: a resumed run must agree in all of it.
-        others: files that this task writes besides those above.
+        others: files that this task writes besides those above. about: what config.json says besides, in words.
         """
         self.folder, self.run = run.out, run
-        distributed.on_main(lambda: self._open(task, experiment, others))
+        distributed.on_main(lambda: self._open(task, experiment, others, about or {}))
 
-    def _open(self, task: str, experiment: Any, others: Sequence[str]) -> None:
+    def _open(self, task: str, experiment: Any, others: Sequence[str], about: Mapping[str, str]) -> None:
         run = self.run
         config = {"task": task, "experiment": json.loads(json.dumps(asdict(experiment), default=str))}
         held = self._held()
         if held is not None and run.resume:
             _check_same(held, config, self.folder)
+            if not self.finished:
+                locks.hold(self.folder)
             return
         if held is not None and not run.overwrite:
             if self.finished:
@@ -95,11 +105,14 @@ class Results:
             else:
                 state = "an unfinished run (--resume continues it)"
             raise ValueError(f"out={str(run.out)!r} holds {state}; --overwrite starts anew, or choose another --out")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        locks.hold(self.folder)
         # In this order whatever is left after a crash is a run that can be resumed or overwritten.
         for name in (TABLE, MODEL, CHECKPOINTS, METRICS, SAMPLES, TENSORBOARD, FIGURE, *others):
             atomic.remove(self.folder / name)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        atomic.write(self.folder / CONFIG, json.dumps({**config, "environment": environment()}, indent=2) + "\n")
+        atomic.write(
+            self.folder / CONFIG, json.dumps({**config, **about, "environment": environment()}, indent=2) + "\n"
+        )
 
     @property
     def finished(self) -> bool:
@@ -144,6 +157,7 @@ class Results:
         if not distributed.is_main():
             return
         atomic.write(self.folder / TABLE, table)
+        locks.release(self.folder)
 
     def _held(self) -> Mapping[str, Any] | None:
         """The config of the run in the folder, None if it holds nothing; anything else in it is an error."""
@@ -158,7 +172,8 @@ class Results:
                 held = None
             if isinstance(held, dict) and "task" in held and isinstance(held.get("experiment"), dict):
                 return held
-        strangers = sorted(entry.name for entry in self.folder.iterdir() if entry.suffix != atomic.PARTIAL)
+        own = (locks.LOCK, locks.HOLDER)
+        strangers = sorted(e.name for e in self.folder.iterdir() if e.suffix != atomic.PARTIAL and e.name not in own)
         holds = ", ".join(strangers[:3])
         check(not strangers, "out", str(self.folder), f"a new or empty folder (this one holds {holds})")
         return None

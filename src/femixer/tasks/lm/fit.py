@@ -212,13 +212,13 @@ def trained(experiment: Experiment, data: DataOptions, engine: EngineOptions, op
     engine.validate()
     options.apply()
     sequences = experiment.sequences(distributed.world(), engine.accumulate)
-    shards = data.prepare()
+    shards = data.tokens()
     batches = Batches(shards, experiment.length, sequences, experiment.seed)
     windows = None if experiment.validation_tokens is None else -(-experiment.validation_tokens // experiment.length)
     # Whoever needs a batch in pieces has no memory for all of it at an evaluation either.
     validation = Validation(shards, experiment.length, sequences // engine.accumulate, windows)
     decided = Decided(**vars(experiment), text=shards.fingerprint, vocabulary=shards.vocabulary)
-    results = Results("lm", decided, options)
+    results = Results("lm", decided, options, about={"text": data.described()})
     if results.finished:
         return results
     tokens = {"vocab_size": shards.vocabulary, "bos_token_id": shards.start_token, "eos_token_id": shards.end_token}
@@ -246,7 +246,7 @@ def trained(experiment: Experiment, data: DataOptions, engine: EngineOptions, op
     )
     train(fit, course, results)
     weights = full_weights(model)
-    distributed.on_main(lambda: finish(results, model, weights, shards, experiment))
+    distributed.on_main(lambda: finish(results, model, weights, shards, experiment, data.described()))
     return results
 
 
@@ -273,7 +273,12 @@ def samples(model: Any, shards: Shards, experiment: Experiment) -> Iterator[Reco
 
 
 def finish(
-    results: Results, model: FEMForCausalLM, weights: dict[str, Tensor], shards: Shards, experiment: Experiment
+    results: Results,
+    model: FEMForCausalLM,
+    weights: dict[str, Tensor],
+    shards: Shards,
+    experiment: Experiment,
+    text: str,
 ) -> None:
     """Save the model, and write figure and table: what makes the run finished comes last."""
     model.generation_config.pad_token_id = shards.end_token  # for prompts of several lengths
@@ -282,10 +287,10 @@ def finish(
         load_tokenizer(shards.tokenizer_folder).save_pretrained(partial)
     metrics = results.metrics()
     results.write_figure(draw({"this model": [metrics]}, experiment.batch_tokens))
-    results.finish(as_markdown(summary(experiment, model, metrics)))
+    results.finish(as_markdown(summary(experiment, model, metrics, text)))
 
 
-def summary(experiment: Experiment, model: FEMForCausalLM, metrics: Sequence[Record]) -> Table:
+def summary(experiment: Experiment, model: FEMForCausalLM, metrics: Sequence[Record], text: str) -> Table:
     options, end = experiment.model, last(metrics)
     mixer = ", ".join(options.mixer) + (
         f" ({' '.join(options.prior)}, parts {options.parts or 'none'})" if "fem" in options.mixer else ""
@@ -293,7 +298,7 @@ def summary(experiment: Experiment, model: FEMForCausalLM, metrics: Sequence[Rec
     row = [f"{model.num_parameters():,}", f"{end['loss']:.4f}", f"{end['perplexity']:.3f}"]
     row += [f"{end['bits_per_byte']:.4f}", f"{rate(metrics):,.0f}"]
     titles = ("parameters", "validation loss", "perplexity", "bits per byte", "tokens/s")
-    title = f"Language model {options.preset}, {mixer}: {experiment.duration}, seed {experiment.seed}."
+    title = f"Language model {options.preset}, {mixer}: {experiment.duration}, seed {experiment.seed}. Text: {text}."
     return Table.of([Column(name, align="right") for name in titles], [row], title)
 
 

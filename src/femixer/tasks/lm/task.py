@@ -154,8 +154,9 @@ def compared(
     comparison.validate()
     options.apply()
     check(jobs == 1 or distributed.world() == 1, "jobs", jobs, "1 under torchrun, whose processes share each run")
-    shards = data.prepare()
-    results = Results("lm compare", DecidedComparison(**vars(comparison), text=shards.fingerprint), options)
+    shards = data.tokens()
+    decided = DecidedComparison(**vars(comparison), text=shards.fingerprint)
+    results = Results("lm compare", decided, options, about={"text": data.described()})
     if results.finished:
         return results
     if not options.resume:

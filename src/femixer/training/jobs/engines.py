@@ -21,7 +21,7 @@ import torch
 
 from femixer.optional import require
 from femixer.options import check
-from femixer.training import atomic
+from femixer.training import atomic, locks
 from femixer.training.jobs.store import RUNNING, put, record_path
 from femixer.training.processes import Interrupted, carried_out, cores
 from femixer.training.results import Record, RunOptions
@@ -97,6 +97,7 @@ def attempt(assignment: Assignment) -> Outcome:
                 record = job.carry_out(options)
             if assignment.store.is_dir():  # before another process can get the lock
                 put(finished, json.dumps(record) + "\n")
+            locks.release(folder)
             for path in (folder, log):
                 atomic.remove(path)
         return Outcome(job, record)

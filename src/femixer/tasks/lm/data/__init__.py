@@ -10,7 +10,9 @@ from femixer.tasks.lm.data.building import prepare
 from femixer.tasks.lm.data.corpus import SPLITS, STANDARD_LIBRARY, Corpus, open_corpus
 from femixer.tasks.lm.data.shards import Shards, incomplete, open_shards, read_index
 from femixer.tasks.lm.data.tokenizer import BYTES, identity, load_tokenizer, train_bpe, vocabulary_size
-from femixer.training import atomic
+from femixer.training import atomic, distributed
+
+DEFAULT_TEXT = "python, the standard library's sources on this machine (no --data was given)"
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,26 @@ class DataOptions(CorpusOptions):
     workers: int | None = None
     """Processes that tokenize, by default as many as there are cores and work for them."""
 
+    def tokens(self) -> Shards:
+        """The tokens to read, made first if a text is named for them or nothing is named at all."""
+        if self.shards is not None and not self.data:
+            index = read_index(self.shards)
+            why = "is no folder of tokens" if index is None else incomplete(self.shards, index)
+            if why is not None:
+                raise ValueError(
+                    f"shards={str(self.shards)!r} cannot be read: it {why.removeprefix('it ')}; choose a folder that "
+                    "`femixer lm data` has finished, or give --data too, to say of what text to make it"
+                )
+        if not self.data and self.shards is None and distributed.is_main():
+            print(f"text: {DEFAULT_TEXT}", file=sys.stderr, flush=True)
+        return self.prepare()
+
+    def described(self) -> str:
+        """Which text, in words."""
+        if self.data:
+            return ", ".join(self.data)
+        return DEFAULT_TEXT if self.shards is None else f"the tokens in {self.shards}"
+
     def prepare(self, overwrite: bool = False) -> Shards:
         """Open the tokens, after making what is missing."""
         if self.shards is not None and not self.data and not overwrite:
@@ -77,6 +99,8 @@ class Prepare:
 
 def prepare_data(args: Sequence[str]) -> int:
     command = parse(Prepare, args, "lm data")
+    if not command.data.data:
+        print(f"text: {command.data.described()}", file=sys.stderr, flush=True)
     check(not command.overwrite or command.data.shards is not None, "overwrite", True, "--shards too, to say what")
     try:
         shards = command.data.prepare(command.overwrite)

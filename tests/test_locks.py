@@ -1,0 +1,61 @@
+"""One process at a time works in a results folder."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_run import Tiny, tiny_run
+
+from femixer.training import Results, RunOptions, locks
+
+WORKER = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from tiny_run import Tiny
+from femixer.training import Results, RunOptions
+results = Results("tiny", Tiny(), RunOptions(Path(sys.argv[1])))
+print("there", flush=True)
+time.sleep(600)
+"""
+
+
+def worker(folder: Path) -> subprocess.Popen[str]:
+    """A process that has begun a run in the folder."""
+    code = WORKER.format(tests=str(Path(__file__).parent))
+    process = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "there\n"
+    return process
+
+
+def test_a_folder_in_use_is_refused_with_who_holds_it_and_taken_over_when_that_dies(tmp_path):
+    folder = tmp_path / "run"
+    other = worker(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for options in ({"resume": True}, {"overwrite": True}):
+        with pytest.raises(ValueError, match=rf"is in use by process {other.pid} on .* \(since .*\); wait for it"):
+            tiny_run(folder, **options)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    other.send_signal(signal.SIGKILL)
+    other.wait()
+    other.stdout.close()
+    records, _ = tiny_run(folder, resume=True)
+    assert records == tiny_run(tmp_path / "alone")[0]
+
+
+def test_a_finished_run_leaves_no_lock(tmp_path):
+    results = Results("tiny", Tiny(), RunOptions(tmp_path / "run"))
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.json", "lock", "lock.json"}
+    results.finish("| a |\n")
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.json", "table.md"}
+
+
+def test_the_same_process_may_go_on_in_its_folder(tmp_path):
+    locks.hold(tmp_path)
+    locks.hold(tmp_path)
+    locks.release(tmp_path)
+    assert not [*tmp_path.iterdir()]
+    locks.release(tmp_path)
