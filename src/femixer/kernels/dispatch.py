@@ -8,12 +8,14 @@ then a backend that cannot serve is an error.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 FILES = {"plain": "plain", "numba": "numba_cpu", "triton": "triton_gpu"}
 # Backends that are tried on a device, the fastest first; plain torch runs on every other one.
 DEVICES = {"cpu": ("numba", "plain"), "cuda": ("triton", "plain")}
+# Devices on which a backend runs when it is asked for by name, to look at it: without data, or in Triton's interpreter.
+BY_NAME = {"triton": ("meta", "cpu")}
 CHOICES = ("auto", *FILES)
 VARIABLE = "FEMIXER_BACKEND"
 
@@ -117,8 +121,41 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+# Kernels are written for this version of Triton and later ones, and for GPUs of this generation (A100) and later.
+OLDEST_TRITON = (3, 2)
+OLDEST_CAPABILITY = (8, 0)
+
+
+@functools.cache
 def _no_triton() -> str | None:
-    return "no operator has Triton kernels yet"
+    try:
+        found = tuple(int(part) for part in version("triton").split(".")[:2])
+    except PackageNotFoundError:
+        return "triton is not installed: pip install 'femixer[gpu]'"
+    if found < OLDEST_TRITON:
+        return f"triton {version('triton')} is too old, it must be {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]} or later"
+    return None
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs kernels on CPU tensors, statement by statement."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _no_triton_on(device: str) -> str | None:
+    if device == "cpu" and not is_interpreted():
+        return "it runs on GPUs, and on a CPU only interpreted (TRITON_INTERPRET=1)"
+    return _too_old_a_gpu() if device == "cuda" else None
+
+
+@functools.cache
+def _too_old_a_gpu() -> str | None:
+    if torch.version.hip is not None:
+        return None
+    found = torch.cuda.get_device_capability()
+    if found < OLDEST_CAPABILITY:
+        return f"the GPU's compute capability is {found[0]}.{found[1]}, kernels need {OLDEST_CAPABILITY[0]}.0 or later"
+    return None
 
 
 _UNAVAILABLE: dict[str, Callable[[], str | None]] = {"numba": _no_numba, "triton": _no_triton}
@@ -129,11 +166,16 @@ def unavailable(name: str) -> str | None:
     return _UNAVAILABLE[name]() if name in _UNAVAILABLE else None
 
 
-def refusal(operator: Operator, name: str, arguments: tuple[Any, ...]) -> str | None:
-    """Why a backend cannot run an operator on these arguments, or None if it can."""
+def refusal(operator: Operator, name: str, arguments: tuple[Any, ...], device: str | None = None) -> str | None:
+    """Why a backend cannot run an operator on these arguments, or None if it can; device: the type of theirs, if it is
+    known."""
     tried = name == "plain" or (name == "numba" and _numba == "")  # asked for at every call
     if not tried and (why := unavailable(name)) is not None:
         return why
+    if name == "triton":
+        why = _no_triton_on(device_of(arguments).type if device is None else device)
+        if why is not None:
+            return why
     implementation = operator.implementation(name)
     if implementation is None:
         return f"{operator.name} has no {FILES[name]}.py: {operator.left_to_torch}"
@@ -158,14 +200,14 @@ def choose(
     device = device_of(arguments).type if device is None else device
     if name == "auto":
         for each in DEVICES.get(device, ("plain",)):
-            if refusal(operator, each, arguments) is None:
+            if refusal(operator, each, arguments, device) is None:
                 return operator.implementations[each]
         raise BackendError(f"{operator.name}: no backend serves tensors on {device}")
     check(name, VARIABLE if _asked.name is None else "backend")
     if operator.implementation(name) is None:
         name = "plain"  # an operator that is left to torch
-    why = None if name in DEVICES.get(device, ("plain",)) else f"it does not run on {device}"
-    why = refusal(operator, name, arguments) if why is None else why
+    served = (*DEVICES.get(device, ("plain",)), *(each for each in BY_NAME if device in BY_NAME[each]))
+    why = refusal(operator, name, arguments, device) if name in served else f"it does not run on {device}"
     if why is not None and (operator.composed or _is_nothing(arguments)):
         return operator.implementations["plain"]  # whose parts run on the backend asked for, or there is nothing to run
     if why is not None:

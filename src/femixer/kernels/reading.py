@@ -17,6 +17,11 @@ LOWEST = -1e300
 TINY = 1e-140
 
 
+def state_dtype(device: torch.device) -> torch.dtype:
+    """Of what a stream carries on. GPUs have little or no float64, and sums relative to a running shift need none."""
+    return torch.float64 if device.type == "cpu" else torch.float32
+
+
 class Reading(NamedTuple):
     """One direction's read [B, T, ...]; the log of its total weight, -inf where nothing is seen (anything at padding),
     of the same shape or without the channels; and the scan's state after the last token."""
