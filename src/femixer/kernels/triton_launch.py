@@ -103,7 +103,8 @@ def launch(
     if device.type == "meta":
         return
     with _device_guard(device):
-        kernel[grid](*operands, **options)
+        # Named, because Triton's default for it is about to change.
+        kernel[grid](*operands, enable_fp_fusion=True, **options)
 
 
 def _device_guard(device: torch.device) -> AbstractContextManager[object]:
