@@ -97,7 +97,7 @@ def launch(
     tensors = [x for x in operands if isinstance(x, Tensor)]
     records = _records.get()
     if records is not None:
-        size = sum(x.numel() * x.element_size() for x in tensors) if moved is None else moved
+        size = size_of(*tensors) if moved is None else moved
         records.append(Launch(kernel, grid, operands, options, size, flops, exponentials))
     device = tensors[0].device
     if device.type == "meta":
@@ -105,6 +105,11 @@ def launch(
     with _device_guard(device):
         # Named, because Triton's default for it is about to change.
         kernel[grid](*operands, enable_fp_fusion=True, **options)
+
+
+def size_of(*tensors: Tensor | None) -> int:
+    """Bytes of tensors, for `moved`."""
+    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
 
 
 def _device_guard(device: torch.device) -> AbstractContextManager[object]:
