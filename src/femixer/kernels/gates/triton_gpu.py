@@ -47,8 +47,8 @@ def backward(
     needed: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     *tensors, eps = arguments
-    given = _tokens(*tensors, grads[0])  # type: ignore[arg-type]
-    results = [None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]  # type: ignore[union-attr]
+    given = _tokens(*tensors, grads[0])
+    results = [None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
     _launch(_backward, given, results, eps)
     return tuple(results)
 
