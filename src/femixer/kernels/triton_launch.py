@@ -40,6 +40,11 @@ class Launch(NamedTuple):
     def name(self) -> str:
         return self.kernel.__name__
 
+    @property
+    def label(self) -> str:
+        """With the operator's folder in front: "rms_norm.forward"."""
+        return f"{self.kernel.fn.__module__.split('.')[-2]}.{self.name.lstrip('_')}"
+
 
 _records: ContextVar[list[Launch] | None] = ContextVar("launches", default=None)
 _aimed: ContextVar[str] = ContextVar("target", default=DEFAULT_TARGET)
