@@ -111,6 +111,9 @@ class Call:
 
     @property
     def precision(self) -> str:
+        """Of products of float32: three of TF32 have its digits; AMD's matrix units have float32 itself."""
+        if target_of(self.q).startswith("gfx"):
+            return "ieee"
         return "tf32" if self.q.dtype == torch.float16 else "tf32x3"
 
     def row_tiles(self, rows: int) -> int:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from femixer.kernels.softmax import triton_call, triton_exact, triton_kernels
+from femixer.kernels.softmax import triton_call, triton_exact, triton_gradients, triton_kernels
 from femixer.kernels.softmax.triton_call import Call
+from femixer.kernels.softmax.triton_gradients import Found
 from femixer.kernels.softmax.visibility import Visibility
 from femixer.kernels.triton_launch import launch
 
@@ -34,6 +35,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *rest: Any) ->
     if precise.numel():
         free.copy_(precise)
     return found
+
+
+def backward(
+    grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    q, k, v, beta, *seen, scale = arguments
+    mean, free, log_z, flags, tops, precise = results
+    call = Call(q, k, v, beta, Visibility(*seen), scale, None)
+    found = Found(mean, precise if precise.numel() else free, log_z, flags, tops)
+    gradients = triton_gradients.backward(call, grads[0], grads[1] if beta is not None else None, found, needed[4])
+    return *gradients[:5], None, None
 
 
 def empty_results(call: Call) -> tuple[Tensor, ...]:
