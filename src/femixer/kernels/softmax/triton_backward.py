@@ -37,9 +37,10 @@ def load_top(tops, block, J, width, WIDTH: tl.constexpr):
 def inner(
     BY_MEAN, BY_FREE, MEAN, FREE, LOG_Z, FLAGS, BETAS, TOPS, LAMS, GATES,
     TO_MEAN, TO_TOTAL, DELTA, LOG_Z_USED, TO_LAM, TO_GATE, PARTS,
-    T, J, P, tiles, H, repeats, offset, width, eps, lam_b, lam_t, lam_h, gate_b, gate_t, gate_h,
+    T, J, P, tiles, H, repeats, offset, eps, lam_b, lam_t, lam_h, gate_b, gate_t, gate_h,
     BETA: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_FREE: tl.constexpr, GATED: tl.constexpr, LAM: tl.constexpr,
     GATE: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
+    width: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a row's sums, TO_MEAN and TO_TOTAL [B, H, T, D] (g_F / beta itself for flagged rows), their inner
     product with the sums DELTA [B, H, T], gradients of the gates, and of beta as far as F's logarithm has it.
@@ -150,9 +151,10 @@ def join_rows(
             # At most one for all pairs that see each other.
             shrink = tl.exp2(tl.minimum(slope * (top - shared), 0.0))
             by_total = load_tile(to_total, row, T, width, width, 1, WIDTH)
-            by_total = (by_total * shrink[None, :]).to(e.dtype)
-            de = tl.dot(p.to(e.dtype), by_total, de, input_precision=PRECISION)
-            dp = tl.dot(e, tl.trans(by_total), dp, input_precision=PRECISION)
+            # Keys take the factor: in the products they lie in registers once, rows in those of every warp.
+            shrunk = (e.to(tl.float32) * shrink[None, :]).to(e.dtype)
+            dp = tl.dot(shrunk, tl.trans(by_total), dp, input_precision=PRECISION)
+            de += tl.dot(p.to(e.dtype), by_total, input_precision=PRECISION) * shrink[None, :]
         ds = p * (dp - tl.load(deltas + row, mask=here, other=0)[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv, de
@@ -178,14 +180,16 @@ def row_range(
     "v_b", "v_t", "v_h", "bias_b", "bias_h", "bias_t", "bias_s", "seg_q", "seg_k",
 ])  # fmt: skip
 def to_keys(
-    Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, TOPS, TO_MEAN, TO_TOTAL, DELTA, LOG_Z, TO_K, TO_V, PARTS,
-    T, S, J, P, first_part, tiles, H, repeats, offset, window, key_width, width, scale,
+    Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, TOPS, TO_MEAN, TO_TOTAL, DELTA, LOG_Z, TO_K, TO_V, EXPS, PARTS,
+    T, S, J, P, first_part, tiles, H, repeats, offset, window, scale,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bias_b, bias_h, bias_t, bias_s, seg_q, seg_k,
     BETA: tl.constexpr, HAS_BIAS: tl.constexpr, SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr,
     KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    key_width: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """TO_K [B, S, G, E], TO_V [B, S, G, D] of SIDE keys from all rows and heads that see them; PARTS of beta."""
+    """TO_K [B, S, G, E], TO_V [B, S, G, D] of SIDE keys from all rows and heads that see them; PARTS of beta;
+    EXPS [B, G, S, D], the exponentials relative to the top of their block."""
     program = tl.program_id(0)
     pair, side = program // tiles, program % tiles
     G = H // repeats
@@ -207,6 +211,8 @@ def to_keys(
         top = load_top(tops, side * SIDE // KEYS, J, width, WIDTH)
         e = tl.exp2(beta[None, :] * LOG2E * tl.minimum(v.to(tl.float32) - top[None, :], 0.0))
         e = e.to(TO_TOTAL.dtype.element_ty)
+        inside = (key < S)[:, None] & (channel < width)[None, :]
+        tl.store(EXPS + (pair.to(tl.int64) * S + key)[:, None] * width + channel[None, :], e, mask=inside)
     dk = tl.zeros([SIDE, KEY_WIDTH], tl.float32)
     dv = tl.zeros([SIDE, WIDTH], tl.float32)
     de = tl.zeros([SIDE, WIDTH], tl.float32)
@@ -253,11 +259,11 @@ def to_keys(
 
 @triton.jit
 def join_keys(
-    q, by_mean, by_total, top, slope, log_z, delta, keys, values, BIAS, SEG_Q, SEG_K, RANK, TO_BIAS, dq, query,
-    start, stop, T, S, offset, window, scale, k_t, v_t, bias_t, bias_s, key_width, width,
+    q, by_mean, by_total, top, slope, log_z, delta, keys, values, exps, tops, BIAS, SEG_Q, SEG_K, RANK, TO_BIAS, dq, query,
+    start, stop, T, S, J, offset, window, scale, k_t, v_t, bias_t, bias_s, key_width, width,
     MASKED: tl.constexpr, BETA: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, SEGMENTS: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
-    SIDE: tl.constexpr, PRECISION: tl.constexpr,
+    SIDE: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Keys from start to stop add to the gradient of the queries [M, E], and have one of their score's bias."""
     for first in range(start, stop, SIDE):
@@ -275,8 +281,10 @@ def join_keys(
         v = load_columns(values, key, S, v_t, width, UNIT, WIDTH)
         dp = tl.dot(by_mean, v, input_precision=PRECISION)
         if BETA:
-            e = tl.exp2(slope[:, None] * tl.minimum(v.to(tl.float32) - top[:, None], 0.0)).to(by_total.dtype)
-            dp = tl.dot(by_total, e, dp, input_precision=PRECISION)
+            e = load_columns(exps, key, S, width, width, 1, WIDTH)
+            shrink = tl.exp2(tl.minimum(slope * (load_top(tops, first // KEYS, J, width, WIDTH) - top), 0.0))
+            shrunk = (by_total.to(tl.float32) * shrink[None, :]).to(e.dtype)
+            dp = tl.dot(shrunk, e, dp, input_precision=PRECISION)
         ds = p * (dp - delta[:, None])
         if BIAS_GRAD:
             row = (query - offset).to(tl.int64)
@@ -291,12 +299,13 @@ def join_keys(
     "bias_b", "bias_h", "bias_t", "bias_s", "seg_q", "seg_k",
 ])  # fmt: skip
 def to_queries(
-    Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, TOPS, TO_MEAN, TO_TOTAL, DELTA, LOG_Z, TO_Q, TO_BIAS,
-    T, S, J, tiles, H, repeats, offset, window, key_width, width, scale,
+    Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, TOPS, TO_MEAN, TO_TOTAL, DELTA, LOG_Z, EXPS, TO_Q, TO_BIAS,
+    T, S, J, tiles, H, repeats, offset, window, scale,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bias_b, bias_h, bias_t, bias_s, seg_q, seg_k,
     BETA: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
     SIDE: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    key_width: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """TO_Q [B, T, H, E] from all keys that rows see; TO_BIAS [B, H, T, S]."""
     program = tl.program_id(0)
@@ -321,10 +330,12 @@ def to_queries(
     by_total = by_mean
     slope = tl.full([WIDTH], LOG2E, tl.float32)
     top = tl.zeros([WIDTH], tl.float32)
+    tops, exps = TOPS, EXPS
     if BETA:
         by_total = load_tile(TO_TOTAL + of_rows * width, row, T, width, width, 1, WIDTH)
         slope = tl.load(BETAS + group * width + channel, mask=channel < width, other=1).to(tl.float32) * LOG2E
-        tops = TOPS + (batch * (H // repeats) + group).to(tl.int64) * (J + 1) * width
+        of_keys = (batch * (H // repeats) + group).to(tl.int64)
+        tops, exps = TOPS + of_keys * (J + 1) * width, EXPS + of_keys * S * width
         top = load_top(tops, ((tile * TILE) // ROWS * ROWS + ROWS - 1) // KEYS, J, width, WIDTH)
     keys, values = place(K, batch, group, k_b, k_h, UNIT), place(V, batch, group, v_b, v_h, UNIT)
     dq = tl.zeros([TILE, KEY_WIDTH], tl.float32)
@@ -335,14 +346,14 @@ def to_queries(
     if not WINDOW and not SEGMENTS:
         middle = tl.minimum(tile * TILE, S) // SIDE * SIDE if CAUSAL else S // SIDE * SIDE
         dq = join_keys(
-            q, by_mean, by_total, top, slope, log_z, delta, keys, values, BIAS, SEG_Q, SEG_K, RANK, to_bias, dq, query,
-            start, middle, T, S, offset, window, scale, k_t, v_t, bias_t, bias_s, key_width, width,
-            False, BETA, HAS_BIAS, BIAS_GRAD, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, WIDTH, SIDE, PRECISION,
+            q, by_mean, by_total, top, slope, log_z, delta, keys, values, exps, tops, BIAS, SEG_Q, SEG_K, RANK, to_bias,
+            dq, query, start, middle, T, S, J, offset, window, scale, k_t, v_t, bias_t, bias_s, key_width, width,
+            False, BETA, HAS_BIAS, BIAS_GRAD, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, WIDTH, SIDE, KEYS, PRECISION,
         )  # fmt: skip
     dq = join_keys(
-        q, by_mean, by_total, top, slope, log_z, delta, keys, values, BIAS, SEG_Q, SEG_K, RANK, to_bias, dq, query,
-        middle, stop, T, S, offset, window, scale, k_t, v_t, bias_t, bias_s, key_width, width,
-        True, BETA, HAS_BIAS, BIAS_GRAD, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, WIDTH, SIDE, PRECISION,
+        q, by_mean, by_total, top, slope, log_z, delta, keys, values, exps, tops, BIAS, SEG_Q, SEG_K, RANK, to_bias,
+        dq, query, middle, stop, T, S, J, offset, window, scale, k_t, v_t, bias_t, bias_s, key_width, width,
+        True, BETA, HAS_BIAS, BIAS_GRAD, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, WIDTH, SIDE, KEYS, PRECISION,
     )  # fmt: skip
     wide = tl.arange(0, KEY_WIDTH)
     at = ((batch.to(tl.int64) * T + row) * H + head)[:, None] * key_width + wide[None, :]

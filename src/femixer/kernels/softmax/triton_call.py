@@ -48,6 +48,9 @@ def refuse(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, seen: Visibilit
         return "there are no keys"
     if (seen.causal or seen.window is not None) and q.shape[1] > k.shape[1]:
         return f"{q.shape[1]} queries are more than {k.shape[1]} keys"
+    for x in (q, k, v, *gates):
+        if x is not None and x.shape[1] * x.stride(1) >= 2**31:
+            return f"a sequence spans {x.shape[1] * x.stride(1)} numbers, fewer than {2**31} are served"
     for x in (seen.segments_q, seen.segments_k):
         if x is not None and x.dtype not in INTEGERS:
             return f"segments are integers, not {x.dtype}"
@@ -161,6 +164,8 @@ class Call:
             "KEY_WIDTH": padded(self.key_width),
             "WIDTH": padded(self.width),
             "PRECISION": self.precision,
+            "key_width": self.key_width,
+            "width": self.width,
         }
 
     @cached_property

@@ -45,7 +45,7 @@ def load_chunk(base, token, count, stride, first, width, UNIT: tl.constexpr):
     """SIDE channels from `first` of tokens, [N, SIDE]."""
     channel = first + tl.arange(0, SIDE)
     inside = ((token >= 0) & (token < count))[:, None] & (channel < width)[None, :]
-    at = (token.to(tl.int64) * stride)[:, None] * UNIT + channel[None, :]
+    at = token[:, None] * stride * UNIT + channel[None, :]
     return tl.load(base + at, mask=inside, other=0).to(tl.float32)
 
 
@@ -55,12 +55,12 @@ def load_chunk(base, token, count, stride, first, width, UNIT: tl.constexpr):
 ])  # fmt: skip
 def read_exactly(
     Q, K, V, BETAS, LAMS, GATES, BIAS, SEG_Q, SEG_K, RANK, MEAN, FREE, LOG_Z, FLAGS, OUT,
-    T, S, tiles, H, repeats, offset, window, key_width, width, scale, eps,
+    T, S, tiles, H, repeats, offset, window, scale, eps,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, lam_b, lam_t, lam_h, gate_b, gate_t, gate_h,
     bias_b, bias_h, bias_t, bias_s, seg_q, seg_k,
     GATED: tl.constexpr, LAM: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, SEGMENTS: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, key_width: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """FREE and OUT of flagged rows. First F0 by log-sum-exp over the keys of score + beta v, whose digits are those of
     its largest term; then F = F0 + log(1 + sum p (exp(beta (v - F0)) - 1)) / beta, whose sum is almost zero."""

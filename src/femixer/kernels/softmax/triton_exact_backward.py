@@ -25,6 +25,12 @@ def flagged_log_z(FLAGS, LOG_Z, row, T):
 
 
 @triton.jit
+def add(places, more, inside):
+    before = tl.load(places, mask=inside, other=0).to(tl.float32)
+    tl.store(places, before + more, mask=inside)
+
+
+@triton.jit
 def posterior(log_p, values, frees, betas, key, row, S, T, v_t, free_t, first, width, UNIT: tl.constexpr):
     """[rows, keys, SIDE] of SIDE channels from `first`."""
     channel = first + tl.arange(0, SIDE)
@@ -58,10 +64,11 @@ def score_gradient(
 ])  # fmt: skip
 def flagged_rows(
     Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, FREE, FLAGS, LOG_Z, TO_MEAN, TO_TOTAL, DELTA, TO_Q, TO_BIAS, PARTS,
-    T, S, P, tiles, H, repeats, offset, window, key_width, width, scale,
+    T, S, P, tiles, H, repeats, offset, window, scale,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bias_b, bias_h, bias_t, bias_s, seg_q, seg_k,
     HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    key_width: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """Write TO_Q and TO_BIAS of flagged rows, and their PARTS of beta; divide their TO_TOTAL by the sum of r."""
     program = tl.program_id(0)
@@ -138,10 +145,11 @@ def flagged_rows(
 ])  # fmt: skip
 def flagged_keys(
     Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, FREE, FLAGS, LOG_Z, TO_MEAN, TO_TOTAL, DELTA, TO_K, TO_V,
-    T, S, tiles, H, repeats, offset, window, key_width, width, scale,
+    T, S, tiles, H, repeats, offset, window, scale,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bias_b, bias_h, bias_t, bias_s, seg_q, seg_k,
     HAS_BIAS: tl.constexpr, SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr,
     KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    key_width: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """Add to TO_K and TO_V of BLOCK keys what flagged rows give."""
     program = tl.program_id(0)
@@ -188,10 +196,8 @@ def flagged_keys(
                         )  # fmt: skip
                         dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)
             wide = tl.arange(0, KEY_WIDTH)
-            at = ((batch.to(tl.int64) * S + key) * G + group)[:, None] * key_width + wide[None, :]
-            inside = (key < S)[:, None] & (wide < key_width)[None, :]
-            before = tl.load(TO_K + at, mask=inside, other=0).to(tl.float32)
-            tl.store(TO_K + at, before + dk * scale, mask=inside)
+            token = (batch.to(tl.int64) * S + key) * G + group
+            add(TO_K + token[:, None] * key_width + wide[None, :], dk * scale, (key < S)[:, None] & (wide < key_width)[None, :])
             for part in range(0, width, SIDE):
                 channel = part + tl.arange(0, SIDE)
                 beta = tl.load(betas + channel, mask=channel < width, other=1).to(tl.float32)
@@ -220,7 +226,4 @@ def flagged_keys(
                             by_total = load_chunk(TO_TOTAL + of_rows * width, row, T, width, part, width, 1)
                             by_value = r * (beta[None, :] * by_total)[:, None, :]
                             dv += tl.sum(tl.exp2(log_p)[:, :, None] * by_mean[:, None, :] + by_value, 0)
-                at = ((batch.to(tl.int64) * S + key) * G + group)[:, None] * width + channel[None, :]
-                inside = (key < S)[:, None] & (channel < width)[None, :]
-                before = tl.load(TO_V + at, mask=inside, other=0).to(tl.float32)
-                tl.store(TO_V + at, before + dv, mask=inside)
+                add(TO_V + token[:, None] * width + channel[None, :], dv, (key < S)[:, None] & (channel < width)[None, :])

@@ -78,7 +78,7 @@ def read(call: Call, mean: Tensor, free: Tensor, log_z: Tensor, flags: Tensor, t
     strides = [*call.strides(call.q), *call.strides(call.k), *call.strides(call.v)]
     strides += [*call.strides(call.lam), *call.strides(call.gate), *call.mask_strides]
     beta, gated = call.beta is not None, call.gates is not None
-    sizes = call.heads, call.repeats, call.offset, call.window, call.key_width, call.width, call.scale, call.eps
+    sizes = call.heads, call.repeats, call.offset, call.window, call.scale, call.eps
     moved = call.bytes(call.q, call.k, call.v, call.lam, call.gate, mean, log_z, call.seen.bias)
     moved += call.bytes(free, exps, flags) if beta else 0
     launch(
@@ -126,8 +126,8 @@ def make_streams(call: Call, tops: Tensor) -> tuple[Tensor, Tensor]:
     shrink = torch.empty_like(local)
     segments = call.masks[2]
     strides = *call.strides(v), call.mask_strides[5]
-    sizes = call.keys, blocks, chunks, call.groups, call.width
-    options = {"UNIT": call.unit, "WIDTH": call.flags["WIDTH"], "KEYS": call.tiles.keys, "BLOCKS": CHUNK}
+    sizes = call.keys, blocks, chunks, call.groups
+    options = {"UNIT": call.unit, "WIDTH": call.flags["WIDTH"], "KEYS": call.tiles.keys, "BLOCKS": CHUNK, "width": call.width}
     options["SEGMENTS"] = call.flags["SEGMENTS"]
     operands = v, segments, local, high, low, *sizes, *strides
     launch(triton_kernels.block_ranges, (pairs * chunks,), *operands, moved=call.bytes(v, local), **options)

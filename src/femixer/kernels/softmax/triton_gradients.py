@@ -53,7 +53,7 @@ def tiles_of(call: Call) -> tuple[Tiles, Tiles]:
     small = target_of(call.q).startswith("gfx")
     if call.q.dtype == torch.bfloat16 or (call.q.dtype == torch.float16 and wide <= 128):
         stages = 1 if small or wide > 128 else 2
-        return Tiles(64, 64 if wide <= 128 else 32, 8, stages), Tiles(64, 64 if wide <= 128 else 32, 8, stages)
+        return Tiles(32, 64, 4, stages), Tiles(64, 64 if wide <= 128 else 32, 4, stages)
     if wide <= 128:
         return Tiles(32, 32, 4 if wide <= 64 else 8, 1), Tiles(32, 32, 4 if wide <= 64 else 8, 1)
     return Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)
@@ -68,21 +68,23 @@ def backward(
     key_tiles = -(-call.keys // of_keys.keys)
     inner, to_lam, to_gate = _inner(call, by_mean, by_free, found, key_tiles)
     to_q, to_k, to_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (call.q, call.k, call.v))
-    to_bias = None
+    to_bias, exps = None, nothing
+    if beta is not None:
+        exps = call.v.new_empty(call.batch, call.groups, call.keys, call.width, dtype=call.stream_dtype)
     if bias_grad and call.seen.bias is not None:
         shape = call.seen.bias.shape
         to_bias = torch.zeros(shape, dtype=call.seen.bias.dtype, device=call.q.device)
     inputs = call.q, call.k, call.v, nothing if beta is None else beta, *call.masks
     sums = found.tops if beta is not None else nothing, inner.to_mean, inner.to_total, inner.delta, inner.log_z
     strides = *call.strides(call.q), *call.strides(call.k), *call.strides(call.v), *call.mask_strides
-    sizes = call.heads, call.repeats, call.offset, call.window, call.key_width, call.width, call.scale
+    sizes = call.heads, call.repeats, call.offset, call.window, call.scale
     blocks, parts, streams = call.blocks, inner.parts.shape[2], 2 if beta is not None else 1
     shared = {"BETA": beta is not None, "KEYS": call.tiles.keys, **call.flags}
     moved = call.bytes(call.q, call.k, call.v, call.seen.bias, inner.to_mean, inner.to_total, inner.delta, inner.log_z)
     launch(
         triton_backward.to_keys,
         (key_tiles * call.batch * call.groups,),
-        *(*inputs, *sums, to_k, to_v, inner.parts),
+        *(*inputs, *sums, to_k, to_v, exps, inner.parts),
         *(call.rows, call.keys, blocks, parts, call.repeats * call.row_tiles(ROWS), key_tiles, *sizes),
         *strides,
         moved=moved + call.bytes(to_k, to_v),
@@ -95,16 +97,15 @@ def backward(
         **shared,
     )
     row_tiles = call.row_tiles(of_rows.rows)
-    exponentials = call.pairs * call.width // of_rows.rows if beta is not None else 0
     launch(
         triton_backward.to_queries,
         (row_tiles * call.batch * call.heads,),
-        *(*inputs, *sums, to_q, nothing if to_bias is None else to_bias),
+        *(*inputs, *sums, exps, to_q, nothing if to_bias is None else to_bias),
         *(call.rows, call.keys, blocks, row_tiles, *sizes),
         *strides,
         moved=moved + call.bytes(to_q, to_bias),
         flops=2 * call.pairs * (2 * call.key_width + streams * call.width),
-        exponentials=call.pairs + exponentials,
+        exponentials=call.pairs,
         BIAS_GRAD=to_bias is not None,
         TILE=of_rows.rows,
         SIDE=of_rows.keys,
@@ -148,7 +149,7 @@ def _inner(
         triton_backward.inner,
         (tiles * call.batch * call.heads,),
         *operands,
-        *(call.rows, call.blocks, parts, tiles, call.heads, call.repeats, call.offset, call.width, call.eps),
+        *(call.rows, call.blocks, parts, tiles, call.heads, call.repeats, call.offset, call.eps),
         *call.strides(call.lam),
         *call.strides(call.gate),
         moved=call.bytes(*given, *results),
@@ -158,6 +159,7 @@ def _inner(
         HAS_FREE=by_free is not None,
         UNIT=call.unit,
         WIDTH=call.flags["WIDTH"],
+        width=call.width,
         TILE=ROWS,
         KEYS=call.tiles.keys,
         num_warps=4,
@@ -170,7 +172,7 @@ def _add_flagged(call: Call, found: Found, inner: Inner, results: Gradients, blo
     row_tiles, key_tiles = -(-call.rows // SIDE.value), -(-call.keys // block)
     inputs = call.q, call.k, call.v, call.beta, *call.masks, found.free, found.flags, found.log_z
     sums = inner.to_mean, inner.to_total, inner.delta
-    sizes = call.heads, call.repeats, call.offset, call.window, call.key_width, call.width, call.scale
+    sizes = call.heads, call.repeats, call.offset, call.window, call.scale
     strides = *call.strides(call.q), *call.strides(call.k), *call.strides(call.v), *call.mask_strides
     launch(
         triton_exact_backward.flagged_rows,

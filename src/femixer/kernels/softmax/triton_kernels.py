@@ -33,10 +33,11 @@ def place(base, batch, head, stride_b, stride_h, UNIT: tl.constexpr):
 
 @triton.jit
 def load_tile(base, token, count, stride, width, UNIT: tl.constexpr, WIDTH: tl.constexpr):
-    """Tokens [N] of a head -> [N, WIDTH], zero outside of count tokens and width channels."""
+    """Tokens [N] of a head -> [N, WIDTH], zero outside of count tokens and width channels. Within a sequence 32 bits are
+    enough: `triton_call.refuse`."""
     channel = tl.arange(0, WIDTH)
     inside = ((token >= 0) & (token < count))[:, None] & (channel < width)[None, :]
-    return tl.load(base + (token.to(tl.int64) * stride)[:, None] * UNIT + channel[None, :], mask=inside, other=0)
+    return tl.load(base + token[:, None] * stride * UNIT + channel[None, :], mask=inside, other=0)
 
 
 @triton.jit
@@ -44,7 +45,7 @@ def load_columns(base, token, count, stride, width, UNIT: tl.constexpr, WIDTH: t
     """The same transposed, [WIDTH, N]."""
     channel = tl.arange(0, WIDTH)
     inside = ((token >= 0) & (token < count))[None, :] & (channel < width)[:, None]
-    return tl.load(base + (token.to(tl.int64) * stride)[None, :] * UNIT + channel[:, None], mask=inside, other=0)
+    return tl.load(base + token[None, :] * stride * UNIT + channel[:, None], mask=inside, other=0)
 
 
 @triton.jit
@@ -95,8 +96,9 @@ def gated(mu, free, lam, gate, width, eps, BETA: tl.constexpr, LAM: tl.constexpr
 
 @triton.jit(do_not_specialize=["S", "J", "chunks", "G", "sb", "st", "sh", "seg_b"])
 def block_ranges(
-    V, SEG_K, LOCAL, HIGHEST, LOWEST, S, J, chunks, G, width, sb, st, sh, seg_b,
+    V, SEG_K, LOCAL, HIGHEST, LOWEST, S, J, chunks, G, sb, st, sh, seg_b,
     UNIT: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr,
+    width: tl.constexpr,
 ):  # fmt: skip
     """LOCAL [B, G, J, D]: largest value from the start of its chunk of BLOCKS blocks up to a block; HIGHEST, LOWEST
     [B, G, chunks, D]: of the chunk. -inf and inf if all is padding."""
@@ -123,9 +125,9 @@ def block_ranges(
 
 @triton.jit(do_not_specialize=["S", "J", "chunks", "G", "sb", "st", "sh", "seg_b"])
 def streams(
-    V, SEG_K, BETA, LOCAL, HIGHEST, LOWEST, EXPS, TOPS, SHRINK, S, J, chunks, G, width, sb, st, sh, seg_b,
+    V, SEG_K, BETA, LOCAL, HIGHEST, LOWEST, EXPS, TOPS, SHRINK, S, J, chunks, G, sb, st, sh, seg_b,
     UNIT: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    CAUSAL: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """EXPS [B, G, S, D]: exp(beta (v - top)), less one in narrow channels; TOPS [B, G, J + 1, D]: the top of a block,
     and last whether a channel is narrow; SHRINK [B, G, J, D]: the factor of earlier sums."""
@@ -247,12 +249,13 @@ def is_doubtful(free, top, beta, narrow, EXACT: tl.constexpr):
 ])  # fmt: skip
 def read(
     Q, K, V, BETAS, LAMS, GATES, BIAS, SEG_Q, SEG_K, RANK, EXPS, TOPS, SHRINK, MEAN, FREE, LOG_Z, FLAGS, OUT,
-    T, S, J, tiles, H, repeats, offset, window, key_width, width, scale, eps,
+    T, S, J, tiles, H, repeats, offset, window, scale, eps,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, lam_b, lam_t, lam_h, gate_b, gate_t, gate_h,
     bias_b, bias_h, bias_t, bias_s, seg_q, seg_k,
     BETA: tl.constexpr, GATED: tl.constexpr, LAM: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
     SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EXACT: tl.constexpr, UNIT: tl.constexpr,
     KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    key_width: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """MEAN, FREE, OUT [B, T, H, D], LOG_Z [B, H, T] in units of log 2 (inf where nothing is seen), FLAGS [B, H, T]."""
     program = tl.program_id(0)
