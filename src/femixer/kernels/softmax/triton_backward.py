@@ -121,13 +121,13 @@ def inner(
 
 @triton.jit
 def join_rows(
-    k, v, e, top, slope, queries, to_mean, to_total, log_zs, deltas, tops, BIAS, SEG_Q, SEG_K, RANK, dk, dv, de,
-    key, start, stop, T, S, J, offset, window, scale, q_t, bias_t, bias_s, key_width, width,
-    MASKED: tl.constexpr, BETA: tl.constexpr, HAS_BIAS: tl.constexpr, SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
-    KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    k, v, e, queries, to_mean, to_total, log_zs, deltas, BIAS, SEG_Q, SEG_K, RANK, dk, dv, de,
+    key, start, middle, stop, T, S, offset, window, scale, q_t, bias_t, bias_s, key_width, width,
+    BETA: tl.constexpr, HAS_BIAS: tl.constexpr, SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows at positions from start to stop add to the gradients of keys, values and exponentials [N, E or D]."""
+    """Rows at positions from start to stop add to the gradients of keys, values and exponentials [N, E or D]. Those
+    from middle on see all keys."""
     for first in range(start, stop, TILE):
         query = first + tl.arange(0, TILE)
         row = query - offset
@@ -136,28 +136,31 @@ def join_rows(
         x = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2E)
         if HAS_BIAS:
             x += load_bias(BIAS, query[None, :], key[:, None], offset, T, S, bias_t, bias_s)
-        log_z = tl.load(log_zs + row, mask=here, other=INF)
-        p = tl.exp2(x - log_z[None, :])
-        if MASKED:
+        if first < middle:
             seen = visible(
                 query[None, :], key[:, None], SEG_Q, SEG_K, RANK, offset, T, S, window, CAUSAL, WINDOW, SEGMENTS
             )
-            p = tl.where(seen, p, 0.0)
+            x = tl.where(seen, x, -INF)
+        p = tl.exp2(x - tl.load(log_zs + row, mask=here, other=INF)[None, :])
         by_mean = load_tile(to_mean, row, T, width, width, 1, WIDTH)
         dv = tl.dot(p.to(by_mean.dtype), by_mean, dv, input_precision=PRECISION)
         dp = tl.dot(v, tl.trans(by_mean), input_precision=PRECISION)
         if BETA:
-            shared = load_top(tops, (first // ROWS * ROWS + ROWS - 1) // KEYS, J, width, WIDTH)
-            # At most one for all pairs that see each other.
-            shrink = tl.exp2(tl.minimum(slope * (top - shared), 0.0))
             by_total = load_tile(to_total, row, T, width, width, 1, WIDTH)
-            # Keys take the factor: in the products they lie in registers once, rows in those of every warp.
-            shrunk = (e.to(tl.float32) * shrink[None, :]).to(e.dtype)
-            dp = tl.dot(shrunk, tl.trans(by_total), dp, input_precision=PRECISION)
-            de += tl.dot(p.to(e.dtype), by_total, input_precision=PRECISION) * shrink[None, :]
+            de = tl.dot(p.to(e.dtype), by_total, de, input_precision=PRECISION)
+            dp = tl.dot(e, tl.trans(by_total), dp, input_precision=PRECISION)
         ds = p * (dp - tl.load(deltas + row, mask=here, other=0)[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv, de
+
+
+@triton.jit
+def exponentials(values, betas, key, top, S, v_t, width, UNIT: tl.constexpr, WIDTH: tl.constexpr):
+    """exp(beta (v - top)) of keys, [N, D]; at most one for all that rows with this top see."""
+    channel = tl.arange(0, WIDTH)
+    slope = tl.load(betas + channel, mask=channel < width, other=1).to(tl.float32) * LOG2E
+    v = load_tile(values, key, S, v_t, width, UNIT, WIDTH).to(tl.float32)
+    return tl.exp2(slope[None, :] * tl.minimum(v - top[None, :], 0.0))
 
 
 @triton.jit
@@ -199,62 +202,63 @@ def to_keys(
     RANK += batch.to(tl.int64) * S
     channel = tl.arange(0, WIDTH)
     key = side * SIDE + tl.arange(0, SIDE)
+    values, betas = place(V, batch, group, v_b, v_h, UNIT), BETAS + group * width
     k = load_tile(place(K, batch, group, k_b, k_h, UNIT), key, S, k_t, key_width, UNIT, KEY_WIDTH)
-    v = load_tile(place(V, batch, group, v_b, v_h, UNIT), key, S, v_t, width, UNIT, WIDTH)
-    beta = tl.full([WIDTH], 1, tl.float32)
-    top = tl.zeros([WIDTH], tl.float32)
+    v = load_tile(values, key, S, v_t, width, UNIT, WIDTH)
+    inside = (key < S)[:, None] & (channel < width)[None, :]
     tops = TOPS
     e = v.to(TO_TOTAL.dtype.element_ty)
     if BETA:
-        beta = tl.load(BETAS + group * width + channel, mask=channel < width, other=1).to(tl.float32)
         tops = TOPS + pair.to(tl.int64) * (J + 1) * width
         top = load_top(tops, side * SIDE // KEYS, J, width, WIDTH)
-        e = tl.exp2(beta[None, :] * LOG2E * tl.minimum(v.to(tl.float32) - top[None, :], 0.0))
-        e = e.to(TO_TOTAL.dtype.element_ty)
-        inside = (key < S)[:, None] & (channel < width)[None, :]
+        e = exponentials(values, betas, key, top, S, v_t, width, UNIT, WIDTH).to(e.dtype)
         tl.store(EXPS + (pair.to(tl.int64) * S + key)[:, None] * width + channel[None, :], e, mask=inside)
     dk = tl.zeros([SIDE, KEY_WIDTH], tl.float32)
     dv = tl.zeros([SIDE, WIDTH], tl.float32)
-    de = tl.zeros([SIDE, WIDTH], tl.float32)
+    to_beta = tl.zeros([WIDTH], tl.float32)
     start, stop = row_range(
         side * SIDE, side * SIDE + SIDE - 1, T, S, offset, window, CAUSAL, WINDOW, SEGMENTS, TILE
     )
     middle = stop
     if not WINDOW and not SEGMENTS:
-        middle = start
-        if CAUSAL:
-            middle = tl.minimum(tl.maximum(start, (side * SIDE + SIDE - 1 + TILE - 1) // TILE * TILE), stop)
+        middle = side * SIDE + SIDE - 1 if CAUSAL else start
+    blocks = tl.cdiv(stop, ROWS) - start // ROWS
     for each in range(0, repeats):
         head = group * repeats + each
         of_rows = (batch * H + head).to(tl.int64) * T
         queries = place(Q, batch, head, q_b, q_h, UNIT)
         bias = BIAS + batch.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h
-        by_mean, by_total = TO_MEAN + of_rows * width, TO_TOTAL + of_rows * width
-        dk, dv, de = join_rows(
-            k, v, e, top, beta * LOG2E, queries, by_mean, by_total, LOG_Z + of_rows, DELTA + of_rows, tops, bias, SEG_Q,
-            SEG_K, RANK, dk, dv, de, key, start, middle, T, S, J, offset, window, scale, q_t, bias_t, bias_s, key_width,
-            width, True, BETA, HAS_BIAS, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, WIDTH, TILE, KEYS, PRECISION,
-        )  # fmt: skip
-        if not WINDOW and not SEGMENTS:
+        de = tl.zeros([SIDE, WIDTH], tl.float32)
+        last_top = tl.zeros([WIDTH], tl.float32)
+        # From the last rows, whose top is the highest, to the first: `de` is relative to the top of its rows.
+        for block in range(0, blocks):
+            first = (start // ROWS + blocks - 1 - block) * ROWS
+            if BETA:
+                top = load_top(tops, (first + ROWS - 1) // KEYS, J, width, WIDTH)
+                slope = tl.load(betas + channel, mask=channel < width, other=1).to(tl.float32) * LOG2E
+                de = de * tl.exp2(tl.where(block > 0, slope * (top - last_top), 0.0))[None, :]
+                e = exponentials(values, betas, key, top, S, v_t, width, UNIT, WIDTH).to(e.dtype)
+                last_top = top
             dk, dv, de = join_rows(
-                k, v, e, top, beta * LOG2E, queries, by_mean, by_total, LOG_Z + of_rows, DELTA + of_rows, tops, bias,
-                SEG_Q, SEG_K, RANK, dk, dv, de, key, middle, stop, T, S, J, offset, window, scale, q_t, bias_t, bias_s,
-                key_width, width, False, BETA, HAS_BIAS, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, WIDTH, TILE, KEYS,
-                PRECISION,
+                k, v, e, queries, TO_MEAN + of_rows * width, TO_TOTAL + of_rows * width, LOG_Z + of_rows,
+                DELTA + of_rows, bias, SEG_Q, SEG_K, RANK, dk, dv, de, key, tl.maximum(start, first), middle,
+                tl.minimum(stop, first + ROWS), T, S, offset, window, scale, q_t, bias_t, bias_s, key_width, width,
+                BETA, HAS_BIAS, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, WIDTH, TILE, PRECISION,
             )  # fmt: skip
-    here = (key < S)[:, None]
-    inside = here & (channel < width)[None, :]
+        if BETA:
+            beta = tl.load(betas + channel, mask=channel < width, other=1).to(tl.float32)
+            weighted = tl.where(inside, de * e.to(tl.float32), 0.0)
+            dv += beta[None, :] * weighted
+            reference = load_top(tops, J - 1, J, width, WIDTH)
+            to_beta += tl.sum(weighted * (v.to(tl.float32) - reference[None, :]), 0)
     token = (batch.to(tl.int64) * S + key) * G + group
     if BETA:
-        weighted = tl.where(inside, de * e.to(tl.float32), 0.0)
-        dv += beta[None, :] * weighted
-        reference = load_top(tops, J - 1, J, width, WIDTH)
-        to_beta = tl.sum(weighted * (v.to(tl.float32) - reference[None, :]), 0)
         part = pair.to(tl.int64) * P + first_part + side
         tl.store(PARTS + part * width + channel, to_beta, mask=channel < width)
     tl.store(TO_V + token[:, None] * width + channel[None, :], dv, mask=inside)
     wide = tl.arange(0, KEY_WIDTH)
-    tl.store(TO_K + token[:, None] * key_width + wide[None, :], dk * scale, mask=here & (wide < key_width)[None, :])
+    inside_key = (key < S)[:, None] & (wide < key_width)[None, :]
+    tl.store(TO_K + token[:, None] * key_width + wide[None, :], dk * scale, mask=inside_key)
 
 
 @triton.jit
