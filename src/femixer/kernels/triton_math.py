@@ -28,3 +28,25 @@ def log_add_exp(a, b):
     top = tl.maximum(a, b)
     finite = tl.where(top == float("-inf"), 0.0, top)
     return tl.where(top == float("-inf"), top, finite + tl.log(tl.exp(a - finite) + tl.exp(b - finite)))
+
+
+@triton.jit
+def expm1(x):
+    """exp(x) - 1 without cancellation: a polynomial within 0.5 of zero."""
+    near = tl.where(tl.abs(x) < 0.5, x, 0.0)
+    series = 1 + near / 9
+    series = 1 + near / 8 * series
+    series = 1 + near / 7 * series
+    series = 1 + near / 6 * series
+    series = 1 + near / 5 * series
+    series = 1 + near / 4 * series
+    series = 1 + near / 3 * series
+    series = 1 + near / 2 * series
+    return tl.where(tl.abs(x) < 0.5, near * series, tl.exp(x) - 1)
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x) for x > -1: the logarithm of the rounded sum, and what the rounding took."""
+    rounded = 1 + x
+    return tl.log(rounded) + (x - (rounded - 1)) / rounded
