@@ -18,3 +18,19 @@ def log_add_exp(a, b):
     top = tl.maximum(a, b)
     finite = tl.where(top == float("-inf"), 0.0, top)
     return tl.where(top == float("-inf"), top, finite + tl.log(tl.exp(a - finite) + tl.exp(b - finite)))
+
+
+@triton.jit
+def expm1(x):
+    """exp(x) - 1, with all its digits near zero."""
+    small = tl.where(tl.abs(x) < 0.25, x, 0.0)
+    rest = 1 / 24 + small * (1 / 120 + small * (1 / 720 + small * (1 / 5040)))
+    series = small * (1 + small * (0.5 + small * (1 / 6 + small * rest)))
+    return tl.where(tl.abs(x) < 0.25, series, tl.exp(x) - 1)
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x), with all its digits near zero: the rounding of 1 + x is taken back."""
+    whole = 1 + x
+    return tl.log(whole) - ((whole - 1) - x) / whole
