@@ -197,6 +197,14 @@ def exponentials(z, real):
 
 
 @triton.jit
+def exponents(z, real):
+    """exp(z - top) of z [N, D], and top [D]."""
+    top = tl.max(tl.where(real[:, None], z, NOTHING), 0)
+    top = tl.where(top > BARELY, top, 0.0)
+    return tl.where(real[:, None], tl.exp(tl.minimum(z - top[None, :], 0.0)), 0.0), top
+
+
+@triton.jit
 def log_ratio(ratio, base):
     """log(ratio + base), and where that is doubtful."""
     faint = (ratio < FAINT) & (base == 0)[None, :]

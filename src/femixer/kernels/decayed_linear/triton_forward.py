@@ -177,10 +177,10 @@ def store_state(
 
 @triton.jit(do_not_specialize=["length", "chunks", "q_b", "k_b", "v_b", "g_b"])
 def read(
-    Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, AGAIN, length, chunks, q_b, q_t, q_h, k_b, k_t, k_h, v_b,
+    Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, EXACT, AGAIN, length, chunks, q_b, q_t, q_h, k_b, k_t, k_h, v_b,
     v_t, v_h, g_b, g_t, g_h, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
     BE: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr, MARKED: tl.constexpr,
-    ENERGETIC: tl.constexpr, STATE: tl.constexpr, EXCLUSIVE: tl.constexpr, PRECISION: tl.constexpr,
+    ENERGETIC: tl.constexpr, STATE: tl.constexpr, EXCLUSIVE: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Mean, free energy and log total of a chunk's tokens, from the tokens up to them and the state before the chunk."""
     c, bh = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
@@ -237,33 +237,44 @@ def read(
                 more, unclear = log_ratio(tl.dot(past, x, input_precision=PRECISION), base)
                 doubts += tl.max((unclear & (before > BARELY)[:, None]).to(tl.int32))
                 energy = mix(energy, own[:, None], more + top[None, :], old[:, None])
-        _store(MEAN, FREE, b, h, t, t < length, length, all_weight, mean, energy, beta, first, H, D, BD, ENERGETIC)
-    log_total = tl.where(all_weight > BARELY, all_weight, -float("inf"))
-    tl.store(LOG + (b * length + t) * H + h, log_total, mask=t < length)
+        _store(MEAN, FREE, EXACT, b, h, t, length, all_weight, mean, energy, beta, first, H, D, BD, ENERGETIC, HALF)
+    _store_total(LOG, EXACT, b, h, t, length, all_weight, H, D, HALF)
     tl.store(AGAIN + tl.program_id(0), doubts)
 
 
 @triton.jit
 def _store(
-    MEAN, FREE, b, h, t, inside, length, weight, mean, energy, beta, first, H: tl.constexpr, D: tl.constexpr,
-    BD: tl.constexpr, ENERGETIC: tl.constexpr,
+    MEAN, FREE, EXACT, b, h, t, length, weight, mean, energy, beta, first, H: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, ENERGETIC: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """The free energy is the mean where rounding puts it below."""
-    there = (weight > BARELY)[:, None]
+    """The free energy is the mean where rounding puts it below. EXACT has beta F in float32 for the backward."""
+    there, inside = (weight > BARELY)[:, None], t < length
     mean = tl.where(there, mean, 0.0)
-    out = (b * length * H + h) * D
-    store_rows(MEAN + out, t, H * D, inside, mean, D, BD, first)
+    store_rows(MEAN + (b * length * H + h) * D, t, H * D, inside, mean, D, BD, first)
     if ENERGETIC:
         free = tl.where(there, energy / beta[None, :], 0.0)
-        store_rows(FREE + out, t, H * D, inside, tl.where(free >= mean, free, mean), D, BD, first)
+        free = tl.where(free >= mean, free, mean)
+        store_rows(FREE + (b * length * H + h) * D, t, H * D, inside, free, D, BD, first)
+        if HALF:
+            energy = free * beta[None, :]
+            store_rows(EXACT + (b * length * H + h) * (D + 1), t, H * (D + 1), inside, energy, D, BD, first)
+
+
+@triton.jit
+def _store_total(LOG, EXACT, b, h, t, length, weight, H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
+    log_total = tl.where(weight > BARELY, weight, -float("inf"))
+    place = (b * length + t) * H + h
+    tl.store(LOG + place, log_total, mask=t < length)
+    if HALF:
+        tl.store(EXACT + place * (D + 1) + D, log_total, mask=t < length)
 
 
 @triton.jit(do_not_specialize=["length", "chunks", "q_b", "k_b", "v_b", "g_b"])
 def read_again(
-    Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, AGAIN, length, chunks, q_b, q_t, q_h, k_b, k_t, k_h, v_b,
+    Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, EXACT, AGAIN, length, chunks, q_b, q_t, q_h, k_b, k_t, k_h, v_b,
     v_t, v_h, g_b, g_t, g_h, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
     BE: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr, MARKED: tl.constexpr,
-    ENERGETIC: tl.constexpr, STATE: tl.constexpr, EXCLUSIVE: tl.constexpr, PRECISION: tl.constexpr,
+    ENERGETIC: tl.constexpr, STATE: tl.constexpr, EXCLUSIVE: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """The same as `read`, for chunks that it marked."""
     if tl.load(AGAIN + tl.program_id(0)) == 0:
@@ -300,9 +311,8 @@ def read_again(
             more = score_of(q, key, far, seen, W)
             weight, mean, energy = _include(weight, mean, energy, more, v, v * beta)
         energy -= weight[:, None]
-        _store(MEAN, FREE, b, h, t, t < length, length, weight, mean, energy, beta, first, H, D, BD, ENERGETIC)
-        log_total = tl.where(weight > BARELY, weight, -float("inf"))
-        tl.store(LOG + (b * length + t) * H + h, log_total, mask=t < length)
+        _store(MEAN, FREE, EXACT, b, h, t, length, weight, mean, energy, beta, first, H, D, BD, ENERGETIC, HALF)
+        _store_total(LOG, EXACT, b, h, t, length, weight, H, D, HALF)
 
 
 @triton.jit

@@ -10,8 +10,8 @@ import triton
 from torch import Tensor
 
 from femixer.kernels.decayed_linear import OPERATOR
+from femixer.kernels.decayed_linear import triton_backward as gradients
 from femixer.kernels.decayed_linear import triton_forward as kernels
-from femixer.kernels.reading import state_dtype
 from femixer.kernels.triton_launch import launch, target_of
 
 WIDEST = 128
@@ -63,7 +63,7 @@ class Plan(NamedTuple):
 
     @property
     def tiles(self) -> dict[str, Any]:
-        return {"C": self.C, "BE": self.BE, "BD": self.BD, "W": self.W, "num_warps": self.warps}
+        return {"C": self.C, "BE": self.BE, "BD": self.BD, "W": self.W, "num_warps": self.warps, "num_stages": 1}
 
 
 def _rounded(width: int) -> int:
@@ -131,28 +131,40 @@ def _operands(given: Inputs) -> tuple[list[Tensor], list[int]]:
 
 
 def forward(*arguments: Any) -> tuple[Tensor, ...]:
-    given = Inputs(*arguments)
-    found = results(*arguments)
-    plan = _plan(given)
-    mean, free, log_total, last, last_top, _ = found
-    stateful = given.sums is not None or given.keep or plan.chunks > 1
-    states = _states(given, plan, last, last_top) if stateful else None
-    (q, k, gate, v, beta, marks), strides = _operands(given)
-    ln, average, energy = (log_total,) * 3 if states is None else states[2:]
-    heads = q.shape[2]
-    programs = plan.chunks * q.shape[0] * heads
-    again = torch.empty(programs, dtype=torch.int32, device=q.device)
-    operands = q, k, gate, v, beta, marks, ln, average, energy, mean, free, log_total, again, plan.length, plan.chunks
-    options = {"H": heads, "STATE": stateful, "EXCLUSIVE": given.exclusive, **plan.shape, **plan.flags, **plan.tiles}
-    for kernel in (kernels.read, kernels.read_again):
-        launch(kernel, (programs,), *operands, *strides, **options)
+    given, found = Inputs(*arguments), results(*arguments)
+    _read(given, found)
+    return found
+
+
+def inference(*arguments: Any) -> tuple[Tensor, ...]:
+    given, found = Inputs(*arguments), OPERATOR.results(*arguments)
+    found = *found[:5], found[5].new_empty(0)
+    _read(given, found)
     return found
 
 
 def results(*arguments: Any) -> tuple[Tensor, ...]:
-    """As the operator has them; no head is read again."""
-    found = OPERATOR.results(*arguments)
-    return *found[:5], found[5].new_empty(0)
+    """As the operator has them, but for the last: beta F and log total in float32 for the backward, if the others have
+    fewer digits."""
+    given, found = Inputs(*arguments), OPERATOR.results(*arguments)
+    shape = (0,) if given.v.dtype == torch.float32 else (*given.q.shape[:3], given.v.shape[3] + 1)
+    return *found[:5], torch.empty(shape, dtype=torch.float32, device=given.v.device)
+
+
+def _read(given: Inputs, found: tuple[Tensor, ...]) -> None:
+    plan = _plan(given)
+    mean, free, log_total, last, last_top, exact = found
+    stateful = given.sums is not None or given.keep or plan.chunks > 1
+    states = _states(given, plan, last, last_top) if stateful else None
+    (q, k, gate, v, beta, marks), strides = _operands(given)
+    ln, average, energy = (log_total,) * 3 if states is None else states[2:]
+    programs = plan.chunks * q.shape[0] * q.shape[2]
+    again = torch.empty(programs, dtype=torch.int32, device=q.device)
+    read = ln, average, energy, mean, free, log_total, exact, again, plan.length, plan.chunks
+    options = {"STATE": stateful, "EXCLUSIVE": given.exclusive, "HALF": exact.numel() > 0}
+    for kernel in (kernels.read, kernels.read_again):
+        operands = q, k, gate, v, beta, marks, *read, *strides
+        launch(kernel, (programs,), *operands, H=q.shape[2], **options, **plan.shape, **plan.flags, **plan.tiles)
 
 
 def _states(given: Inputs, plan: Plan, last: Tensor, last_top: Tensor) -> States:
@@ -176,7 +188,65 @@ def _states(given: Inputs, plan: Plan, last: Tensor, last_top: Tensor) -> States
         kernels.carry,
         (triton.cdiv(width, 16), batch * groups),
         *(*states, first.contiguous(), top.contiguous(), last, last_top, n),
-        **{"E": channels, "D": width, "BE": plan.BE, "BD": 16, "STATE": given.sums is not None},
-        **{"ENERGETIC": given.beta is not None, "KEEP": given.keep, "num_warps": 4},
+        E=channels,
+        D=width,
+        BE=plan.BE,
+        BD=16,
+        STATE=given.sums is not None,
+        ENERGETIC=given.beta is not None,
+        KEEP=given.keep,
+        num_warps=4,
     )
     return states
+
+
+def backward(
+    grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    given, plan = Inputs(*arguments), _plan(Inputs(*arguments))
+    (q, k, gate, v, beta, marks), strides = _operands(given)
+    mean, free, log_total, _, _, exact = results
+    batch, heads, n = q.shape[0], q.shape[2], plan.chunks
+    groups, channels, width = plan.shape.values()
+    # Anything for what nobody used.
+    to = [mean if g is None else g.contiguous() for g in grads[:4]]
+    by = {name: g is not None for name, g in zip(("BY_MEAN", "BY_FREE", "BY_LOG"), grads, strict=False)}
+    read = mean, free, log_total, exact if exact.numel() else log_total, *to[:3]
+    options = {"H": heads, "HALF": exact.numel() > 0, **by, **plan.shape, **plan.flags, **plan.tiles}
+    by_last = given.keep and grads[3] is not None
+    stateful = given.sums is not None or by_last or n > 1
+    states, to_states, to_sums = None, (mean,) * 3, None
+    if stateful:
+        states = _states(given._replace(keep=False), plan, mean, mean)
+        read_n, to_n = torch.empty_like(states.ln), torch.empty_like(states.ln)
+        to_average, to_energy = torch.empty_like(states.average), torch.empty_like(states.energy)
+        to_states = to_n, to_average, to_energy
+        operands = q, gate, beta, marks, states.ln, states.energy, *read, read_n, to_average, to_energy
+        steps = plan.length, n, *strides[:3], *strides[9:]
+        launch(gradients.read_gradients, (n * batch * groups,), *operands, *steps, **options)
+        to_sums = None if given.sums is None else torch.empty_like(given.sums, memory_format=torch.contiguous_format)
+        top = mean if given.top is None else given.top.contiguous()
+        launch(
+            gradients.carry_back,
+            (triton.cdiv(width, 16), batch * groups),
+            *(*states[1:], read_n, *to_states, top, to[3], mean if to_sums is None else to_sums, n),
+            E=channels,
+            D=width,
+            BE=plan.BE,
+            BD=16,
+            STATE=to_sums is not None,
+            ENERGETIC=given.beta is not None,
+            BY_LAST=by_last,
+            num_warps=4,
+        )
+    d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    d_gate = None if given.gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=q.device)
+    sum_v = d_v if v.dtype == torch.float32 else torch.empty(v.shape, dtype=torch.float32, device=q.device)
+    sum_beta = torch.empty(batch, groups, n, width, dtype=torch.float32, device=q.device)
+    before = (mean,) * 3 if states is None else states[2:]
+    operands = q, k, gate, v, beta, marks, *before, *read, *to_states
+    found = d_q, d_k, d_q if d_gate is None else d_gate, d_v, sum_v, sum_beta, plan.length, n
+    options |= {"STATE": stateful, "EXCLUSIVE": given.exclusive}
+    launch(gradients.token_gradients, (n * batch * groups,), *operands, *found, *strides, **options)
+    d_beta = None if given.beta is None else sum_beta.sum((0, 2), dtype=torch.float32).to(given.beta.dtype)
+    return d_q, d_k, d_gate, d_v, d_beta, None, to_sums, None
