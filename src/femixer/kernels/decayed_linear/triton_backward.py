@@ -196,9 +196,9 @@ def carry_back(
         sums = row[:, None] * COLUMNS + column[None, :]
         to_a = weight[:, None] * tl.load(end + sums, mask=inside, other=0).to(tl.float32)
         if ENERGETIC:
-            held = tl.where((ln > BARELY)[:, None], lme + ln[:, None], NOTHING)
-            share = tl.where(held > BARELY, tl.exp(tl.minimum(held - tl.max(held, 0)[None, :], 0.0)), 0.0)
-            to_e = share * tl.load(end + D + 1 + sums, mask=inside, other=0).to(tl.float32)
+            level = tl.where((ln > BARELY)[:, None], lme + ln[:, None], NOTHING)
+            level = tl.where(level > BARELY, level - tl.max(level, 0)[None, :], NOTHING)
+            to_e = tl.exp(tl.minimum(level, 0.0)) * tl.load(end + D + 1 + sums, mask=inside, other=0).to(tl.float32)
     ln = tl.where(ln > BARELY, ln, 0.0)
     for step in range(chunks + 1):
         here = bg * (chunks + 1) + chunks - step

@@ -71,16 +71,17 @@ def sum_chunks(
             energy, faint = log_ratio(tl.dot(share, x, input_precision=PRECISION), base)
             energy += top[None, :]
             if tl.max((faint & there[:, None]).to(tl.int32)) > 0:
-                energy = _sum_exactly(share, z, live, C, BE, BD)
+                level = log_of(k) + (decay - slowest[None, :]) - log_of(total)[None, :]
+                energy = _sum_exactly(level, z, C, BE, BD)
             store_rows(LME + after, row, D, row < E, tl.where(there[:, None], energy, 0.0), D, BD, first)
 
 
 @triton.jit
-def _sum_exactly(share, z, live, C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr):
-    """log sum_i share[m, i] exp(z_i) [BE, BD], token by token."""
+def _sum_exactly(level, z, C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr):
+    """log sum_i exp(level_i[m] + z_i) [BE, BD], token by token."""
     energy = tl.full([BE, BD], NOTHING, tl.float32)
     for i in range(C):
-        weight = log_of(column_of(share, i))
+        weight = row_of(level, i)
         term = tl.where((weight > BARELY)[:, None], weight[:, None] + row_of(z, i)[None, :], NOTHING)
         energy = add_logs(energy, term)
     return energy

@@ -12,6 +12,7 @@ from torch import Tensor
 from femixer.kernels.decayed_linear import OPERATOR
 from femixer.kernels.decayed_linear import triton_backward as gradients
 from femixer.kernels.decayed_linear import triton_forward as kernels
+from femixer.kernels.decayed_linear import triton_step as one_token
 from femixer.kernels.triton_launch import launch, target_of
 
 WIDEST = 128
@@ -74,6 +75,7 @@ def _plan(given: Inputs) -> Plan:
     length, width, target = given.q.shape[1], given.v.shape[3], target_of(given.q)
     channels, groups = given.k.shape[3], given.v.shape[2]
     chunk, tile, warps = _tile(_rounded(channels), given.per_channel)
+    chunk = chunk if length > 16 else 16
     flags = {
         "GATED": given.gate is not None,
         "MARKED": given.marks is not None,
@@ -153,6 +155,9 @@ def results(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _read(given: Inputs, found: tuple[Tensor, ...]) -> None:
     plan = _plan(given)
+    if plan.length == 1:
+        _read_token(given, plan, found)
+        return
     mean, free, log_total, last, last_top, exact = found
     stateful = given.sums is not None or given.keep or plan.chunks > 1
     states = _states(given, plan, last, last_top) if stateful else None
@@ -165,6 +170,32 @@ def _read(given: Inputs, found: tuple[Tensor, ...]) -> None:
     for kernel in (kernels.read, kernels.read_again):
         operands = q, k, gate, v, beta, marks, *read, *strides
         launch(kernel, (programs,), *operands, H=q.shape[2], **options, **plan.shape, **plan.flags, **plan.tiles)
+
+
+def _read_token(given: Inputs, plan: Plan, found: tuple[Tensor, ...]) -> None:
+    (q, k, gate, v, beta, marks), strides = _operands(given)
+    mean, free, log_total, last, last_top, exact = found
+    first, top = (mean, mean) if given.sums is None or given.top is None else (given.sums, given.top)
+    last, last_top = (last, last_top) if given.keep else (mean, mean)
+    flags = {name: value for name, value in plan.flags.items() if name != "PRECISION"}
+    operands = q, k, gate, v, beta, marks, first.contiguous(), top.contiguous(), *found[:3], exact, last, last_top
+    launch(
+        one_token.step,
+        (triton.cdiv(v.shape[3], 16), q.shape[0] * v.shape[2]),
+        *operands,
+        *(step for i, step in enumerate(strides) if i % 3 != 1),
+        H=q.shape[2],
+        BE=plan.BE,
+        BD=16,
+        W=plan.W,
+        STATE=given.sums is not None,
+        EXCLUSIVE=given.exclusive,
+        KEEP=given.keep,
+        HALF=exact.numel() > 0,
+        num_warps=4,
+        **plan.shape,
+        **flags,
+    )
 
 
 def _states(given: Inputs, plan: Plan, last: Tensor, last_top: Tensor) -> States:
