@@ -55,22 +55,22 @@ def _log_totals(LOG, EXACT, b, h, t, length, real, H: tl.constexpr, D: tl.conste
 
 @triton.jit
 def _cotangents(
-    TO_MEAN, TO_FREE, MEAN, FREE, EXACT, BETA, b, h, g, t, length, there, first, H: tl.constexpr, D: tl.constexpr,
+    TO_MEAN, TO_FREE, MEAN, FREE, EXACT, BETA, b, h, g, start, length, there, first, H: tl.constexpr, D: tl.constexpr,
     BD: tl.constexpr, ENERGETIC: tl.constexpr, HALF: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the mean, slope, and beta F [C, BD]; what they add to c_t [C], and the slope times F."""
     out = (b * length * H + h) * D
-    mean = load_rows(MEAN + out, t, H * D, there, D, BD, first)
+    mean = load_rows(MEAN + out, start, H * D, there, D, BD, first)
     to_mean, slope, energy, through = mean * 0, mean * 0, mean * 0, mean * 0
     if BY_MEAN:
-        to_mean = load_rows(TO_MEAN + out, t, H * D, there, D, BD, first)
+        to_mean = load_rows(TO_MEAN + out, start, H * D, there, D, BD, first)
     if ENERGETIC and BY_FREE:
         column = first + tl.arange(0, BD)
         beta = tl.load(BETA + g * D + column, mask=column < D, other=1).to(tl.float32)
-        to_free = load_rows(TO_FREE + out, t, H * D, there, D, BD, first)
-        free = load_rows(FREE + out, t, H * D, there, D, BD, first)
+        to_free = load_rows(TO_FREE + out, start, H * D, there, D, BD, first)
+        free = load_rows(FREE + out, start, H * D, there, D, BD, first)
         if HALF:
-            energy = load_rows(EXACT + (b * length * H + h) * (D + 1), t, H * (D + 1), there, D, BD, first)
+            energy = load_rows(EXACT + (b * length * H + h) * (D + 1), start, H * (D + 1), there, D, BD, first)
             free = energy / beta[None, :]
         else:
             energy = free * beta[None, :]
@@ -83,17 +83,17 @@ def _cotangents(
 
 @triton.jit
 def _common(
-    TO_MEAN, TO_FREE, TO_LOG, MEAN, FREE, EXACT, BETA, b, h, g, t, length, there, H: tl.constexpr, D: tl.constexpr,
+    TO_MEAN, TO_FREE, TO_LOG, MEAN, FREE, EXACT, BETA, b, h, g, start, length, there, H: tl.constexpr, D: tl.constexpr,
     C: tl.constexpr, BD: tl.constexpr, ENERGETIC: tl.constexpr, HALF: tl.constexpr, BY_MEAN: tl.constexpr,
     BY_FREE: tl.constexpr, BY_LOG: tl.constexpr,
 ):  # fmt: skip
     """c_t [C]"""
     common = tl.zeros([C], tl.float32)
     if BY_LOG:
-        common += tl.load(TO_LOG + (b * length + t) * H + h, mask=there, other=0).to(tl.float32)
+        common += tl.load(TO_LOG + (b * length + start + tl.arange(0, C)) * H + h, mask=there, other=0).to(tl.float32)
     for first in range(0, D, BD):
         to_mean, slope, energy, more, through = _cotangents(
-            TO_MEAN, TO_FREE, MEAN, FREE, EXACT, BETA, b, h, g, t, length, there, first, H, D, BD, ENERGETIC, HALF,
+            TO_MEAN, TO_FREE, MEAN, FREE, EXACT, BETA, b, h, g, start, length, there, first, H, D, BD, ENERGETIC, HALF,
             BY_MEAN, BY_FREE,
         )  # fmt: skip
         common += more
@@ -103,7 +103,7 @@ def _common(
 @triton.jit
 def _load_lme(LME, ln, row, first, E: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
     """Log mean exponentials of a state [BE, BD], and the largest of every channel [BD], which empty rows have too."""
-    lme = load_rows(LME, row, D, row < E, D, BD, first)
+    lme = load_rows(LME, 0, D, row < E, D, BD, first)
     top = tl.max(tl.where((ln > BARELY)[:, None], lme, NOTHING), 0)
     top = tl.where(top > BARELY, top, 0.0)
     return tl.where((ln > BARELY)[:, None], lme, top[None, :]), top
@@ -121,7 +121,7 @@ def read_gradients(
     c, bg = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
     b, g = bg // G, bg % G
     t, real, segment = chunk_marks(MARKS, b, c, length, C, MARKED)
-    reach, rest, whole, remainder = chunk_gates(GATE + b * g_b + g * g_h, t, g_t, real, GATED, W if W == 1 else E, C, W)
+    reach, rest, whole, remainder = chunk_gates(GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W)
     row = tl.arange(0, BE)
     place = bg * (chunks + 1) + c
     ln = tl.load(LN + place * E + row, mask=row < E, other=NOTHING)
@@ -129,24 +129,24 @@ def read_gradients(
     total_n = tl.zeros([BE], tl.float32)
     for r in range(H // G):
         h = g * (H // G) + r
-        q = load_rows(Q + b * q_b + h * q_h, t, q_t, real & (segment == 0), E, BE)
+        q = load_rows(Q + b * q_b + h * q_h, c * C, q_t, real & (segment == 0), E, BE)
         total, there = _log_totals(LOG, EXACT, b, h, t, length, real, H, D, HALF)
         common = _common(
-            TO_MEAN, TO_FREE, TO_LOG, MEAN, FREE, EXACT, BETA, b, h, g, t, length, there, H, D, C, BD, ENERGETIC, HALF,
+            TO_MEAN, TO_FREE, TO_LOG, MEAN, FREE, EXACT, BETA, b, h, g, c * C, length, there, H, D, C, BD, ENERGETIC, HALF,
             BY_MEAN, BY_FREE, BY_LOG,
         )  # fmt: skip
         share = tl.where(there[:, None], q * exp_of(level - total[:, None]), 0.0)
         total_n += tl.sum(share * common[:, None], 0)
         for first in range(0, D, BD):
             to_mean, slope, energy, more, through = _cotangents(
-                TO_MEAN, TO_FREE, MEAN, FREE, EXACT, BETA, b, h, g, t, length, there, first, H, D, BD, ENERGETIC, HALF,
+                TO_MEAN, TO_FREE, MEAN, FREE, EXACT, BETA, b, h, g, c * C, length, there, first, H, D, BD, ENERGETIC, HALF,
                 BY_MEAN, BY_FREE,
             )  # fmt: skip
             before = row < tl.where(r > 0, E, 0)
             at = place * E * D
             found = tl.dot(tl.trans(share), to_mean, input_precision=PRECISION)
-            found += load_rows(DA + at, row, D, before, D, BD, first)
-            store_rows(DA + at, row, D, row < E, found, D, BD, first)
+            found += load_rows(DA + at, 0, D, before, D, BD, first)
+            store_rows(DA + at, 0, D, row < E, found, D, BD, first)
             if ENERGETIC:
                 lme, top = _load_lme(LME + at, ln, row, first, E, D, BD)
                 low = tl.min(tl.where(there[:, None], energy, -NOTHING), 0)
@@ -156,8 +156,8 @@ def read_gradients(
                 else:
                     y = slope * tl.exp(tl.minimum(low[None, :] - energy, 0.0))
                     found = exp_of(lme - low[None, :]) * tl.dot(tl.trans(share), y, input_precision=PRECISION)
-                found += load_rows(DE + at, row, D, before, D, BD, first)
-                store_rows(DE + at, row, D, row < E, found, D, BD, first)
+                found += load_rows(DE + at, 0, D, before, D, BD, first)
+                store_rows(DE + at, 0, D, row < E, found, D, BD, first)
     tl.store(DN + place * E + row, total_n, mask=row < E)
 
 
@@ -303,17 +303,17 @@ def token_gradients(
     b, g = bg // G, bg % G
     t, real, segment = chunk_marks(MARKS, b, c, length, C, MARKED)
     inside = t < length
-    reach, rest, whole, remainder = chunk_gates(GATE + b * g_b + g * g_h, t, g_t, real, GATED, W if W == 1 else E, C, W)
-    k = load_rows(K + b * k_b + g * k_h, t, k_t, real, E, BE)
+    reach, rest, whole, remainder = chunk_gates(GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W)
+    k = load_rows(K + b * k_b + g * k_h, c * C, k_t, real, E, BE)
     row = tl.arange(0, BE)
     place = bg * (chunks + 1) + c
     to_k, flow = k * 0, k * 0
     for r in range(H // G):
         h = g * (H // G) + r
-        q = load_rows(Q + b * q_b + h * q_h, t, q_t, real, E, BE)
+        q = load_rows(Q + b * q_b + h * q_h, c * C, q_t, real, E, BE)
         total, there = _log_totals(LOG, EXACT, b, h, t, length, real, H, D, HALF)
         common = _common(
-            TO_MEAN, TO_FREE, TO_LOG, MEAN, FREE, EXACT, BETA, b, h, g, t, length, there, H, D, C, BD, ENERGETIC, HALF,
+            TO_MEAN, TO_FREE, TO_LOG, MEAN, FREE, EXACT, BETA, b, h, g, c * C, length, there, H, D, C, BD, ENERGETIC, HALF,
             BY_MEAN, BY_FREE, BY_LOG,
         )  # fmt: skip
         seen = visibility(real, segment, EXCLUSIVE, C) & there[:, None]
@@ -325,14 +325,14 @@ def token_gradients(
             ln = tl.load(LN + place * E + row, mask=row < E, other=NOTHING)
         for first in range(0, D, BD):
             to_mean, slope, energy, more, through = _cotangents(
-                TO_MEAN, TO_FREE, MEAN, FREE, EXACT, BETA, b, h, g, t, length, there, first, H, D, BD, ENERGETIC, HALF,
+                TO_MEAN, TO_FREE, MEAN, FREE, EXACT, BETA, b, h, g, c * C, length, there, first, H, D, BD, ENERGETIC, HALF,
                 BY_MEAN, BY_FREE,
             )  # fmt: skip
-            v = load_rows(V + b * v_b + g * v_h, t, v_t, real, D, BD, first)
+            v = load_rows(V + b * v_b + g * v_h, c * C, v_t, real, D, BD, first)
             own += tl.dot(to_mean, tl.trans(v), input_precision=PRECISION)
             to_v = tl.dot(tl.trans(p), to_mean, input_precision=PRECISION)
             if STATE:
-                average = load_rows(AVG + place * E * D, row, D, row < E, D, BD, first)
+                average = load_rows(AVG + place * E * D, 0, D, row < E, D, BD, first)
                 past += tl.dot(to_mean, tl.trans(average), input_precision=PRECISION)
             column = first + tl.arange(0, BD)
             if ENERGETIC:
@@ -351,8 +351,8 @@ def token_gradients(
                     sums, _ = _pair_terms(lme, x, top, slope, energy, past, there, C, BE, BD, PRECISION)
                     past += sums
             out = SUM_V + (b * length * G + g) * D
-            to_v += load_rows(out, t, G * D, t < tl.where(r > 0, length, 0), D, BD, first)
-            store_rows(out, t, G * D, inside, to_v, D, BD, first)
+            to_v += load_rows(out, c * C, G * D, t < tl.where(r > 0, length, 0), D, BD, first)
+            store_rows(out, c * C, G * D, inside, to_v, D, BD, first)
         to_q, more_k = _through_scores(own, q, k, reach, rest, seen, total, C, W, PRECISION)
         if STATE:
             level = tl.where(ln > BARELY, ln, NOTHING)[None, :] + (reach + rest)
@@ -360,7 +360,7 @@ def token_gradients(
             to_q += tl.where(heard, past * exp_of(level - total[:, None]), 0.0)
         to_k += more_k
         flow += q * to_q
-        store_rows(DQ + (b * length * H + h) * E, t, H * E, inside, to_q, E, BE)
+        store_rows(DQ + (b * length * H + h) * E, c * C, H * E, inside, to_q, E, BE)
     tl.debug_barrier()
     end_flow = tl.zeros([BE], tl.float32)
     last = tl.max(segment, 0)
@@ -375,12 +375,12 @@ def token_gradients(
         after += end_flow[None, :]
     for first in range(0, D, BD):
         out = (b * length * G + g) * D
-        to_v = load_rows(SUM_V + out, t, G * D, inside, D, BD, first)
+        to_v = load_rows(SUM_V + out, c * C, G * D, inside, D, BD, first)
         if STATE:
             at = (place + 1) * E * D
-            v = load_rows(V + b * v_b + g * v_h, t, v_t, real, D, BD, first)
-            to_a = load_rows(DA + at, row, D, row < E, D, BD, first)
-            average = load_rows(AVG + at, row, D, row < E, D, BD, first)
+            v = load_rows(V + b * v_b + g * v_h, c * C, v_t, real, D, BD, first)
+            to_a = load_rows(DA + at, 0, D, row < E, D, BD, first)
+            average = load_rows(AVG + at, 0, D, row < E, D, BD, first)
             end_flow += tl.sum(average * to_a, 1)
             after += tl.dot(v, tl.trans(to_a), input_precision=PRECISION)
             to_v += tl.dot(k * until, to_a, input_precision=PRECISION)
@@ -388,7 +388,7 @@ def token_gradients(
                 column = first + tl.arange(0, BD)
                 beta = tl.load(BETA + g * D + column, mask=column < D, other=0).to(tl.float32)
                 lme, top = _load_lme(LME + at, ln, row, first, E, D, BD)
-                to_e = load_rows(DE + at, row, D, row < E, D, BD, first)
+                to_e = load_rows(DE + at, 0, D, row < E, D, BD, first)
                 end_flow += tl.sum(to_e, 1)
                 z = v * beta[None, :]
                 x, top = exponents(z, live)
@@ -400,10 +400,10 @@ def token_gradients(
                 to_beta = tl.load(SUM_BETA + (bg * chunks + c) * D + column, mask=column < D, other=0)
                 to_beta += tl.sum(to_z * v, 0)
                 tl.store(SUM_BETA + (bg * chunks + c) * D + column, to_beta, mask=column < D)
-        store_rows(DV + out, t, G * D, inside, tl.where(real[:, None], to_v, 0.0), D, BD, first)
+        store_rows(DV + out, c * C, G * D, inside, tl.where(real[:, None], to_v, 0.0), D, BD, first)
     to_k += after * until
     to_k = tl.where(real[:, None], to_k, 0.0)
-    store_rows(DK + (b * length * G + g) * E, t, G * E, inside, to_k, E, BE)
+    store_rows(DK + (b * length * G + g) * E, c * C, G * E, inside, to_k, E, BE)
     if GATED:
         flow -= k * to_k
         place_t = tl.arange(0, C)
@@ -418,4 +418,4 @@ def token_gradients(
         else:
             sums = tl.dot(tl.where(later, 1.0, 0.0), flow, input_precision=PRECISION)
             sums = tl.where(free[:, None], sums + goes_on[:, None] * end_flow[None, :], 0.0)
-            store_rows(DG + (b * length * G + g) * E, t, G * E, inside, sums, E, BE)
+            store_rows(DG + (b * length * G + g) * E, c * C, G * E, inside, sums, E, BE)

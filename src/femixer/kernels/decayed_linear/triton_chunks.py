@@ -74,17 +74,19 @@ def chunk_marks(MARKS, b, c, length, C: tl.constexpr, MARKED: tl.constexpr):
 
 
 @triton.jit
-def load_rows(X, t, step, real, width: tl.constexpr, WIDTH: tl.constexpr, first=0):
-    """[C, WIDTH] in float32: channels of tokens from a place in memory on; zeros for what is not there."""
+def load_rows(X, start, step, real, width: tl.constexpr, WIDTH: tl.constexpr, first=0):
+    """[C, WIDTH] in float32: channels from `first` on of the rows from `start` on; zeros for what is not there."""
     column = first + tl.arange(0, WIDTH)
-    place = t.to(tl.int64)[:, None] * step + column[None, :]
+    place = tl.arange(0, real.shape[0])[:, None] * step + column[None, :]
+    X += tl.cast(start, tl.int64) * step
     return tl.load(X + place, mask=real[:, None] & (column < width)[None, :], other=0).to(tl.float32)
 
 
 @triton.jit
-def store_rows(X, t, step, inside, x, width: tl.constexpr, WIDTH: tl.constexpr, first=0):
+def store_rows(X, start, step, inside, x, width: tl.constexpr, WIDTH: tl.constexpr, first=0):
     column = first + tl.arange(0, WIDTH)
-    place = t.to(tl.int64)[:, None] * step + column[None, :]
+    place = tl.arange(0, inside.shape[0])[:, None] * step + column[None, :]
+    X += tl.cast(start, tl.int64) * step
     tl.store(X + place, x, mask=inside[:, None] & (column < width)[None, :])
 
 
@@ -101,10 +103,10 @@ def column_of(x, i):
 
 
 @triton.jit
-def chunk_gates(GATE, t, step, real, GATED: tl.constexpr, width: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+def chunk_gates(GATE, start, step, real, GATED: tl.constexpr, width: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
     """Sums of the gates since the chunk's beginning, coarse and fine [C, W], and the same at its end [W]."""
     if GATED:
-        gate = tl.maximum(load_rows(GATE, t, step, real, width, W), STRONGEST)
+        gate = tl.maximum(load_rows(GATE, start, step, real, width, W), STRONGEST)
     else:
         gate = tl.zeros([C, W], tl.float32)
     coarse = tl.floor(gate * 8 + 0.5) * 0.125

@@ -44,9 +44,9 @@ def sum_chunks(
     b, g = bg // G, bg % G
     t, real, segment = chunk_marks(MARKS, b, c, length, C, MARKED)
     last = tl.max(segment, 0)
-    reach, rest, whole, remainder = chunk_gates(GATE + b * g_b + g * g_h, t, g_t, real, GATED, W if W == 1 else E, C, W)
+    reach, rest, whole, remainder = chunk_gates(GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W)
     live = real & (segment == last)
-    k = load_rows(K + b * k_b + g * k_h, t, k_t, live, E, BE)
+    k = load_rows(K + b * k_b + g * k_h, c * C, k_t, live, E, BE)
     # Keys at the chunk's end, in every row relative to the one that is decayed least.
     decay = ((whole[None, :] - reach) + (remainder[None, :] - rest)) + tl.zeros([C, BE], tl.float32)
     slowest = tl.max(tl.where(k > 0, decay, NOTHING), 0)
@@ -62,8 +62,8 @@ def sum_chunks(
     share = tl.trans(keys / tl.where(there, total, 1.0)[None, :])
     after = (bg * (chunks + 1) + c + 1) * E * D
     for first in range(0, D, BD):
-        v = load_rows(V + b * v_b + g * v_h, t, v_t, live, D, BD, first)
-        store_rows(AVG + after, row, D, row < E, tl.dot(share, v, input_precision=PRECISION), D, BD, first)
+        v = load_rows(V + b * v_b + g * v_h, c * C, v_t, live, D, BD, first)
+        store_rows(AVG + after, 0, D, row < E, tl.dot(share, v, input_precision=PRECISION), D, BD, first)
         if ENERGETIC:
             column = first + tl.arange(0, BD)
             z = v * tl.load(BETA + g * D + column, mask=column < D, other=0).to(tl.float32)[None, :]
@@ -73,7 +73,7 @@ def sum_chunks(
             if tl.max((faint & there[:, None]).to(tl.int32)) > 0:
                 level = log_of(k) + (decay - slowest[None, :]) - log_of(total)[None, :]
                 energy = _sum_exactly(level, z, C, BE, BD)
-            store_rows(LME + after, row, D, row < E, tl.where(there[:, None], energy, 0.0), D, BD, first)
+            store_rows(LME + after, 0, D, row < E, tl.where(there[:, None], energy, 0.0), D, BD, first)
 
 
 @triton.jit
@@ -188,9 +188,9 @@ def read(
     b, h = bh // H, bh % H
     g = h // (H // G)
     t, real, segment = chunk_marks(MARKS, b, c, length, C, MARKED)
-    reach, rest, whole, remainder = chunk_gates(GATE + b * g_b + g * g_h, t, g_t, real, GATED, W if W == 1 else E, C, W)
-    q = load_rows(Q + b * q_b + h * q_h, t, q_t, real, E, BE)
-    k = load_rows(K + b * k_b + g * k_h, t, k_t, real, E, BE)
+    reach, rest, whole, remainder = chunk_gates(GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W)
+    q = load_rows(Q + b * q_b + h * q_h, c * C, q_t, real, E, BE)
+    k = load_rows(K + b * k_b + g * k_h, c * C, k_t, real, E, BE)
     seen = visibility(real, segment, EXCLUSIVE, C)
     scores = chunk_scores(q, k, reach, rest, seen, C, W, PRECISION)
     total = tl.sum(scores, 1)
@@ -219,7 +219,7 @@ def read(
     doubts = tl.max(faint.to(tl.int32))
     for first in range(0, D, BD):
         column = first + tl.arange(0, BD)
-        v = load_rows(V + b * v_b + g * v_h, t, v_t, real, D, BD, first)
+        v = load_rows(V + b * v_b + g * v_h, c * C, v_t, real, D, BD, first)
         mean = tl.exp(own)[:, None] * tl.dot(p, v, input_precision=PRECISION)
         energy = tl.zeros([C, BD], tl.float32)
         beta = tl.full([BD], 1.0, tl.float32)
@@ -230,35 +230,35 @@ def read(
             energy += top[None, :]
             doubts += tl.max((unclear & (weight > BARELY)[:, None]).to(tl.int32))
         if STATE:
-            average = load_rows(AVG + place * E * D, row, D, row < E, D, BD, first)
+            average = load_rows(AVG + place * E * D, 0, D, row < E, D, BD, first)
             mean += tl.exp(old)[:, None] * tl.dot(past, average, input_precision=PRECISION)
             if ENERGETIC:
-                lme = load_rows(LME + place * E * D, row, D, row < E, D, BD, first)
+                lme = load_rows(LME + place * E * D, 0, D, row < E, D, BD, first)
                 x, top, base = exponentials(lme, ln > BARELY)
                 more, unclear = log_ratio(tl.dot(past, x, input_precision=PRECISION), base)
                 doubts += tl.max((unclear & (before > BARELY)[:, None]).to(tl.int32))
                 energy = mix(energy, own[:, None], more + top[None, :], old[:, None])
-        _store(MEAN, FREE, EXACT, b, h, t, length, all_weight, mean, energy, beta, first, H, D, BD, ENERGETIC, HALF)
+        _store(MEAN, FREE, EXACT, b, h, c * C, length, all_weight, mean, energy, beta, first, H, D, BD, ENERGETIC, HALF)
     _store_total(LOG, EXACT, b, h, t, length, all_weight, H, D, HALF)
     tl.store(AGAIN + tl.program_id(0), doubts)
 
 
 @triton.jit
 def _store(
-    MEAN, FREE, EXACT, b, h, t, length, weight, mean, energy, beta, first, H: tl.constexpr, D: tl.constexpr,
+    MEAN, FREE, EXACT, b, h, start, length, weight, mean, energy, beta, first, H: tl.constexpr, D: tl.constexpr,
     BD: tl.constexpr, ENERGETIC: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """The free energy is the mean where rounding puts it below. EXACT has beta F in float32 for the backward."""
-    there, inside = (weight > BARELY)[:, None], t < length
+    there, inside = (weight > BARELY)[:, None], start + tl.arange(0, weight.shape[0]) < length
     mean = tl.where(there, mean, 0.0)
-    store_rows(MEAN + (b * length * H + h) * D, t, H * D, inside, mean, D, BD, first)
+    store_rows(MEAN + (b * length * H + h) * D, start, H * D, inside, mean, D, BD, first)
     if ENERGETIC:
         free = tl.where(there, energy / beta[None, :], 0.0)
         free = tl.where(free >= mean, free, mean)
-        store_rows(FREE + (b * length * H + h) * D, t, H * D, inside, free, D, BD, first)
+        store_rows(FREE + (b * length * H + h) * D, start, H * D, inside, free, D, BD, first)
         if HALF:
             energy = free * beta[None, :]
-            store_rows(EXACT + (b * length * H + h) * (D + 1), t, H * (D + 1), inside, energy, D, BD, first)
+            store_rows(EXACT + (b * length * H + h) * (D + 1), start, H * (D + 1), inside, energy, D, BD, first)
 
 
 @triton.jit
@@ -284,8 +284,8 @@ def read_again(
     b, h = bh // H, bh % H
     g = h // (H // G)
     t, real, segment = chunk_marks(MARKS, b, c, length, C, MARKED)
-    reach, rest, whole, remainder = chunk_gates(GATE + b * g_b + g * g_h, t, g_t, real, GATED, W if W == 1 else E, C, W)
-    q = load_rows(Q + b * q_b + h * q_h, t, q_t, real, E, BE)
+    reach, rest, whole, remainder = chunk_gates(GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W)
+    q = load_rows(Q + b * q_b + h * q_h, c * C, q_t, real, E, BE)
     place = (b * G + g) * (chunks + 1) + c
     for first in range(0, D, BD):
         column = first + tl.arange(0, BD)
@@ -312,7 +312,7 @@ def read_again(
             more = score_of(q, key, far, seen, W)
             weight, mean, energy = _include(weight, mean, energy, more, v, v * beta)
         energy -= weight[:, None]
-        _store(MEAN, FREE, EXACT, b, h, t, length, weight, mean, energy, beta, first, H, D, BD, ENERGETIC, HALF)
+        _store(MEAN, FREE, EXACT, b, h, c * C, length, weight, mean, energy, beta, first, H, D, BD, ENERGETIC, HALF)
         _store_total(LOG, EXACT, b, h, t, length, weight, H, D, HALF)
 
 
