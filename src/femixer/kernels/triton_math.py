@@ -32,21 +32,15 @@ def log_add_exp(a, b):
 
 @triton.jit
 def expm1(x):
-    """exp(x) - 1 without cancellation: a polynomial within 0.5 of zero."""
-    near = tl.where(tl.abs(x) < 0.5, x, 0.0)
-    series = 1 + near / 9
-    series = 1 + near / 8 * series
-    series = 1 + near / 7 * series
-    series = 1 + near / 6 * series
-    series = 1 + near / 5 * series
-    series = 1 + near / 4 * series
-    series = 1 + near / 3 * series
-    series = 1 + near / 2 * series
-    return tl.where(tl.abs(x) < 0.5, near * series, tl.exp(x) - 1)
+    """exp(x) - 1, with all its digits near zero."""
+    small = tl.where(tl.abs(x) < 0.25, x, 0.0)
+    rest = 1 / 24 + small * (1 / 120 + small * (1 / 720 + small * (1 / 5040)))
+    series = small * (1 + small * (0.5 + small * (1 / 6 + small * rest)))
+    return tl.where(tl.abs(x) < 0.25, series, tl.exp(x) - 1)
 
 
 @triton.jit
 def log1p(x):
-    """log(1 + x) for x > -1: the logarithm of the rounded sum, and what the rounding took."""
-    rounded = 1 + x
-    return tl.log(rounded) + (x - (rounded - 1)) / rounded
+    """log(1 + x), with all its digits near zero: the rounding of 1 + x is taken back."""
+    whole = 1 + x
+    return tl.log(whole) - ((whole - 1) - x) / whole
