@@ -19,10 +19,10 @@ from femixer.kernels.triton_launch import launch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Tokens of the shortest chunk: up to here a sequence is a single one, which takes one launch.
-SHORTEST = 16
+SHORTEST = 8
 # Chunks times channels that a program walks through side by side, and how many channels at most; its warps.
-ELEMENTS, WIDEST, WARPS = 512, 64, 4
-# Channels of a program that walks through the summaries, and its warps.
+ELEMENTS, WIDEST, WARPS = 256, 64, 4
+# Channels, of any sequences, for which a program walks through the summaries, and its warps.
 LANES, FEW_WARPS = 32, 1
 
 
@@ -55,8 +55,8 @@ class Chunks:
         if length > SHORTEST:
             tokens = max(SHORTEST, triton.next_power_of_2(math.isqrt(length - 1) + 1) // 2)
         self.count = triton.cdiv(length, tokens)
-        # As kernels take them: tokens of a sequence, tokens of a chunk, chunks of a sequence, channels.
-        self.sizes = length, tokens, self.count, channels
+        # As kernels take them: tokens of a sequence, tokens of a chunk, chunks of a sequence and of all, channels.
+        self.sizes = length, tokens, self.count, batch * self.count, channels
 
     def summaries(self, numbers: int, device: torch.device) -> Tensor:
         """Memory for some numbers per chunk and channel; none where a sequence is a single chunk."""
@@ -67,21 +67,29 @@ class Chunks:
         """Launch a kernel whose programs walk through the tokens of some chunks: see `tile_of`."""
         lanes = min(WIDEST, triton.next_power_of_2(self.channels))
         group = ELEMENTS // lanes
-        grid = triton.cdiv(self.count, group), triton.cdiv(self.channels, lanes), self.batch
+        grid = triton.cdiv(self.batch * self.count, group), triton.cdiv(self.channels, lanes)
         launch(kernel, grid, *operands, *self.sizes, GROUP=group, LANES=lanes, num_warps=WARPS, **options)
 
     def carry(self, kernel: Any, *operands: Any, **options: Any) -> None:
-        """Launch a kernel whose programs walk through the summaries of all chunks of a sequence."""
-        grid = triton.cdiv(self.channels, LANES), self.batch
-        launch(kernel, grid, *operands, self.count, self.channels, LANES=LANES, num_warps=FEW_WARPS, **options)
+        """Launch a kernel whose programs walk through the summaries of all chunks: see `lanes_of`."""
+        grid = (triton.cdiv(self.batch * self.channels, LANES),)
+        sizes = self.count, self.batch * self.channels, self.channels
+        launch(kernel, grid, *operands, *sizes, LANES=LANES, num_warps=FEW_WARPS, **options)
 
 
 @triton.jit
-def tile_of(tokens, count, channels, GROUP: tl.constexpr, LANES: tl.constexpr):
-    """First tokens of a program's chunks [GROUP], its channels [LANES], which of both exist [GROUP, LANES], and their
-    places in the numbers per chunk [B, chunks, C]."""
-    chunk = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+def tile_of(tokens, count, all_chunks, channels, GROUP: tl.constexpr, LANES: tl.constexpr):
+    """Sequences and first tokens of a program's chunks [GROUP], its channels [LANES], which of both exist
+    [GROUP, LANES], and their places in the numbers per chunk [B, chunks, C]."""
+    chunk = tl.program_id(0).to(tl.int64) * GROUP + tl.arange(0, GROUP)
     channel = tl.program_id(1) * LANES + tl.arange(0, LANES)
-    inside = (chunk < count)[:, None] & (channel < channels)[None, :]
-    summary = (tl.program_id(2).to(tl.int64) * count + chunk)[:, None] * channels + channel[None, :]
-    return chunk * tokens, channel, inside, summary
+    inside = (chunk < all_chunks)[:, None] & (channel < channels)[None, :]
+    return chunk // count, chunk % count * tokens, channel, inside, chunk[:, None] * channels + channel[None, :]
+
+
+@triton.jit
+def lanes_of(count, lanes, channels, LANES: tl.constexpr):
+    """Which of a program's channels exist, all [LANES], their places in [B, C], and those in the numbers of the first
+    chunk [B, chunks, C]."""
+    place = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    return place < lanes, place, place // channels * count * channels + place % channels

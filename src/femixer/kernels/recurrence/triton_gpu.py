@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from femixer.kernels.triton_tokens import Chunks, rows, tile_of, unserved
+from femixer.kernels.triton_tokens import Chunks, lanes_of, rows, tile_of, unserved
 
 
 def refuse(decay: Tensor, inputs: Tensor, initial: Tensor, resets: bool) -> str | None:
@@ -50,54 +50,51 @@ def backward(
     return to_decay, to_inputs, to_initial
 
 
-@triton.jit(do_not_specialize=["length", "tokens", "count"])
+@triton.jit(do_not_specialize=["length", "tokens", "count", "all_chunks"])
 def _sums(
-    DECAY, INPUTS, ENDS, decay_step, input_step, length, tokens, count, channels,
+    DECAY, INPUTS, ENDS, decay_step, input_step, length, tokens, count, all_chunks, channels,
     BACK: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """A chunk's product of decays and its sum as if nothing came before; BACK: after it, in reversed time."""
-    first, channel, inside, summary = tile_of(tokens, count, channels, GROUP, LANES)
+    b, first, channel, inside, summary = tile_of(tokens, count, all_chunks, channels, GROUP, LANES)
     product = tl.full([GROUP, LANES], 1.0, tl.float32)
     total = tl.zeros([GROUP, LANES], tl.float32)
     for i in tl.range(0, tokens, num_stages=3):
         t = first + (tokens - 1 - i if BACK else i)
         there = inside & (t < length)[:, None]
-        row = (tl.program_id(2).to(tl.int64) * length + t)[:, None]
+        row = (b * length + t)[:, None]
         decay = tl.load(DECAY + row * decay_step + channel[None, :], mask=there, other=1).to(tl.float32)
         x = tl.load(INPUTS + row * input_step + channel[None, :], mask=there, other=0).to(tl.float32)
         product *= decay
         total = decay * (total + x) if BACK else decay * total + x
     tl.store(ENDS + summary, product, mask=inside)
-    tl.store(ENDS + tl.num_programs(2).to(tl.int64) * count * channels + summary, total, mask=inside)
+    tl.store(ENDS + all_chunks.to(tl.int64) * channels + summary, total, mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _over_chunks(ENDS, INITIAL, count, channels, BACK: tl.constexpr, LANES: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "lanes"])
+def _over_chunks(ENDS, INITIAL, count, lanes, channels, BACK: tl.constexpr, LANES: tl.constexpr):
     """What reaches each chunk from those before it (BACK: after it), written in place of the chunks' sums."""
-    channel = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    inside = channel < channels
-    b = tl.program_id(1).to(tl.int64)
+    inside, place, summary = lanes_of(count, lanes, channels, LANES)
     h = tl.zeros([LANES], tl.float32)
     if not BACK:
-        h = tl.load(INITIAL + b * channels + channel, mask=inside, other=0).to(tl.float32)
-    SUMS = ENDS + tl.num_programs(1).to(tl.int64) * count * channels
+        h = tl.load(INITIAL + place, mask=inside, other=0).to(tl.float32)
+    SUMS = ENDS + lanes.to(tl.int64) * count
     for i in tl.range(0, count, num_stages=4):
-        place = (b * count + (count - 1 - i if BACK else i)) * channels + channel
-        product = tl.load(ENDS + place, mask=inside, other=0)
-        total = tl.load(SUMS + place, mask=inside, other=0)
-        tl.store(SUMS + place, h, mask=inside)
+        at = summary + (count - 1 - i if BACK else i) * channels
+        product = tl.load(ENDS + at, mask=inside, other=0)
+        total = tl.load(SUMS + at, mask=inside, other=0)
+        tl.store(SUMS + at, h, mask=inside)
         h = product * h + total
 
 
-@triton.jit(do_not_specialize=["length", "tokens", "count"])
+@triton.jit(do_not_specialize=["length", "tokens", "count", "all_chunks"])
 def _forward(
-    DECAY, INPUTS, INITIAL, ENDS, H, decay_step, input_step, length, tokens, count, channels,
+    DECAY, INPUTS, INITIAL, ENDS, H, decay_step, input_step, length, tokens, count, all_chunks, channels,
     GROUP: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    first, channel, inside, summary = tile_of(tokens, count, channels, GROUP, LANES)
-    b = tl.program_id(2).to(tl.int64)
+    b, first, channel, inside, summary = tile_of(tokens, count, all_chunks, channels, GROUP, LANES)
     if count > 1:
-        h = tl.load(ENDS + tl.num_programs(2).to(tl.int64) * count * channels + summary, mask=inside, other=0)
+        h = tl.load(ENDS + all_chunks.to(tl.int64) * channels + summary, mask=inside, other=0)
     else:
         h = tl.load(INITIAL + summary, mask=inside, other=0).to(tl.float32)
     for i in tl.range(0, tokens, num_stages=3):
@@ -110,17 +107,18 @@ def _forward(
         tl.store(H + row * channels + channel[None, :], h, mask=there)
 
 
-@triton.jit(do_not_specialize=["length", "tokens", "count"])
+@triton.jit(do_not_specialize=["length", "tokens", "count", "all_chunks"])
 def _backward(
     DECAY, GRAD, H, INITIAL, ENDS, TO_DECAY, TO_INPUTS, TO_INITIAL,
-    decay_step, grad_step, length, tokens, count, channels, GROUP: tl.constexpr, LANES: tl.constexpr,
+    decay_step, grad_step, length, tokens, count, all_chunks, channels, GROUP: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    first, channel, inside, summary = tile_of(tokens, count, channels, GROUP, LANES)
-    b = tl.program_id(2).to(tl.int64)
-    initial = tl.load(INITIAL + b * channels + channel, mask=channel < channels, other=0).to(tl.float32)
+    b, first, channel, inside, summary = tile_of(tokens, count, all_chunks, channels, GROUP, LANES)
+    start = b[:, None] * channels + channel[None, :]
+    begins = inside & (first == 0)[:, None]
+    initial = tl.load(INITIAL + start, mask=begins, other=0).to(tl.float32)
     handed = tl.zeros([GROUP, LANES], tl.float32)
     if count > 1:
-        handed = tl.load(ENDS + tl.num_programs(2).to(tl.int64) * count * channels + summary, mask=inside, other=0)
+        handed = tl.load(ENDS + all_chunks.to(tl.int64) * channels + summary, mask=inside, other=0)
     for i in tl.range(0, tokens, num_stages=3):
         t = first + tokens - 1 - i
         there = inside & (t < length)[:, None]
@@ -129,10 +127,9 @@ def _backward(
         decay = tl.load(DECAY + row * decay_step + channel[None, :], mask=there, other=1).to(tl.float32)
         grad = tl.load(GRAD + row * grad_step + channel[None, :], mask=there, other=0).to(tl.float32)
         before = tl.load(H + place - channels, mask=there & (t > 0)[:, None], other=0).to(tl.float32)
-        before = tl.where((t > 0)[:, None], before, initial[None, :])
+        before = tl.where((t > 0)[:, None], before, initial)
         error = grad + handed
         tl.store(TO_INPUTS + place, error, mask=there)
         tl.store(TO_DECAY + place, error * before, mask=there)
         handed = decay * error
-    start = b * channels + channel[None, :]
-    tl.store(TO_INITIAL + start + 0 * first[:, None], handed, mask=inside & (first == 0)[:, None])
+    tl.store(TO_INITIAL + start, handed, mask=begins)
