@@ -14,23 +14,6 @@ def sigmoid(x):
 
 
 @triton.jit
-def softplus(x):
-    """log(1 + exp(x)), to float32's last digits also where it is small: log(1 + s) = s log(1 + s) / ((1 + s) - 1),
-    where the rounding of 1 + s is the same above and below."""
-    small = tl.exp(-tl.abs(x))
-    sum = 1 + small
-    return tl.maximum(x, 0.0) + tl.where(sum == 1, small, tl.log(sum) * (small / tl.where(sum == 1, 1.0, sum - 1)))
-
-
-@triton.jit
-def log_add_exp(a, b):
-    """log(exp(a) + exp(b)), also where both are -inf."""
-    top = tl.maximum(a, b)
-    finite = tl.where(top == float("-inf"), 0.0, top)
-    return tl.where(top == float("-inf"), top, finite + tl.log(tl.exp(a - finite) + tl.exp(b - finite)))
-
-
-@triton.jit
 def expm1(x):
     """exp(x) - 1, with all its digits near zero."""
     small = tl.where(tl.abs(x) < 0.25, x, 0.0)
@@ -44,3 +27,26 @@ def log1p(x):
     """log(1 + x), with all its digits near zero: the rounding of 1 + x is taken back."""
     whole = 1 + x
     return tl.log(whole) - ((whole - 1) - x) / whole
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), with all its digits also where it is small."""
+    return tl.maximum(x, 0.0) + log1p(tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def log_add_exp(a, b):
+    """log(exp(a) + exp(b)), also where both are -inf."""
+    top = tl.maximum(a, b)
+    finite = tl.where(top == float("-inf"), 0.0, top)
+    return tl.where(top == float("-inf"), top, finite + tl.log(tl.exp(a - finite) + tl.exp(b - finite)))
+
+
+@triton.jit
+def shares(odds):
+    """1 / (1 + exp(-odds)) and 1 / (1 + exp(odds)), each to the last digits."""
+    factor = tl.exp(-tl.abs(odds))
+    large = 1 / (1 + factor)
+    small = factor * large
+    return tl.where(odds > 0, large, small), tl.where(odds > 0, small, large)
