@@ -8,10 +8,12 @@ then a backend that cannot serve is an error.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import os
+import re
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -124,16 +126,28 @@ if hasattr(os, "register_at_fork"):
 # Kernels are written for this version of Triton and later ones, and for GPUs of this generation (A100) and later.
 OLDEST_TRITON = (3, 2)
 OLDEST_CAPABILITY = (8, 0)
+# What Triton is called in torch's builds for GPUs.
+TRITON_PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm", "triton-windows")
 
 
 @functools.cache
 def _no_triton() -> str | None:
-    try:
-        found = tuple(int(part) for part in version("triton").split(".")[:2])
-    except PackageNotFoundError:
+    found = triton_version()
+    if found is None:
         return "triton is not installed: pip install 'femixer[gpu]'"
-    if found < OLDEST_TRITON:
-        return f"triton {version('triton')} is too old, it must be {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]} or later"
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < OLDEST_TRITON:
+        return f"triton {found} is too old, it must be {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]} or later"
+    try:
+        importlib.import_module("triton.language")
+    except Exception as error:
+        return f"triton does not work here ({error})"
+    return None
+
+
+def triton_version() -> str | None:
+    for package in TRITON_PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            return version(package)
     return None
 
 
@@ -142,17 +156,17 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _no_triton_on(device: str) -> str | None:
-    if device == "cpu" and not is_interpreted():
+def _no_triton_on(device: torch.device) -> str | None:
+    if device.type == "cpu" and not is_interpreted():
         return "it runs on GPUs, and on a CPU only interpreted (TRITON_INTERPRET=1)"
-    return _too_old_a_gpu() if device == "cuda" else None
+    return too_old_a_gpu(device.index) if device.type == "cuda" else None
 
 
 @functools.cache
-def _too_old_a_gpu() -> str | None:
+def too_old_a_gpu(index: int | None = None) -> str | None:
     if torch.version.hip is not None:
         return None
-    found = torch.cuda.get_device_capability()
+    found = torch.cuda.get_device_capability(index)
     if found < OLDEST_CAPABILITY:
         return f"the GPU's compute capability is {found[0]}.{found[1]}, kernels need {OLDEST_CAPABILITY[0]}.0 or later"
     return None
@@ -166,16 +180,13 @@ def unavailable(name: str) -> str | None:
     return _UNAVAILABLE[name]() if name in _UNAVAILABLE else None
 
 
-def refusal(operator: Operator, name: str, arguments: tuple[Any, ...], device: str | None = None) -> str | None:
-    """Why a backend cannot run an operator on these arguments, or None if it can; device: the type of theirs, if it is
-    known."""
+def refusal(operator: Operator, name: str, arguments: tuple[Any, ...]) -> str | None:
+    """Why a backend cannot run an operator on these arguments, or None if it can."""
     tried = name == "plain" or (name == "numba" and _numba == "")  # asked for at every call
     if not tried and (why := unavailable(name)) is not None:
         return why
-    if name == "triton":
-        why = _no_triton_on(device_of(arguments).type if device is None else device)
-        if why is not None:
-            return why
+    if name == "triton" and (why := _no_triton_on(device_of(arguments))) is not None:
+        return why
     implementation = operator.implementation(name)
     if implementation is None:
         return f"{operator.name} has no {FILES[name]}.py: {operator.left_to_torch}"
@@ -200,14 +211,14 @@ def choose(
     device = device_of(arguments).type if device is None else device
     if name == "auto":
         for each in DEVICES.get(device, ("plain",)):
-            if refusal(operator, each, arguments, device) is None:
+            if refusal(operator, each, arguments) is None:
                 return operator.implementations[each]
         raise BackendError(f"{operator.name}: no backend serves tensors on {device}")
     check(name, VARIABLE if _asked.name is None else "backend")
     if operator.implementation(name) is None:
         name = "plain"  # an operator that is left to torch
     served = (*DEVICES.get(device, ("plain",)), *(each for each in BY_NAME if device in BY_NAME[each]))
-    why = refusal(operator, name, arguments, device) if name in served else f"it does not run on {device}"
+    why = refusal(operator, name, arguments) if name in served else f"it does not run on {device}"
     if why is not None and (operator.composed or _is_nothing(arguments)):
         return operator.implementations["plain"]  # whose parts run on the backend asked for, or there is nothing to run
     if why is not None:

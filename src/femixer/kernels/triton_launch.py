@@ -71,6 +71,11 @@ def target_of(x: Tensor) -> str:
     return _architecture(x.device.index) if x.device.type == "cuda" else _aimed.get()
 
 
+def exact_products(target: str) -> str:
+    """`input_precision` of tl.dot where float32 must keep its digits: tensor cores three times on NVIDIA's GPUs."""
+    return "tf32x3" if target.startswith("sm_") else "ieee"
+
+
 @cache
 def _architecture(device: int | None) -> str:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device)
@@ -97,13 +102,19 @@ def launch(
     tensors = [x for x in operands if isinstance(x, Tensor)]
     records = _records.get()
     if records is not None:
-        size = sum(x.numel() * x.element_size() for x in tensors) if moved is None else moved
+        size = size_of(*tensors) if moved is None else moved
         records.append(Launch(kernel, grid, operands, options, size, flops, exponentials))
     device = tensors[0].device
     if device.type == "meta":
         return
     with _device_guard(device):
-        kernel[grid](*operands, **options)
+        # Named, because Triton's default for it is about to change.
+        kernel[grid](*operands, enable_fp_fusion=True, **options)
+
+
+def size_of(*tensors: Tensor | None) -> int:
+    """Bytes of tensors, for `moved`."""
+    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
 
 
 def _device_guard(device: torch.device) -> AbstractContextManager[object]:
