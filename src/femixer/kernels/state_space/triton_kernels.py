@@ -2,8 +2,8 @@
 
 A program holds N modes of BLOCK channels: the decayed sums h of the streams 1, v and exp(beta v - top), where top
 follows the largest exponent as it decays with the slowest mode. Chunks are first summarized from nothing, then `carry`
-gives each the state before it, then each is read. The backward computes states again: it keeps them in registers for STRETCH
-tokens at a time.
+gives each the state before it, then each is read. The backward computes states again: it keeps them in registers for
+STRETCH tokens at a time.
 
     h_t = decay_t h_{t-1} + write_t x_t,    x_t = step_t (1, v_t, exp(beta v_t - top_t))
     y_t = sum_n read_t[n] decay_t[n] h_{t-1}[n] + own_t x_t
