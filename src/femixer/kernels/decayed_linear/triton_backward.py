@@ -121,9 +121,7 @@ def read_gradients(
     c, bg = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
     b, g = bg // G, bg % G
     t, real, segment = chunk_marks(MARKS, b, c, length, C, MARKED)
-    reach, rest, whole, remainder = chunk_gates(
-        GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W
-    )
+    reach, rest, whole, remainder = chunk_gates(GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W)
     row = tl.arange(0, BE)
     place = bg * (chunks + 1) + c
     ln = tl.load(LN + place * E + row, mask=row < E, other=NOTHING)
@@ -305,9 +303,7 @@ def token_gradients(
     b, g = bg // G, bg % G
     t, real, segment = chunk_marks(MARKS, b, c, length, C, MARKED)
     inside = t < length
-    reach, rest, whole, remainder = chunk_gates(
-        GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W
-    )
+    reach, rest, whole, remainder = chunk_gates(GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W)
     k = load_rows(K + b * k_b + g * k_h, c * C, k_t, real, E, BE)
     row = tl.arange(0, BE)
     place = bg * (chunks + 1) + c
@@ -347,9 +343,7 @@ def token_gradients(
                 own += sums
                 to_v += to_z * beta[None, :]
                 to_beta = tl.sum(to_z * v - through, 0)
-                to_beta += tl.load(
-                    SUM_BETA + (bg * chunks + c) * D + column, mask=column < tl.where(r > 0, D, 0), other=0
-                )
+                to_beta += tl.load(SUM_BETA + (bg * chunks + c) * D + column, mask=column < tl.where(r > 0, D, 0), other=0)
                 tl.store(SUM_BETA + (bg * chunks + c) * D + column, to_beta, mask=column < D)
                 if STATE:
                     lme, top = _load_lme(LME + place * E * D, ln, row, first, E, D, BD)
@@ -398,7 +392,9 @@ def token_gradients(
                 end_flow += tl.sum(to_e, 1)
                 z = v * beta[None, :]
                 x, top = exponents(z, live)
-                sums, to_z = _pair_terms(z, x, top, to_e, lme, tl.trans(k * until), ln > BARELY, BE, C, BD, PRECISION)
+                sums, to_z = _pair_terms(
+                    z, x, top, to_e, lme, tl.trans(k * until), ln > BARELY, BE, C, BD, PRECISION
+                )
                 after += tl.trans(sums)
                 to_v += to_z * beta[None, :]
                 to_beta = tl.load(SUM_BETA + (bg * chunks + c) * D + column, mask=column < D, other=0)

@@ -44,9 +44,7 @@ def sum_chunks(
     b, g = bg // G, bg % G
     t, real, segment = chunk_marks(MARKS, b, c, length, C, MARKED)
     last = tl.max(segment, 0)
-    reach, rest, whole, remainder = chunk_gates(
-        GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W
-    )
+    reach, rest, whole, remainder = chunk_gates(GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W)
     live = real & (segment == last)
     k = load_rows(K + b * k_b + g * k_h, c * C, k_t, live, E, BE)
     # Keys at the chunk's end, in every row relative to the one that is decayed least.
@@ -190,9 +188,7 @@ def read(
     b, h = bh // H, bh % H
     g = h // (H // G)
     t, real, segment = chunk_marks(MARKS, b, c, length, C, MARKED)
-    reach, rest, whole, remainder = chunk_gates(
-        GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W
-    )
+    reach, rest, whole, remainder = chunk_gates(GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W)
     q = load_rows(Q + b * q_b + h * q_h, c * C, q_t, real, E, BE)
     k = load_rows(K + b * k_b + g * k_h, c * C, k_t, real, E, BE)
     seen = visibility(real, segment, EXCLUSIVE, C)
@@ -288,9 +284,7 @@ def read_again(
     b, h = bh // H, bh % H
     g = h // (H // G)
     t, real, segment = chunk_marks(MARKS, b, c, length, C, MARKED)
-    reach, rest, whole, remainder = chunk_gates(
-        GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W
-    )
+    reach, rest, whole, remainder = chunk_gates(GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W)
     q = load_rows(Q + b * q_b + h * q_h, c * C, q_t, real, E, BE)
     place = (b * G + g) * (chunks + 1) + c
     for first in range(0, D, BD):

@@ -216,7 +216,9 @@ def to_keys(
     dk = tl.zeros([SIDE, KEY_WIDTH], tl.float32)
     dv = tl.zeros([SIDE, WIDTH], tl.float32)
     to_beta = tl.zeros([WIDTH], tl.float32)
-    start, stop = row_range(side * SIDE, side * SIDE + SIDE - 1, T, S, offset, window, CAUSAL, WINDOW, SEGMENTS, TILE)
+    start, stop = row_range(
+        side * SIDE, side * SIDE + SIDE - 1, T, S, offset, window, CAUSAL, WINDOW, SEGMENTS, TILE
+    )
     middle = stop
     if not WINDOW and not SEGMENTS:
         middle = side * SIDE + SIDE - 1 if CAUSAL else start
@@ -341,7 +343,9 @@ def to_queries(
         top = load_top(tops, ((tile * TILE) // ROWS * ROWS + ROWS - 1) // KEYS, J, width, WIDTH)
     keys, values = place(K, batch, group, k_b, k_h, UNIT), place(V, batch, group, v_b, v_h, UNIT)
     dq = tl.zeros([TILE, KEY_WIDTH], tl.float32)
-    start, stop = key_range(tile * TILE, tile * TILE + TILE - 1, S, offset, window, CAUSAL, WINDOW, SEGMENTS, SIDE)
+    start, stop = key_range(
+        tile * TILE, tile * TILE + TILE - 1, S, offset, window, CAUSAL, WINDOW, SEGMENTS, SIDE
+    )
     middle = start
     if not WINDOW and not SEGMENTS:
         middle = tl.minimum(tile * TILE, S) // SIDE * SIDE if CAUSAL else S // SIDE * SIDE

@@ -81,7 +81,9 @@ def read_exactly(
         q = load_tile(place(Q, batch, head, q_b, q_h, UNIT), row, T, q_t, key_width, UNIT, KEY_WIDTH)
         keys, values = place(K, batch, group, k_b, k_h, UNIT), place(V, batch, group, v_b, v_h, UNIT)
         log_z = tl.load(LOG_Z + at_row, mask=here, other=INF)
-        start, stop = key_range(tl.min(query, 0), tl.max(query, 0), S, offset, window, CAUSAL, WINDOW, SEGMENTS, SIDE)
+        start, stop = key_range(
+            tl.min(query, 0), tl.max(query, 0), S, offset, window, CAUSAL, WINDOW, SEGMENTS, SIDE
+        )
         to_row = (batch.to(tl.int64) * T + row) * H + head
         for first in range(0, width, SIDE):
             channel = first + tl.arange(0, SIDE)

@@ -197,11 +197,7 @@ def flagged_keys(
                         dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)
             wide = tl.arange(0, KEY_WIDTH)
             token = (batch.to(tl.int64) * S + key) * G + group
-            add(
-                TO_K + token[:, None] * key_width + wide[None, :],
-                dk * scale,
-                (key < S)[:, None] & (wide < key_width)[None, :],
-            )
+            add(TO_K + token[:, None] * key_width + wide[None, :], dk * scale, (key < S)[:, None] & (wide < key_width)[None, :])
             for part in range(0, width, SIDE):
                 channel = part + tl.arange(0, SIDE)
                 beta = tl.load(betas + channel, mask=channel < width, other=1).to(tl.float32)
@@ -230,8 +226,4 @@ def flagged_keys(
                             by_total = load_chunk(TO_TOTAL + of_rows * width, row, T, width, part, width, 1)
                             by_value = r * (beta[None, :] * by_total)[:, None, :]
                             dv += tl.sum(tl.exp2(log_p)[:, :, None] * by_mean[:, None, :] + by_value, 0)
-                add(
-                    TO_V + token[:, None] * width + channel[None, :],
-                    dv,
-                    (key < S)[:, None] & (channel < width)[None, :],
-                )
+                add(TO_V + token[:, None] * width + channel[None, :], dv, (key < S)[:, None] & (channel < width)[None, :])

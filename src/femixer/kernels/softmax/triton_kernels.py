@@ -212,7 +212,9 @@ def attend(
         if BETA:
             e = load_tile(exps, key, S, width, width, 1, WIDTH)
             shrink = tl.load(shrinks + (first // KEYS) * width + channel, mask=channel < width, other=1)
-            total = tl.dot(p.to(e.dtype), e, total * (kept[:, None] * shrink[None, :]), input_precision=PRECISION)
+            total = tl.dot(
+                p.to(e.dtype), e, total * (kept[:, None] * shrink[None, :]), input_precision=PRECISION
+            )
     return m, l, mean, total
 
 
@@ -277,7 +279,9 @@ def read(
     l = tl.zeros([TILE], tl.float32)
     mean = tl.zeros([TILE, WIDTH], tl.float32)
     total = tl.zeros([TILE, WIDTH], tl.float32)
-    start, stop = key_range(tile * TILE, tile * TILE + TILE - 1, S, offset, window, CAUSAL, WINDOW, SEGMENTS, KEYS)
+    start, stop = key_range(
+        tile * TILE, tile * TILE + TILE - 1, S, offset, window, CAUSAL, WINDOW, SEGMENTS, KEYS
+    )
     scores = scale * LOG2E
     middle = start
     if not WINDOW and not SEGMENTS:
@@ -311,9 +315,7 @@ def read(
         total = total * share[:, None]
         positive = total + narrow > 0
         total = tl.where(positive, total, 1.0)
-        logarithm = tl.where(
-            narrow > 0, log1p(tl.where(narrow > 0, total, 0.0)), tl.log(tl.where(narrow > 0, 1.0, total))
-        )
+        logarithm = tl.where(narrow > 0, log1p(tl.where(narrow > 0, total, 0.0)), tl.log(tl.where(narrow > 0, 1.0, total)))
         free = tl.where(positive, top + logarithm / beta, -INF)
         shared = tl.minimum(((tile * TILE) // ROWS * ROWS + ROWS - 1) // KEYS, J - 1)
         highest = tl.load(tops + shared * width, mask=channel < width, other=0)[None, :]
