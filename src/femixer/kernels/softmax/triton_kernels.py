@@ -23,6 +23,8 @@ ROWS = tl.constexpr(128)
 FAR = tl.constexpr(60.0)
 # As in femixer.kernels.streams: widest narrow channel, smallest beta of a wide one, and F that loses digits below top.
 NARROW, SMALL_BETA, FAR_BELOW = tl.constexpr(2.0), tl.constexpr(0.1), tl.constexpr(40.0)
+# Beyond this beta |F| the rounding of F shows in gradients, unless they are divided by the sum of the posterior.
+LARGE = tl.constexpr(1000.0)
 
 
 @triton.jit
@@ -235,10 +237,12 @@ def key_range(
 
 @triton.jit
 def is_doubtful(free, top, beta, narrow, EXACT: tl.constexpr):
-    """Where F from the streams is not good enough: too far below the top, and for float32 the cold wide channels."""
+    """Where F from the streams is not good enough: too far below the top, and for float32 channels that are cold and
+    wide, or far from zero."""
     doubtful = (beta * (top - free) > FAR) | (free == -INF)
     if EXACT:
         doubtful = doubtful | ((beta < SMALL_BETA) & (narrow == 0))
+        doubtful = doubtful | (beta * tl.abs(free) > LARGE)
         doubtful = doubtful | ((top - free > FAR_BELOW * tl.maximum(tl.abs(free), 1.0)) & (narrow == 0))
     return doubtful
 
