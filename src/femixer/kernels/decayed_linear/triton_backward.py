@@ -18,6 +18,7 @@ import triton.language as tl
 from femixer.kernels.decayed_linear.triton_chunks import (
     BARELY,
     BLOCK,
+    KEYS,
     NOTHING,
     between,
     chunk_gates,
@@ -32,6 +33,8 @@ from femixer.kernels.decayed_linear.triton_chunks import (
     of_block,
     row_of,
     since_block_end,
+    slice_gates,
+    state_levels,
     store_rows,
     to_block_end,
     visibility,
@@ -101,9 +104,10 @@ def _common(
 
 
 @triton.jit
-def _load_lme(LME, ln, row, first, E: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+def _load_lme(LME, ln, start, first, E: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
     """Log mean exponentials of a state [BE, BD], and the largest of every channel [BD], which empty rows have too."""
-    lme = load_rows(LME, 0, D, row < E, D, BD, first)
+    row = start + tl.arange(0, ln.shape[0])
+    lme = load_rows(LME, start, D, row < E, D, BD, first)
     top = tl.max(tl.where((ln > BARELY)[:, None], lme, NOTHING), 0)
     top = tl.where(top > BARELY, top, 0.0)
     return tl.where((ln > BARELY)[:, None], lme, top[None, :]), top
@@ -121,7 +125,9 @@ def read_gradients(
     c, bg = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
     b, g = bg // G, bg % G
     t, real, segment = chunk_marks(MARKS, b, c, length, C, MARKED)
-    reach, rest, whole, remainder = chunk_gates(GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W)
+    reach, rest, whole, remainder = chunk_gates(
+        GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W
+    )
     row = tl.arange(0, BE)
     place = bg * (chunks + 1) + c
     ln = tl.load(LN + place * E + row, mask=row < E, other=NOTHING)
@@ -148,7 +154,7 @@ def read_gradients(
             found += load_rows(DA + at, 0, D, before, D, BD, first)
             store_rows(DA + at, 0, D, row < E, found, D, BD, first)
             if ENERGETIC:
-                lme, top = _load_lme(LME + at, ln, row, first, E, D, BD)
+                lme, top = _load_lme(LME + at, ln, 0, first, E, D, BD)
                 low = tl.min(tl.where(there[:, None], energy, -NOTHING), 0)
                 low = tl.where(low < -BARELY, low, 0.0)
                 if tl.max(top - low) > RANGE:
@@ -188,7 +194,7 @@ def carry_back(
     lme, to_e = tl.zeros([BE, BD], tl.float32), tl.zeros([BE, BD], tl.float32)
     to_a, to_n = tl.zeros([BE, BD], tl.float32), tl.zeros([BE], tl.float32)
     if ENERGETIC:
-        lme, top = _load_lme(LME + here * E * D, ln, row, first, E, D, BD)
+        lme, top = _load_lme(LME + here * E * D, ln, 0, first, E, D, BD)
     if BY_LAST:
         end = TO_LAST + bg * E * COLUMNS
         weight = tl.exp(ln)
@@ -210,7 +216,7 @@ def carry_back(
             to_n = exp_of(kept) * to_n + tl.load(READ_DN + here * E + row, mask=row < E, other=0)
             to_a = exp_of(kept)[:, None] * to_a + tl.load(DA + here * E * D + at, mask=inside, other=0)
             if ENERGETIC:
-                old, top = _load_lme(LME + here * E * D, held, row, first, E, D, BD)
+                old, top = _load_lme(LME + here * E * D, held, 0, first, E, D, BD)
                 share = exp_of(tl.where(kept[:, None] > BARELY, kept[:, None] + old - lme, NOTHING))
                 to_e = share * to_e + tl.load(DE + here * E * D + at, mask=inside, other=0)
                 lme = old
@@ -252,15 +258,13 @@ def _pair_terms(
 
 
 @triton.jit
-def _through_scores(H, q, k, reach, rest, seen, total, C: tl.constexpr, W: tl.constexpr, PRECISION: tl.constexpr):
-    """Gradients of q and k [C, BE] from W_t ds_t(i) = H [C, C]."""
+def _through_scores(own, q, k, reach, rest, C: tl.constexpr, W: tl.constexpr, PRECISION: tl.constexpr):
+    """Gradients of q and k [C, KEYS] from those of the scores; for one gate per head the decays are in `own` already."""
     if W == 1:
-        H = tl.where(seen, H * exp_of(tl.where(seen, between(reach, rest), 0.0) - total[:, None]), 0.0)
-        to_q = tl.dot(H, k, input_precision=PRECISION)
-        to_k = tl.dot(tl.trans(H), q, input_precision=PRECISION)
+        to_q = tl.dot(own, k, input_precision=PRECISION)
+        to_k = tl.dot(tl.trans(own), q, input_precision=PRECISION)
     else:
-        H = tl.where(seen, H * exp_of(-total)[:, None], 0.0)
-        to_q, to_k = _through_channels(H, q, k, reach, rest, C, PRECISION)
+        to_q, to_k = _through_channels(own, q, k, reach, rest, C, PRECISION)
     return to_q, to_k
 
 
@@ -288,134 +292,190 @@ def _through_channels(H, q, k, reach, rest, C: tl.constexpr, PRECISION: tl.const
     return to_q + tl.reshape(to_q3, (C, q.shape[1])), to_k + tl.reshape(to_k3, (C, q.shape[1]))
 
 
+@triton.jit
+def _from_state(
+    DA, AVG, LME, LN, to_mean, slope, energy, there, e, first, E: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+    BD: tl.constexpr, ENERGETIC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """<to_mean, mean of row m> + sum_d slope exp(lme_m - energy) [C, KEYS] over BD channels of KEYS rows of a state."""
+    row = e + tl.arange(0, KEYS)
+    average = load_rows(AVG, e, D, row < E, D, BD, first)
+    found = tl.dot(to_mean, tl.trans(average), input_precision=PRECISION)
+    if ENERGETIC:
+        ln = tl.load(LN + row, mask=row < E, other=NOTHING)
+        lme, top = _load_lme(LME, ln, e, first, E, D, BD)
+        powers = tl.exp(lme - top[None, :])
+        sums, weighted = _pair_terms(lme, powers, top, slope, energy, found, there, C, KEYS, BD, PRECISION)
+        found += sums
+    return found
+
+
 @triton.jit(do_not_specialize=["length", "chunks", "q_b", "k_b", "v_b", "g_b"])
 def token_gradients(
     Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, EXACT, TO_MEAN, TO_FREE, TO_LOG, DN, DA, DE, DQ, DK, DG,
-    DV, SUM_V, SUM_BETA, length, chunks, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, H: tl.constexpr,
-    G: tl.constexpr, E: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
-    W: tl.constexpr, GATED: tl.constexpr, MARKED: tl.constexpr, ENERGETIC: tl.constexpr, STATE: tl.constexpr,
-    EXCLUSIVE: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr, BY_MEAN: tl.constexpr,
+    DV, SUM_K, SUM_G, SUM_V, SUM_BETA, length, chunks, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h,
+    H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BE: tl.constexpr,
+    BD: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr, MARKED: tl.constexpr, ENERGETIC: tl.constexpr,
+    STATE: tl.constexpr, EXCLUSIVE: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr, BY_MEAN: tl.constexpr,
     BY_FREE: tl.constexpr, BY_LOG: tl.constexpr,
 ):  # fmt: skip
     """Of q, k, gate, v and, per chunk, beta. A gate's gradient is what flows across it: over the rest of the chunk the
-    sum of q dq - k dk, and what flows across the chunk's end, which the state there and its gradient tell."""
+    sum of q dq - k dk, and what flows across the chunk's end, which the state there and its gradient tell.
+
+    First what readers of the chunk give, head by head; then what readers after it give. Sums lie in memory, in float32.
+    """
     c, bg = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
     b, g = bg // G, bg % G
     t, real, segment = chunk_marks(MARKS, b, c, length, C, MARKED)
     inside = t < length
-    reach, rest, whole, remainder = chunk_gates(GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W)
-    k = load_rows(K + b * k_b + g * k_h, c * C, k_t, real, E, BE)
-    row = tl.arange(0, BE)
+    GATE += b * g_b + g * g_h
+    K += b * k_b + g * k_h
+    V += b * v_b + g * v_h
+    SUM_V += (b * length * G + g) * D
+    SUM_K += (b * length * G + g) * E
+    SUM_G += (b * length * G + g) * E
+    SUM_BETA += (bg * chunks + c) * D
+    reach, rest, whole, remainder = chunk_gates(GATE, c * C, g_t, real, GATED and W == 1, 1, C, 1)
     place = bg * (chunks + 1) + c
-    to_k, flow = k * 0, k * 0
+    flow = tl.zeros([C], tl.float32)
     for r in range(H // G):
         h = g * (H // G) + r
-        q = load_rows(Q + b * q_b + h * q_h, c * C, q_t, real, E, BE)
+        QH = Q + b * q_b + h * q_h
         total, there = _log_totals(LOG, EXACT, b, h, t, length, real, H, D, HALF)
         common = _common(
-            TO_MEAN, TO_FREE, TO_LOG, MEAN, FREE, EXACT, BETA, b, h, g, c * C, length, there, H, D, C, BD, ENERGETIC, HALF,
-            BY_MEAN, BY_FREE, BY_LOG,
+            TO_MEAN, TO_FREE, TO_LOG, MEAN, FREE, EXACT, BETA, b, h, g, c * C, length, there, H, D, C, BD, ENERGETIC,
+            HALF, BY_MEAN, BY_FREE, BY_LOG,
         )  # fmt: skip
         seen = visibility(real, segment, EXCLUSIVE, C) & there[:, None]
-        p = chunk_scores(q, k, reach, rest, seen, C, W, PRECISION) * exp_of(-total)[:, None]
+        p = chunk_scores(QH, K, GATE, c * C, q_t, k_t, g_t, real, reach, rest, seen, E, C, W, PRECISION)
+        p *= exp_of(-total)[:, None]
         own = tl.zeros([C, C], tl.float32) + common[:, None]
-        past = tl.zeros([C, BE], tl.float32) + common[:, None]
-        ln = tl.full([BE], NOTHING, tl.float32)
-        if STATE:
-            ln = tl.load(LN + place * E + row, mask=row < E, other=NOTHING)
         for first in range(0, D, BD):
             to_mean, slope, energy, more, through = _cotangents(
-                TO_MEAN, TO_FREE, MEAN, FREE, EXACT, BETA, b, h, g, c * C, length, there, first, H, D, BD, ENERGETIC, HALF,
-                BY_MEAN, BY_FREE,
+                TO_MEAN, TO_FREE, MEAN, FREE, EXACT, BETA, b, h, g, c * C, length, there, first, H, D, BD, ENERGETIC,
+                HALF, BY_MEAN, BY_FREE,
             )  # fmt: skip
-            v = load_rows(V + b * v_b + g * v_h, c * C, v_t, real, D, BD, first)
+            v = load_rows(V, c * C, v_t, real, D, BD, first)
             own += tl.dot(to_mean, tl.trans(v), input_precision=PRECISION)
             to_v = tl.dot(tl.trans(p), to_mean, input_precision=PRECISION)
-            if STATE:
-                average = load_rows(AVG + place * E * D, 0, D, row < E, D, BD, first)
-                past += tl.dot(to_mean, tl.trans(average), input_precision=PRECISION)
-            column = first + tl.arange(0, BD)
             if ENERGETIC:
+                column = first + tl.arange(0, BD)
                 beta = tl.load(BETA + g * D + column, mask=column < D, other=0).to(tl.float32)
                 z = v * beta[None, :]
                 x, top = exponents(z, real)
                 sums, to_z = _pair_terms(z, x, top, slope, energy, p, there, C, C, BD, PRECISION)
                 own += sums
                 to_v += to_z * beta[None, :]
-                to_beta = tl.sum(to_z * v - through, 0)
-                to_beta += tl.load(SUM_BETA + (bg * chunks + c) * D + column, mask=column < tl.where(r > 0, D, 0), other=0)
-                tl.store(SUM_BETA + (bg * chunks + c) * D + column, to_beta, mask=column < D)
-                if STATE:
-                    lme, top = _load_lme(LME + place * E * D, ln, row, first, E, D, BD)
-                    x = tl.exp(lme - top[None, :])
-                    sums, _ = _pair_terms(lme, x, top, slope, energy, past, there, C, BE, BD, PRECISION)
-                    past += sums
-            out = SUM_V + (b * length * G + g) * D
-            to_v += load_rows(out, c * C, G * D, t < tl.where(r > 0, length, 0), D, BD, first)
-            store_rows(out, c * C, G * D, inside, to_v, D, BD, first)
-        to_q, more_k = _through_scores(own, q, k, reach, rest, seen, total, C, W, PRECISION)
-        if STATE:
-            level = tl.where(ln > BARELY, ln, NOTHING)[None, :] + (reach + rest)
-            heard = (there & (segment == 0))[:, None]
-            to_q += tl.where(heard, past * exp_of(level - total[:, None]), 0.0)
-        to_k += more_k
-        flow += q * to_q
-        store_rows(DQ + (b * length * H + h) * E, c * C, H * E, inside, to_q, E, BE)
-    tl.debug_barrier()
-    end_flow = tl.zeros([BE], tl.float32)
-    last = tl.max(segment, 0)
-    ln = tl.full([BE], NOTHING, tl.float32)
-    after, until = k * 0, k * 0
-    if STATE:
-        live = real & (segment == last)
-        ln = tl.load(LN + (place + 1) * E + row, mask=row < E, other=NOTHING)
-        decay = ((whole[None, :] - reach) + (remainder[None, :] - rest)) - tl.where(ln > BARELY, ln, 0.0)[None, :]
-        until = tl.where(live[:, None], exp_of(decay), 0.0)
-        end_flow = tl.load(DN + (place + 1) * E + row, mask=row < E, other=0)
-        after += end_flow[None, :]
-    for first in range(0, D, BD):
-        out = (b * length * G + g) * D
-        to_v = load_rows(SUM_V + out, c * C, G * D, inside, D, BD, first)
-        if STATE:
-            at = (place + 1) * E * D
-            v = load_rows(V + b * v_b + g * v_h, c * C, v_t, real, D, BD, first)
-            to_a = load_rows(DA + at, 0, D, row < E, D, BD, first)
-            average = load_rows(AVG + at, 0, D, row < E, D, BD, first)
-            end_flow += tl.sum(average * to_a, 1)
-            after += tl.dot(v, tl.trans(to_a), input_precision=PRECISION)
-            to_v += tl.dot(k * until, to_a, input_precision=PRECISION)
-            if ENERGETIC:
-                column = first + tl.arange(0, BD)
-                beta = tl.load(BETA + g * D + column, mask=column < D, other=0).to(tl.float32)
-                lme, top = _load_lme(LME + at, ln, row, first, E, D, BD)
-                to_e = load_rows(DE + at, 0, D, row < E, D, BD, first)
-                end_flow += tl.sum(to_e, 1)
-                z = v * beta[None, :]
-                x, top = exponents(z, live)
-                sums, to_z = _pair_terms(
-                    z, x, top, to_e, lme, tl.trans(k * until), ln > BARELY, BE, C, BD, PRECISION
-                )
-                after += tl.trans(sums)
-                to_v += to_z * beta[None, :]
-                to_beta = tl.load(SUM_BETA + (bg * chunks + c) * D + column, mask=column < D, other=0)
-                to_beta += tl.sum(to_z * v, 0)
-                tl.store(SUM_BETA + (bg * chunks + c) * D + column, to_beta, mask=column < D)
-        store_rows(DV + out, c * C, G * D, inside, tl.where(real[:, None], to_v, 0.0), D, BD, first)
-    to_k += after * until
-    to_k = tl.where(real[:, None], to_k, 0.0)
-    store_rows(DK + (b * length * G + g) * E, c * C, G * E, inside, to_k, E, BE)
-    if GATED:
-        flow -= k * to_k
-        place_t = tl.arange(0, C)
-        later = (place_t[None, :] >= place_t[:, None]) & (segment[:, None] == segment[None, :])
-        free = real
-        if MARKED:
-            free = real & ((tl.load(MARKS + b * length + t, mask=inside, other=0).to(tl.int32) & 2) == 0)
-        goes_on = tl.where(segment == last, 1.0, 0.0)
+                to_beta = tl.load(SUM_BETA + column, mask=column < tl.where(r > 0, D, 0), other=0)
+                tl.store(SUM_BETA + column, to_beta + tl.sum(to_z * v - through, 0), mask=column < D)
+            to_v += load_rows(SUM_V, c * C, G * D, t < tl.where(r > 0, length, 0), D, BD, first)
+            store_rows(SUM_V, c * C, G * D, inside, to_v, D, BD, first)
         if W == 1:
-            sums = tl.sum(tl.where(later, tl.sum(flow, 1)[None, :], 0.0), 1) + goes_on * tl.sum(end_flow, 0)
-            tl.store(DG + (b * length + t) * G + g, tl.where(free, sums, 0.0), mask=inside)
+            own *= exp_of(tl.where(seen, between(reach, rest), 0.0) - total[:, None])
         else:
-            sums = tl.dot(tl.where(later, 1.0, 0.0), flow, input_precision=PRECISION)
-            sums = tl.where(free[:, None], sums + goes_on[:, None] * end_flow[None, :], 0.0)
-            store_rows(DG + (b * length * G + g) * E, c * C, G * E, inside, sums, E, BE)
+            own *= exp_of(-total)[:, None]
+        own = tl.where(seen, own, 0.0)
+        heard = there & (segment == 0)
+        for e in range(0, E, KEYS):
+            q = load_rows(QH, c * C, q_t, real, E, KEYS, e)
+            k = load_rows(K, c * C, k_t, real, E, KEYS, e)
+            coarse, fine, lowest = slice_gates(GATE, c * C, g_t, real, reach, rest, e, E, C, W)
+            to_q, to_k = _through_scores(own, q, k, coarse, fine, C, W, PRECISION)
+            if STATE:
+                past = tl.zeros([C, KEYS], tl.float32) + common[:, None]
+                for first in range(0, D, BD):
+                    to_mean, slope, energy, more, through = _cotangents(
+                        TO_MEAN, TO_FREE, MEAN, FREE, EXACT, BETA, b, h, g, c * C, length, there, first, H, D, BD,
+                        ENERGETIC, HALF, BY_MEAN, BY_FREE,
+                    )  # fmt: skip
+                    past += _from_state(
+                        DA, AVG + place * E * D, LME + place * E * D, LN + place * E, to_mean, slope, energy, there, e,
+                        first, E, D, C, BD, ENERGETIC, PRECISION,
+                    )  # fmt: skip
+                level = state_levels(LN + place * E, coarse, fine, e, E)
+                to_q += tl.where(heard[:, None], past * exp_of(level - total[:, None]), 0.0)
+            store_rows(DQ + (b * length * H + h) * E, c * C, H * E, inside, to_q, E, KEYS, e)
+            held = t < tl.where(r > 0, length, 0)
+            to_k += load_rows(SUM_K, c * C, G * E, held, E, KEYS, e)
+            store_rows(SUM_K, c * C, G * E, inside, to_k, E, KEYS, e)
+            if W == 1:
+                flow += tl.sum(q * to_q, 1)
+            else:
+                flows = q * to_q + load_rows(SUM_G, c * C, G * E, held, E, KEYS, e)
+                store_rows(SUM_G, c * C, G * E, inside, flows, E, KEYS, e)
+    tl.debug_barrier()
+    last = tl.max(segment, 0)
+    live = real & (segment == last)
+    free = real
+    if MARKED:
+        free = real & ((tl.load(MARKS + b * length + t, mask=inside, other=0).to(tl.int32) & 2) == 0)
+    order = tl.arange(0, C)
+    later = (order[None, :] >= order[:, None]) & (segment[:, None] == segment[None, :])
+    goes_on = tl.where(segment == last, 1.0, 0.0)
+    across = 0.0
+    place += 1
+    for e in range(0, E, KEYS):
+        row = e + tl.arange(0, KEYS)
+        k = load_rows(K, c * C, k_t, real, E, KEYS, e)
+        to_k = load_rows(SUM_K, c * C, G * E, inside, E, KEYS, e)
+        end_flow = tl.zeros([KEYS], tl.float32)
+        if STATE:
+            if W == 1:
+                until = (whole[None, :] - reach) + (remainder[None, :] - rest)
+            else:
+                until = _until_end(GATE, c * C, g_t, real, e, E, C)
+            ln = tl.load(LN + place * E + row, mask=row < E, other=NOTHING)
+            until = tl.where(live[:, None], exp_of(until - tl.where(ln > BARELY, ln, 0.0)[None, :]), 0.0)
+            end_flow = tl.load(DN + place * E + row, mask=row < E, other=0)
+            after = tl.zeros([C, KEYS], tl.float32) + end_flow[None, :]
+            for first in range(0, D, BD):
+                at = place * E * D
+                v = load_rows(V, c * C, v_t, real, D, BD, first)
+                to_a = load_rows(DA + at, e, D, row < E, D, BD, first)
+                average = load_rows(AVG + at, e, D, row < E, D, BD, first)
+                end_flow += tl.sum(average * to_a, 1)
+                after += tl.dot(v, tl.trans(to_a), input_precision=PRECISION)
+                to_v = load_rows(SUM_V, c * C, G * D, inside, D, BD, first)
+                to_v += tl.dot(k * until, to_a, input_precision=PRECISION)
+                if ENERGETIC:
+                    column = first + tl.arange(0, BD)
+                    beta = tl.load(BETA + g * D + column, mask=column < D, other=0).to(tl.float32)
+                    lme, highest = _load_lme(LME + at, ln, e, first, E, D, BD)
+                    to_e = load_rows(DE + at, e, D, row < E, D, BD, first)
+                    end_flow += tl.sum(to_e, 1)
+                    z = v * beta[None, :]
+                    x, top = exponents(z, live)
+                    sums, to_z = _pair_terms(
+                        z, x, top, to_e, lme, tl.trans(k * until), ln > BARELY, KEYS, C, BD, PRECISION
+                    )
+                    after += tl.trans(sums)
+                    to_v += to_z * beta[None, :]
+                    to_beta = tl.load(SUM_BETA + column, mask=column < D, other=0)
+                    tl.store(SUM_BETA + column, to_beta + tl.sum(to_z * v, 0), mask=column < D)
+                store_rows(SUM_V, c * C, G * D, inside, to_v, D, BD, first)
+            to_k += after * until
+        store_rows(DK + (b * length * G + g) * E, c * C, G * E, inside, to_k, E, KEYS, e)
+        if GATED:
+            if W == 1:
+                flow -= tl.sum(k * to_k, 1)
+                across += tl.sum(end_flow)
+            else:
+                flows = load_rows(SUM_G, c * C, G * E, inside, E, KEYS, e) - k * to_k
+                flows = tl.dot(tl.where(later, 1.0, 0.0), flows, input_precision=PRECISION)
+                flows = tl.where(free[:, None], flows + goes_on[:, None] * end_flow[None, :], 0.0)
+                store_rows(DG + (b * length * G + g) * E, c * C, G * E, inside, flows, E, KEYS, e)
+    if GATED and W == 1:
+        flow = tl.sum(tl.where(later, flow[None, :], 0.0), 1) + goes_on * across
+        tl.store(DG + (b * length + t) * G + g, tl.where(free, flow, 0.0), mask=inside)
+    if HALF:
+        tl.debug_barrier()
+        for first in range(0, D, BD):
+            to_v = load_rows(SUM_V, c * C, G * D, inside, D, BD, first)
+            store_rows(DV + (b * length * G + g) * D, c * C, G * D, inside, to_v, D, BD, first)
+
+
+@triton.jit
+def _until_end(GATE, start, step, real, first, E: tl.constexpr, C: tl.constexpr):
+    """Log decays [C, KEYS] from tokens to the chunk's end, for gates per channel."""
+    reach, rest, whole, remainder = chunk_gates(GATE, start, step, real, True, E, C, KEYS, first)
+    return (whole[None, :] - reach) + (remainder[None, :] - rest)

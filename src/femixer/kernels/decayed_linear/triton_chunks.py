@@ -27,6 +27,8 @@ FAINT = tl.constexpr(1e-13)
 NARROW = tl.constexpr(0.5)
 # Tokens whose channel-wise decays are taken pair by pair; between such blocks decays go through the end of one.
 BLOCK = tl.constexpr(16)
+# Key channels at a time: a matrix product holds all of its second factor in registers.
+KEYS = tl.constexpr(16)
 # The largest exponent that is taken.
 MOST = tl.constexpr(80.0)
 
@@ -103,10 +105,12 @@ def column_of(x, i):
 
 
 @triton.jit
-def chunk_gates(GATE, start, step, real, GATED: tl.constexpr, width: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+def chunk_gates(
+    GATE, start, step, real, GATED: tl.constexpr, width: tl.constexpr, C: tl.constexpr, W: tl.constexpr, first=0
+):
     """Sums of the gates since the chunk's beginning, coarse and fine [C, W], and the same at its end [W]."""
     if GATED:
-        gate = tl.maximum(load_rows(GATE, start, step, real, width, W), STRONGEST)
+        gate = tl.maximum(load_rows(GATE, start, step, real, width, W, first), STRONGEST)
     else:
         gate = tl.zeros([C, W], tl.float32)
     coarse = tl.floor(gate * 8 + 0.5) * 0.125
@@ -158,13 +162,22 @@ def between(reach, rest):
 
 
 @triton.jit
-def chunk_scores(q, k, reach, rest, seen, C: tl.constexpr, W: tl.constexpr, PRECISION: tl.constexpr):
+def chunk_scores(
+    Q, K, GATE, start, q_t, k_t, g_t, real, reach, rest, seen, E: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
     """s_t(i) [C, C] of what is seen."""
+    scores = tl.zeros([C, C], tl.float32)
+    for first in range(0, E, KEYS):
+        q = load_rows(Q, start, q_t, real, E, KEYS, first)
+        k = load_rows(K, start, k_t, real, E, KEYS, first)
+        if W == 1:
+            scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)
+        else:
+            far, near, whole, remainder = chunk_gates(GATE, start, g_t, real, True, E, C, KEYS, first)
+            scores += _channel_scores(q, k, far, near, C, PRECISION)
     if W == 1:
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         scores *= tl.exp(tl.where(seen, between(reach, rest), 0.0))
-    else:
-        scores = _channel_scores(q, k, reach, rest, C, PRECISION)
     return tl.where(seen, scores, 0.0)
 
 
@@ -185,6 +198,25 @@ def _channel_scores(q, k, reach, rest, C: tl.constexpr, PRECISION: tl.constexpr)
         own = tl.reshape(tl.sum(q3 * of_block(k3, i) * decay, 2), (C,))
         scores += tl.where(column == row // BLOCK * BLOCK + i, own[:, None], 0.0)
     return scores
+
+
+@triton.jit
+def slice_gates(GATE, start, step, real, reach, rest, first, E: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+    """Sums of the gates for KEYS key channels from `first` on, those given if a head has one; the lowest of them."""
+    if W == 1:
+        coarse, fine, lowest = reach, rest, tl.sum(reach) * 0
+    else:
+        coarse, fine, whole, remainder = chunk_gates(GATE, start, step, real, True, E, C, KEYS, first)
+        lowest = tl.min(whole)
+    return coarse, fine, lowest
+
+
+@triton.jit
+def state_levels(LN, reach, rest, first, E: tl.constexpr):
+    """Log weights [C, KEYS] of rows of the state, decayed up to the tokens."""
+    row = first + tl.arange(0, KEYS)
+    ln = tl.load(LN + row, mask=row < E, other=NOTHING)
+    return tl.where((ln > BARELY)[None, :], ln[None, :] + (reach + rest), NOTHING)
 
 
 @triton.jit

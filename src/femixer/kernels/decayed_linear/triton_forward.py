@@ -16,6 +16,8 @@ import triton.language as tl
 from femixer.kernels.decayed_linear.triton_chunks import (
     BARELY,
     FAINT,
+    KEYS,
+    NARROW,
     NOTHING,
     add_logs,
     chunk_gates,
@@ -28,9 +30,12 @@ from femixer.kernels.decayed_linear.triton_chunks import (
     log_ratio,
     mix,
     row_of,
+    slice_gates,
+    state_levels,
     store_rows,
     visibility,
 )
+from femixer.kernels.triton_math import expm1
 
 
 @triton.jit(do_not_specialize=["length", "chunks", "k_b", "v_b", "g_b"])
@@ -44,7 +49,9 @@ def sum_chunks(
     b, g = bg // G, bg % G
     t, real, segment = chunk_marks(MARKS, b, c, length, C, MARKED)
     last = tl.max(segment, 0)
-    reach, rest, whole, remainder = chunk_gates(GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W)
+    reach, rest, whole, remainder = chunk_gates(
+        GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W
+    )
     live = real & (segment == last)
     k = load_rows(K + b * k_b + g * k_h, c * C, k_t, live, E, BE)
     # Keys at the chunk's end, in every row relative to the one that is decayed least.
@@ -188,31 +195,37 @@ def read(
     b, h = bh // H, bh % H
     g = h // (H // G)
     t, real, segment = chunk_marks(MARKS, b, c, length, C, MARKED)
-    reach, rest, whole, remainder = chunk_gates(GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W)
-    q = load_rows(Q + b * q_b + h * q_h, c * C, q_t, real, E, BE)
-    k = load_rows(K + b * k_b + g * k_h, c * C, k_t, real, E, BE)
+    GATE += b * g_b + g * g_h
+    Q += b * q_b + h * q_h
+    reach, rest, whole, remainder = chunk_gates(GATE, c * C, g_t, real, GATED and W == 1, 1, C, 1)
     seen = visibility(real, segment, EXCLUSIVE, C)
-    scores = chunk_scores(q, k, reach, rest, seen, C, W, PRECISION)
+    scores = chunk_scores(
+        Q, K + b * k_b + g * k_h, GATE, c * C, q_t, k_t, g_t, real, reach, rest, seen, E, C, W, PRECISION
+    )
     total = tl.sum(scores, 1)
     weight = log_of(total)
-    # Weights that strong decays leave nothing of, but that may be all there is.
-    faint = (tl.max(seen.to(tl.int32), 1) > 0) & (tl.where(tl.min(whole) < -20, total, 1.0) < FAINT)
     p = scores / tl.where(total > 0, total, 1.0)[:, None]
-    before = tl.full([C], NOTHING, tl.float32)
-    row = tl.arange(0, BE)
-    ln = tl.full([BE], NOTHING, tl.float32)
-    past = tl.zeros([C, BE], tl.float32)
     place = (b * G + g) * (chunks + 1) + c
+    heard = real & (segment == 0)
+    strongest, far = tl.min(whole), tl.full([C], NOTHING, tl.float32)
+    if STATE or W > 1:
+        for e in range(0, E, KEYS):
+            coarse, fine, lowest = slice_gates(GATE, c * C, g_t, real, reach, rest, e, E, C, W)
+            strongest = tl.minimum(strongest, lowest)
+            if STATE:
+                far = tl.maximum(far, tl.max(state_levels(LN + place * E, coarse, fine, e, E), 1))
+    # Weights that strong decays leave nothing of, but that may be all there is.
+    faint = (tl.max(seen.to(tl.int32), 1) > 0) & (tl.where(strongest < -20, total, 1.0) < FAINT)
+    before, sums = tl.full([C], NOTHING, tl.float32), tl.zeros([C], tl.float32)
     if STATE:
-        ln = tl.load(LN + place * E + row, mask=row < E, other=NOTHING)
-        level = tl.where((ln > BARELY)[None, :], ln[None, :] + (reach + rest), NOTHING)
-        far = tl.max(level, 1)
-        heard = real & (segment == 0) & (far > BARELY)
-        past = tl.where(heard[:, None], q * tl.exp(tl.minimum(level - far[:, None], 0.0)), 0.0)
-        sums = tl.sum(past, 1)
+        heard = heard & (far > BARELY)
+        for e in range(0, E, KEYS):
+            coarse, fine, lowest = slice_gates(GATE, c * C, g_t, real, reach, rest, e, E, C, W)
+            level = state_levels(LN + place * E, coarse, fine, e, E)
+            sums += tl.sum(_past(Q, c * C, q_t, heard, level, far, e, E), 1)
         faint = faint | (heard & (sums < FAINT))
         before = tl.where(sums > 0, log_of(sums) + far, NOTHING)
-        past = past / tl.where(sums > 0, sums, 1.0)[:, None]
+        sums = tl.where(sums > 0, 1 / tl.where(sums > 0, sums, 1.0), 0.0)
     all_weight = tl.where(tl.maximum(weight, before) > BARELY, add_logs(weight, before), NOTHING)
     own = tl.where(weight > BARELY, weight - all_weight, NOTHING)
     old = tl.where(before > BARELY, before - all_weight, NOTHING)
@@ -230,17 +243,50 @@ def read(
             energy += top[None, :]
             doubts += tl.max((unclear & (weight > BARELY)[:, None]).to(tl.int32))
         if STATE:
-            average = load_rows(AVG + place * E * D, 0, D, row < E, D, BD, first)
-            mean += tl.exp(old)[:, None] * tl.dot(past, average, input_precision=PRECISION)
+            old_top, base = _state_range(LN + place * E, LME + place * E * D, first, E, D, BD, ENERGETIC)
+            old_mean, old_energy = tl.zeros([C, BD], tl.float32), tl.zeros([C, BD], tl.float32)
+            for e in range(0, E, KEYS):
+                coarse, fine, lowest = slice_gates(GATE, c * C, g_t, real, reach, rest, e, E, C, W)
+                level = state_levels(LN + place * E, coarse, fine, e, E)
+                past = _past(Q, c * C, q_t, heard, level, far, e, E) * sums[:, None]
+                row = e + tl.arange(0, KEYS)
+                average = load_rows(AVG + place * E * D, e, D, row < E, D, BD, first)
+                old_mean = tl.dot(past, average, old_mean, input_precision=PRECISION)
+                if ENERGETIC:
+                    lme = load_rows(LME + place * E * D, e, D, row < E, D, BD, first) - old_top[None, :]
+                    ln = tl.load(LN + place * E + row, mask=row < E, other=NOTHING)
+                    lme = tl.where((ln > BARELY)[:, None], lme, 0.0)
+                    powers = tl.where(base[None, :], expm1(lme), tl.exp(lme))
+                    old_energy = tl.dot(past, powers, old_energy, input_precision=PRECISION)
+            mean += tl.exp(old)[:, None] * old_mean
             if ENERGETIC:
-                lme = load_rows(LME + place * E * D, 0, D, row < E, D, BD, first)
-                x, top, base = exponentials(lme, ln > BARELY)
-                more, unclear = log_ratio(tl.dot(past, x, input_precision=PRECISION), base)
+                more, unclear = log_ratio(old_energy, base)
                 doubts += tl.max((unclear & (before > BARELY)[:, None]).to(tl.int32))
-                energy = mix(energy, own[:, None], more + top[None, :], old[:, None])
+                energy = mix(energy, own[:, None], more + old_top[None, :], old[:, None])
         _store(MEAN, FREE, EXACT, b, h, c * C, length, all_weight, mean, energy, beta, first, H, D, BD, ENERGETIC, HALF)
     _store_total(LOG, EXACT, b, h, t, length, all_weight, H, D, HALF)
     tl.store(AGAIN + tl.program_id(0), doubts)
+
+
+@triton.jit
+def _past(Q, start, step, heard, level, far, first, E: tl.constexpr):
+    """Weights [C, KEYS] of rows of the state, relative to exp(far)."""
+    q = load_rows(Q, start, step, heard, E, KEYS, first)
+    return tl.where(heard[:, None], q * tl.exp(tl.minimum(level - far[:, None], 0.0)), 0.0)
+
+
+@triton.jit
+def _state_range(LN, LME, first, E: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ENERGETIC: tl.constexpr):
+    """The largest log mean exponential of the state's rows [BD], and whether they are close together."""
+    top, bottom = tl.full([BD], NOTHING, tl.float32), tl.full([BD], -NOTHING, tl.float32)
+    if ENERGETIC:
+        for e in range(0, E, KEYS):
+            row = e + tl.arange(0, KEYS)
+            there = (tl.load(LN + row, mask=row < E, other=NOTHING) > BARELY)[:, None]
+            lme = load_rows(LME, e, D, row < E, D, BD, first)
+            top = tl.maximum(top, tl.max(tl.where(there, lme, NOTHING), 0))
+            bottom = tl.minimum(bottom, tl.min(tl.where(there, lme, -NOTHING), 0))
+    return tl.where(top > BARELY, top, 0.0), top - bottom < NARROW
 
 
 @triton.jit
@@ -284,7 +330,9 @@ def read_again(
     b, h = bh // H, bh % H
     g = h // (H // G)
     t, real, segment = chunk_marks(MARKS, b, c, length, C, MARKED)
-    reach, rest, whole, remainder = chunk_gates(GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W)
+    reach, rest, whole, remainder = chunk_gates(
+        GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W
+    )
     q = load_rows(Q + b * q_b + h * q_h, c * C, q_t, real, E, BE)
     place = (b * G + g) * (chunks + 1) + c
     for first in range(0, D, BD):

@@ -98,9 +98,7 @@ def _plan(given: Inputs) -> Plan:
 
 def _tile(channels: int, per_channel: bool) -> tuple[int, int, int]:
     """Tokens of a chunk, value channels at a time, warps."""
-    if per_channel:
-        return 32, 32, 4
-    return (64, 32, 8) if channels <= 64 else (32, 32, 8)
+    return (32, 16, 2) if per_channel else (64, 16, 4)
 
 
 class States(NamedTuple):
@@ -272,11 +270,26 @@ def backward(
         )
     d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     d_gate = None if given.gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=q.device)
-    sum_v = d_v if v.dtype == torch.float32 else torch.empty(v.shape, dtype=torch.float32, device=q.device)
+    wide = (
+        x if x is None else x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
+        for x in (d_k, d_gate, d_v)
+    )
+    sum_k, sum_gate, sum_v = wide
     sum_beta = torch.empty(batch, groups, n, width, dtype=torch.float32, device=q.device)
     before = (mean,) * 3 if states is None else states[2:]
     operands = q, k, gate, v, beta, marks, *before, *read, *to_states
-    found = d_q, d_k, d_q if d_gate is None else d_gate, d_v, sum_v, sum_beta, plan.length, n
+    found = (
+        d_q,
+        d_k,
+        d_q if d_gate is None else d_gate,
+        d_v,
+        sum_k,
+        sum_k if sum_gate is None else sum_gate,
+        sum_v,
+        sum_beta,
+        plan.length,
+        n,
+    )
     options |= {"STATE": stateful, "EXCLUSIVE": given.exclusive}
     launch(gradients.token_gradients, (n * batch * groups,), *operands, *found, *strides, **options)
     d_beta = None if given.beta is None else sum_beta.sum((0, 2), dtype=torch.float32).to(given.beta.dtype)
