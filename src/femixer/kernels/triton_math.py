@@ -8,8 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)); beyond 20 it is x to float32's last digit."""
-    return tl.where(x > 20, x, tl.log(1 + tl.exp(tl.minimum(x, 20.0))))
+    """log(1 + exp(x)), to the last digits where it is small; beyond 20 it is x to float32's last digit."""
+    return tl.where(x > 20, x, log1p(tl.exp(tl.minimum(x, 20.0))))
 
 
 @triton.jit
