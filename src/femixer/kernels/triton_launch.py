@@ -40,6 +40,11 @@ class Launch(NamedTuple):
     def name(self) -> str:
         return self.kernel.__name__
 
+    @property
+    def label(self) -> str:
+        """With the operator's folder in front: "rms_norm.forward"."""
+        return f"{self.kernel.fn.__module__.split('.')[-2]}.{self.name.lstrip('_')}"
+
 
 _records: ContextVar[list[Launch] | None] = ContextVar("launches", default=None)
 _aimed: ContextVar[str] = ContextVar("target", default=DEFAULT_TARGET)
@@ -71,6 +76,11 @@ def target_of(x: Tensor) -> str:
     return _architecture(x.device.index) if x.device.type == "cuda" else _aimed.get()
 
 
+def exact_products(target: str) -> str:
+    """`input_precision` of tl.dot where float32 must keep its digits: tensor cores three times on NVIDIA's GPUs."""
+    return "tf32x3" if target.startswith("sm_") else "ieee"
+
+
 @cache
 def _architecture(device: int | None) -> str:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device)
@@ -97,7 +107,7 @@ def launch(
     tensors = [x for x in operands if isinstance(x, Tensor)]
     records = _records.get()
     if records is not None:
-        size = sum(x.numel() * x.element_size() for x in tensors) if moved is None else moved
+        size = size_of(*tensors) if moved is None else moved
         records.append(Launch(kernel, grid, operands, options, size, flops, exponentials))
     device = tensors[0].device
     if device.type == "meta":
@@ -105,6 +115,11 @@ def launch(
     with _device_guard(device):
         # Named, because Triton's default for it is about to change.
         kernel[grid](*operands, enable_fp_fusion=True, **options)
+
+
+def size_of(*tensors: Tensor | None) -> int:
+    """Bytes of tensors, for `moved`."""
+    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
 
 
 def _device_guard(device: torch.device) -> AbstractContextManager[object]:

@@ -7,9 +7,32 @@ import triton.language as tl
 
 
 @triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)), without an exponential that overflows."""
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0, 1.0, small) / (1 + small)
+
+
+@triton.jit
+def expm1(x):
+    """exp(x) - 1, with all its digits near zero."""
+    small = tl.where(tl.abs(x) < 0.25, x, 0.0)
+    rest = 1 / 24 + small * (1 / 120 + small * (1 / 720 + small * (1 / 5040)))
+    series = small * (1 + small * (0.5 + small * (1 / 6 + small * rest)))
+    return tl.where(tl.abs(x) < 0.25, series, tl.exp(x) - 1)
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x), with all its digits near zero: the rounding of 1 + x is taken back."""
+    whole = 1 + x
+    return tl.log(whole) - ((whole - 1) - x) / whole
+
+
+@triton.jit
 def softplus(x):
-    """log(1 + exp(x)), to the last digits where it is small; beyond 20 it is x to float32's last digit."""
-    return tl.where(x > 20, x, log1p(tl.exp(tl.minimum(x, 20.0))))
+    """log(1 + exp(x)), with all its digits also where it is small."""
+    return tl.maximum(x, 0.0) + log1p(tl.exp(-tl.abs(x)))
 
 
 @triton.jit
@@ -18,22 +41,6 @@ def log_add_exp(a, b):
     top = tl.maximum(a, b)
     finite = tl.where(top == float("-inf"), 0.0, top)
     return tl.where(top == float("-inf"), top, finite + tl.log(tl.exp(a - finite) + tl.exp(b - finite)))
-
-
-@triton.jit
-def expm1(x):
-    """exp(x) - 1 to the last digits where x is small."""
-    small = tl.where(tl.abs(x) < 0.35, x, 0.0)
-    series = 1 + small / 4 * (1 + small / 5 * (1 + small / 6 * (1 + small / 7)))
-    return tl.where(tl.abs(x) < 0.35, small * (1 + small / 2 * (1 + small / 3 * series)), tl.exp(x) - 1)
-
-
-@triton.jit
-def log1p(x):
-    """log(1 + x) to the last digits where x is small: what rounding took from 1 + x is put back."""
-    y = 1 + x
-    rounded = y - 1
-    return tl.where(rounded == 0, x, tl.log(y) * (x / tl.where(rounded == 0, 1.0, rounded)))
 
 
 @triton.jit
