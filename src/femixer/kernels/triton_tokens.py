@@ -22,6 +22,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SHORTEST = 8
 # Chunks times channels that a program walks through side by side, and how many channels at most; its warps.
 ELEMENTS, WIDEST, WARPS = 256, 64, 4
+# The same for programs that hold all channels of a token, to sum over them: inside a warp that needs no memory.
+WHOLE_ELEMENTS, WHOLE_WARPS = 64, 1
 # Channels, of any sequences, for which a program walks through the summaries, and its warps.
 LANES, FEW_WARPS = 32, 1
 
@@ -63,12 +65,15 @@ class Chunks:
         count = self.count if self.count > 1 else 0
         return torch.empty(numbers, self.batch, count, self.channels, dtype=torch.float32, device=device)
 
-    def walk(self, kernel: Any, *operands: Any, **options: Any) -> None:
-        """Launch a kernel whose programs walk through the tokens of some chunks: see `tile_of`."""
-        lanes = min(WIDEST, triton.next_power_of_2(self.channels))
-        group = ELEMENTS // lanes
+    def walk(self, kernel: Any, *operands: Any, whole: bool = False, **options: Any) -> None:
+        """Launch a kernel whose programs walk through the tokens of some chunks: see `tile_of`. whole: each of them
+        holds all channels."""
+        lanes = triton.next_power_of_2(self.channels)
+        lanes = lanes if whole else min(WIDEST, lanes)
+        group = max(1, (WHOLE_ELEMENTS if whole else ELEMENTS) // lanes)
         grid = triton.cdiv(self.batch * self.count, group), triton.cdiv(self.channels, lanes)
-        launch(kernel, grid, *operands, *self.sizes, GROUP=group, LANES=lanes, num_warps=WARPS, **options)
+        warps = WHOLE_WARPS if whole else WARPS
+        launch(kernel, grid, *operands, *self.sizes, GROUP=group, LANES=lanes, num_warps=warps, **options)
 
     def carry(self, kernel: Any, *operands: Any, **options: Any) -> None:
         """Launch a kernel whose programs walk through the summaries of all chunks: see `lanes_of`."""
