@@ -28,7 +28,7 @@ LENGTH = 9
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (spaces_triton, pairs_triton):
         monkeypatch.setattr(module, "CHUNK", 4)
-        monkeypatch.setattr(module, "STRETCH", 2)
+    monkeypatch.setattr(spaces_triton, "STRETCH", 2)
 
 
 def few_tokens(operator: Operator, name: str) -> tuple[Any, ...]:

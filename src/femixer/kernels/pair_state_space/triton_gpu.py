@@ -1,6 +1,7 @@
 """The read over pairs on GPUs: a program per head and chunk of time, three launches, one for short sequences.
 
-The backward saves no modes: it summarizes the chunks again and holds the states of a few tokens at a time.
+The backward saves no modes: it computes the chunks again and holds the states of all tokens, which are smaller than the
+values, for its own time.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch import Tensor
 from femixer.kernels.pair_state_space import triton_kernels as kernels
 from femixer.kernels.triton_launch import launch
 
-# Tokens of a chunk, and those whose states the backward holds in registers at a time.
-CHUNK, STRETCH = 32, 4
+# Tokens of a chunk.
+CHUNK = 32
 MOST_MODES, WIDEST = 64, 256
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 READS_RESULTS = slice(0, 4)
@@ -58,7 +59,13 @@ class Problem(NamedTuple):
     def options(self, *names: str) -> dict[str, Any]:
         modes, width = (triton.next_power_of_2(size) for size in self.shape[3:])
         flags = {name: self.flags[name] for name in names}
-        return {"MODES": modes, "WIDTH": width, "CHUNK": CHUNK, **flags, "num_warps": 2 if modes * width <= 1024 else 4}
+        return {
+            "MODES": modes,
+            "WIDTH": width,
+            "CHUNK": CHUNK,
+            **flags,
+            "num_warps": min(8, max(1, modes * width // 128)),
+        }
 
 
 def _problem(arguments: tuple[Any, ...]) -> Problem:
@@ -124,9 +131,11 @@ def backward(
     read = mean, free if p.flags["FREE"] else mean, log_total, *by[:3]
     sizes = length, heads, modes, width, p.chunks
     back = torch.empty(batch, p.chunks, 3, heads, modes, **new)
-    given = p.gate, p.read, p.gather, p.v, p.write, p.beta, p.marks, tops, token_tops, *read, back, *sizes
+    seen = torch.empty(batch, length, 3, heads, modes, **new)
+    system = p.gate, p.write, p.read, p.spread, p.gather, p.v, p.beta, p.marks
+    given = *system, sums, tops, token_tops, seen, *read, back, *sizes
     options = p.options("FREE", "MARKED") | flags
-    launch(kernels.adjoints, (heads, p.chunks, batch), *given, **options, **_work(p))
+    launch(kernels.adjoints, (heads, p.chunks, batch), *given, **options, **_work(p, passes=2))
     if falls is not None:
         carried = back, tops, *falls, token_tops[:, -1].contiguous(), by[3], heads, modes, p.chunks
         chosen = {"MODES": options["MODES"], "FREE": p.flags["FREE"], "BY_LAST": grads[3] is not None}
@@ -135,7 +144,7 @@ def backward(
         back.zero_()
     else:
         back.copy_(grads[3][:, None])
-    return _gradients(p, (sums, tops, token_tops, back), (*read, last), flags, needed)
+    return _gradients(p, (sums, tops, token_tops, seen, back), (*read, last), flags, needed)
 
 
 def _gradients(
@@ -154,9 +163,8 @@ def _gradients(
     found = to_gate, *amounts, *matrices, to_v, to_beta, to_first
     given = p.gate, p.write, p.read, p.spread, p.gather, p.v, p.beta, p.marks, *states, *read
     sizes = length, heads, modes, width, p.chunks, batch
-    options = {**p.options("FREE", "MARKED", "INCLUSIVE"), **flags, "STRETCH": STRETCH}
-    work = _work(p, passes=2 + CHUNK // STRETCH // 2)
-    launch(kernels.gradients, (heads, p.chunks, batch), *given, *found, *sizes, **options, **work)
+    options = p.options("FREE", "MARKED", "INCLUSIVE") | flags
+    launch(kernels.gradients, (heads, p.chunks, batch), *given, *found, *sizes, **options, **_work(p))
     to_write, to_read = amounts.sum(1).to(p.write.dtype)
     to_spread, to_gather = matrices.sum((1, 2)).to(p.spread.dtype)
     return (

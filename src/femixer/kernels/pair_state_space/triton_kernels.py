@@ -17,16 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from femixer.kernels.state_space.triton_kernels import (
-    NOTHING,
-    PADDING,
-    START,
-    TINY,
-    _at,
-    _decays,
-    _risen,
-    _slopes,
-)
+from femixer.kernels.state_space.triton_backward import slopes
+from femixer.kernels.state_space.triton_kernels import NOTHING, PADDING, START, TINY, at, decays, risen
 
 
 @triton.jit
@@ -38,12 +30,12 @@ def _token(V, GATE, WRITE, MARKS, b, t, T, h, H, N, D, n, d, beta, MARKED: tl.co
     if MARKED:
         mark = tl.load(MARKS + tl.minimum(row, b * T + T - 1)).to(tl.int32)
         real = real * (1 - (mark & PADDING))
-        start = _at(n >= 0, real * (mark & START))
-    modes = _at(n < N, real)
-    v = tl.load(V + (row * H + h) * D + d, mask=_at(d < D, real), other=0.0).to(tl.float32)
+        start = at(n >= 0, real * (mark & START))
+    modes = at(n < N, real)
+    v = tl.load(V + (row * H + h) * D + d, mask=at(d < D, real), other=0.0).to(tl.float32)
     gate = tl.load(GATE + (row * H + h) * N + n, mask=modes, other=0.0).to(tl.float32)
     write = tl.load(WRITE + row * N + n, mask=modes, other=0.0).to(tl.float32)
-    exponent = tl.where(_at(d < D, real), beta * v, NOTHING)
+    exponent = tl.where(at(d < D, real), beta * v, NOTHING)
     return v, gate, write, exponent, real, start
 
 
@@ -137,8 +129,8 @@ def summarize(
             V, GATE, WRITE, MARKS, b, t, T, h, H, N, D, n, d, beta, MARKED
         )  # fmt: skip
         slow, lag = _gates(gate, n, N)
-        top, before = _risen(top, slow, 1.0, tl.max(exponent, 0), start)
-        keep, fade = _decays(slow, 1.0, before, top, start)
+        top, before = risen(top, slow, 1.0, tl.max(exponent, 0), start)
+        keep, fade = decays(slow, 1.0, before, top, start)
         h0, h1, h2 = _decayed(h0, h1, h2, lag, keep, fade)
         u0, u1, u2 = _streams(spread, v, _energies(exponent, top, FREE))
         h0, h1, h2 = h0 + write * u0, h1 + write * u1, h2 + write * u2
@@ -178,8 +170,8 @@ def carry(
         _store_state(SUMS, (place * 3 * H + h) * N, N, H * N, n, h0, h1, h2)
         tl.store(TOPS + place * H + h, tl.max(top, 0))
         start, slow, lag = _chunk_gates(SLOWS, LAGS, place * H + h, N, n)
-        top, before = _risen(top, slow, 1.0, local, start)
-        keep, fade = _decays(slow, 1.0, before, top, start)
+        top, before = risen(top, slow, 1.0, local, start)
+        keep, fade = decays(slow, 1.0, before, top, start)
         h0, h1, h2 = _decayed(h0, h1, h2, lag, keep, fade)
         h0, h1, h2 = h0 + own0, h1 + own1, h2 + own2 * tl.exp(local - top)
 
@@ -203,10 +195,10 @@ def read_chunks(
         v, gate, write, exponent, real, start = _token(
             V, GATE, WRITE, MARKS, b, t, T, h, H, N, D, n, d, beta, MARKED
         )  # fmt: skip
-        read = tl.load(READ + (b * T + t) * N + n, mask=_at(n < N, real), other=0.0).to(tl.float32)
+        read = tl.load(READ + (b * T + t) * N + n, mask=at(n < N, real), other=0.0).to(tl.float32)
         slow, lag = _gates(gate, n, N)
-        top, before = _risen(top, slow, 1.0, tl.max(exponent, 0), start)
-        keep, fade = _decays(slow, 1.0, before, top, start)
+        top, before = risen(top, slow, 1.0, tl.max(exponent, 0), start)
+        keep, fade = decays(slow, 1.0, before, top, start)
         z0, z1, z2 = _decayed(h0, h1, h2, lag, keep, fade)
         u0, u1, u2 = _streams(spread, v, _energies(exponent, top, FREE))
         h0, h1, h2 = z0 + write * u0, z1 + write * u1, z2 + write * u2
@@ -219,7 +211,7 @@ def read_chunks(
         mean = tl.where(nothing, 0.0, y1 / total)
         log_total = tl.where(nothing, float("-inf"), tl.log(total))
         here = ((b * T + t) * H + h) * D + d
-        shown = _at(d < D, real)
+        shown = at(d < D, real)
         if FREE:
             y2 = tl.sum(gather * (read * z2)[:, None], 0)
             unseen = nothing | (y2 <= TINY)
@@ -235,38 +227,50 @@ def read_chunks(
 
 
 @triton.jit
-def _queries(gather, read, d0, d1, d2):
-    """What the sums' gradients [D] are for the modes [N]."""
-    r0, r1, r2 = (
-        tl.sum(gather * d0[None, :], 1),
-        tl.sum(gather * d1[None, :], 1),
-        tl.sum(gather * d2[None, :], 1),
-    )
-    return r0, r1, r2
+def _queries(gather, d0, d1, d2):
+    """What the sums' gradients [D] are for the modes [N], but for the token's own weights."""
+    return tl.sum(gather * d0[None, :], 1), tl.sum(gather * d1[None, :], 1), tl.sum(gather * d2[None, :], 1)
+
+
+@triton.jit
+def _tops(TOKEN_TOPS, first, b, t, T, h, H, n, N, back, start, CHUNK: tl.constexpr):
+    """The top of the token `back` from its chunk's end, and the one before it, which a start forgets; once per mode."""
+    place = TOKEN_TOPS + (b * T + t) * H + h + tl.zeros_like(n).to(tl.int64)
+    inside = at(n < N, (t < T).to(tl.int32))
+    within = at(inside, tl.zeros([], tl.int32) + CHUNK - 1 - back)
+    top = tl.load(place, mask=inside, other=NOTHING)
+    earlier = tl.load(place - H, mask=within, other=NOTHING)
+    before = tl.where(start, NOTHING, tl.where(within, earlier, first))
+    return tl.where(inside, top, before), before
 
 
 @triton.jit(do_not_specialize=["T", "chunks"])
 def adjoints(
-    GATE, READ, GATHER, V, WRITE, BETA, MARKS, TOPS, TOKEN_TOPS, MEAN, FREE_ENERGY, LOG_TOTAL, G_MEAN, G_FREE, G_TOTAL,
-    BACK, T, H, N, D, chunks,
+    GATE, WRITE, READ, SPREAD, GATHER, V, BETA, MARKS, SUMS, TOPS, TOKEN_TOPS, SEEN,
+    MEAN, FREE_ENERGY, LOG_TOTAL, G_MEAN, G_FREE, G_TOTAL, BACK, T, H, N, D, chunks,
     MODES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, FREE: tl.constexpr, MARKED: tl.constexpr,
     BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr, BY_TOTAL: tl.constexpr,
 ):  # fmt: skip
-    """The tops of a chunk's tokens [B, T, H], and the gradient of the state before the chunk by what it reads of it."""
+    """The tops of a chunk's tokens [B, T, H], the decayed states that they meet, SEEN [B, T, 3, H, N], and the gradient
+    of the state before the chunk by what the chunk reads of it."""
     h, chunk, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     n, d = tl.arange(0, MODES), tl.arange(0, WIDTH)
     beta = _beta(BETA, h, FREE)
-    gather = _matrix(GATHER, h, n, d, N, D, False)
+    spread, gather = _matrix(SPREAD, h, n, d, N, D, True), _matrix(GATHER, h, n, d, N, D, False)
     place = b * chunks + chunk
+    h0, h1, h2 = _load_state(SUMS, (place * 3 * H + h) * N, N, H * N, n, FREE)
     first = _top(TOPS, place * H + h, n)
     top = first
     for t in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, T)):
-        v, gate, write, exponent, real, start = _token(
-            V, GATE, WRITE, MARKS, b, t, T, h, H, N, D, n, d, beta, MARKED
-        )  # fmt: skip
+        v, gate, write, exponent, real, start = _token(V, GATE, WRITE, MARKS, b, t, T, h, H, N, D, n, d, beta, MARKED)
         slow, lag = _gates(gate, n, N)
-        top, before = _risen(top, slow, 1.0, tl.max(exponent, 0), start)
+        top, before = risen(top, slow, 1.0, tl.max(exponent, 0), start)
         tl.store(TOKEN_TOPS + (b * T + t) * H + h, tl.max(top, 0))
+        keep, fade = decays(slow, 1.0, before, top, start)
+        z0, z1, z2 = _decayed(h0, h1, h2, lag, keep, fade)
+        _store_state(SEEN, ((b * T + t) * 3 * H + h) * N, N, H * N, n, z0, z1, z2)
+        u0, u1, u2 = _streams(spread, v, _energies(exponent, top, FREE))
+        h0, h1, h2 = z0 + write * u0, z1 + write * u1, z2 + write * u2
     tl.debug_barrier()
     a0 = tl.zeros([MODES], tl.float32)
     a1 = tl.zeros([MODES], tl.float32)
@@ -274,24 +278,18 @@ def adjoints(
     for back in range(CHUNK):
         t = chunk * CHUNK + CHUNK - 1 - back
         row = b * T + t
-        v, gate, write, exponent, real, start = _token(
-            V, GATE, WRITE, MARKS, b, t, T, h, H, N, D, n, d, beta, MARKED
+        v, gate, write, exponent, real, start = _token(V, GATE, WRITE, MARKS, b, t, T, h, H, N, D, n, d, beta, MARKED)
+        read = tl.load(READ + row * N + n, mask=at(n < N, real), other=0.0).to(tl.float32)
+        top, before = _tops(TOKEN_TOPS, first, b, t, T, h, H, n, N, back, start, CHUNK)
+        highest = tl.max(tl.where(n < N, top, NOTHING), 0)
+        d0, d1, d2, _ = slopes(
+            MEAN, FREE_ENERGY, LOG_TOTAL, G_MEAN, G_FREE, G_TOTAL, (row * H + h) * D + d, at(d < D, real), beta,
+            highest, FREE, BY_MEAN, BY_FREE, BY_TOTAL,
         )  # fmt: skip
-        read = tl.load(READ + row * N + n, mask=_at(n < N, real), other=0.0).to(tl.float32)
-        inside = _at(n < N, (t < T).to(tl.int32))
-        later = _at(inside, tl.zeros([], tl.int32) + CHUNK - 1 - back)
-        same = tl.zeros([MODES], tl.int64)
-        top = tl.load(TOKEN_TOPS + row * H + h + same, mask=inside, other=NOTHING)
-        earlier = tl.load(TOKEN_TOPS + (row - 1) * H + h + same, mask=later, other=NOTHING)
-        before = tl.where(start, NOTHING, tl.where(later, earlier, first))
-        d0, d1, d2, _ = _slopes(
-            MEAN, FREE_ENERGY, LOG_TOTAL, G_MEAN, G_FREE, G_TOTAL, (row * H + h) * D + d, _at(d < D, real), beta,
-            tl.max(top, 0), FREE, BY_MEAN, BY_FREE, BY_TOTAL,
-        )  # fmt: skip
-        r0, r1, r2 = _queries(gather, read, d0, d1, d2)
+        r0, r1, r2 = _queries(gather, d0, d1, d2)
         a0, a1, a2 = a0 + read * r0, a1 + read * r1, a2 + read * r2
         slow, lag = _gates(gate, n, N)
-        keep, fade = _decays(slow, 1.0, before, tl.where(inside, top, before), start)
+        keep, fade = decays(slow, 1.0, before, top, start)
         a0, a1, a2 = _decayed(a0, a1, a2, lag, keep, fade)
     _store_state(BACK, (place * 3 * H + h) * N, N, H * N, n, a0, a1, a2)
 
@@ -317,39 +315,22 @@ def carry_back(
         _store_state(BACK, (place * 3 * H + h) * N, N, H * N, n, a0, a1, a2)
         top = _top(TOPS, place * H + h, n)
         start, slow, lag = _chunk_gates(SLOWS, LAGS, place * H + h, N, n)
-        keep, fade = _decays(slow, 1.0, tl.where(start, NOTHING, top), later, start)
+        keep, fade = decays(slow, 1.0, tl.where(start, NOTHING, top), later, start)
         a0, a1, a2 = _decayed(a0, a1, a2, lag, keep, fade)
         a0, a1, a2 = a0 + own0, a1 + own1, a2 + own2
         later = top
 
 
-@triton.jit
-def _advance(
-    s, spread, V, GATE, WRITE, MARKS, TOKEN_TOPS, before, beta, b, t, T, h, H, N, D, n, d,
-    FREE: tl.constexpr, MARKED: tl.constexpr,
-):  # fmt: skip
-    """A token on: the decayed state, the state after it, and its top."""
-    v, gate, write, exponent, real, start = _token(V, GATE, WRITE, MARKS, b, t, T, h, H, N, D, n, d, beta, MARKED)
-    inside = _at(n < N, (t < T).to(tl.int32))
-    same = tl.zeros_like(n).to(tl.int64)
-    top = tl.where(inside, tl.load(TOKEN_TOPS + (b * T + t) * H + h + same, mask=inside, other=NOTHING), before)
-    slow, lag = _gates(gate, n, N)
-    keep, fade = _decays(slow, 1.0, tl.where(start, NOTHING, before), top, start)
-    z0, z1, z2 = _decayed(s[0], s[1], s[2], lag, keep, fade)
-    u0, u1, u2 = _streams(spread, v, _energies(exponent, tl.where(n < N, top, NOTHING), FREE))
-    return (z0, z1, z2), (z0 + write * u0, z1 + write * u1, z2 + write * u2), top
-
-
 @triton.jit(do_not_specialize=["T", "chunks", "batch"])
 def gradients(
-    GATE, WRITE, READ, SPREAD, GATHER, V, BETA, MARKS, SUMS, TOPS, TOKEN_TOPS, BACK,
+    GATE, WRITE, READ, SPREAD, GATHER, V, BETA, MARKS, SUMS, TOPS, TOKEN_TOPS, SEEN, BACK,
     MEAN, FREE_ENERGY, LOG_TOTAL, G_MEAN, G_FREE, G_TOTAL, LAST,
     D_GATE, D_WRITE, D_READ, D_SPREAD, D_GATHER, D_V, D_BETA, D_FIRST, T, H, N, D, chunks, batch,
-    MODES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, STRETCH: tl.constexpr, FREE: tl.constexpr,
-    MARKED: tl.constexpr, INCLUSIVE: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr, BY_TOTAL: tl.constexpr,
+    MODES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, FREE: tl.constexpr, MARKED: tl.constexpr,
+    INCLUSIVE: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr, BY_TOTAL: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk, from the state before it and the gradient of the state after it. In parts: D_WRITE, D_READ
-    [H, B, T, N]; D_SPREAD, D_GATHER [B, chunks, H, N, D]; D_BETA [B, chunks, H]."""
+    """Of a chunk, from the states that its tokens meet and the gradient of the state after it. In parts: D_WRITE and
+    D_READ [H, B, T, N]; D_SPREAD, D_GATHER [B, chunks, H, N, D]; D_BETA [B, chunks, H]."""
     h, chunk, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     n, d = tl.arange(0, MODES), tl.arange(0, WIDTH)
     beta = _beta(BETA, h, FREE)
@@ -364,67 +345,47 @@ def gradients(
     if FREE and chunk == chunks - 1:
         _, _, last = _load_state(LAST, (b * 3 * H + h) * N, N, H * N, n, FREE)
         to_beta += a2 * last * tl.load(TOKEN_TOPS + (b * T + T - 1) * H + h) / beta
-    for back in range(CHUNK // STRETCH):
-        begin = chunk * CHUNK + CHUNK - (back + 1) * STRETCH
-        s = _load_state(SUMS, (place * 3 * H + h) * N, N, H * N, n, FREE)
-        top = first
-        for t in range(chunk * CHUNK, begin):
-            _, s, top = _advance(
-                s, spread, V, GATE, WRITE, MARKS, TOKEN_TOPS, top, beta, b, t, T, h, H, N, D, n, d, FREE, MARKED
-            )  # fmt: skip
-        seen = ()
-        tops = (top,)
-        for i in tl.static_range(STRETCH):
-            decayed, s, top = _advance(
-                s, spread, V, GATE, WRITE, MARKS, TOKEN_TOPS, top, beta, b, begin + i, T, h, H, N, D, n, d, FREE, MARKED
-            )  # fmt: skip
-            seen = seen + (decayed,)
-            tops = tops + (top,)
-        for i in tl.static_range(STRETCH):
-            t = begin + STRETCH - 1 - i
-            row = b * T + t
-            v, gate, write, exponent, real, start = _token(
-                V, GATE, WRITE, MARKS, b, t, T, h, H, N, D, n, d, beta, MARKED
-            )  # fmt: skip
-            read = tl.load(READ + row * N + n, mask=_at(n < N, real), other=0.0).to(tl.float32)
-            modes = _at(n < N, (t < T).to(tl.int32))
-            top = tops[STRETCH - i]
-            highest = tl.max(tl.where(n < N, top, NOTHING), 0)
-            here = _at(d < D, real)
-            energy = _energies(exponent, highest + tl.zeros([MODES], tl.float32), FREE)
-            u0, u1, u2 = _streams(spread, v, energy)
-            d0, d1, d2, by_logarithm = _slopes(
-                MEAN, FREE_ENERGY, LOG_TOTAL, G_MEAN, G_FREE, G_TOTAL, (row * H + h) * D + d, here, beta, highest,
-                FREE, BY_MEAN, BY_FREE, BY_TOTAL,
-            )  # fmt: skip
-            r0, r1, r2 = _queries(gather, read, d0, d1, d2)
-            z0, z1, z2 = seen[STRETCH - 1 - i]
-            g0, g1, g2 = z0, z1, z2
-            if INCLUSIVE:
-                g0, g1, g2 = z0 + write * u0, z1 + write * u1, z2 + write * u2
-                a0, a1, a2 = a0 + read * r0, a1 + read * r1, a2 + read * r2
-            to_gather += (read * g0)[:, None] * d0[None, :] + (read * g1)[:, None] * d1[None, :]
-            to_gather += (read * g2)[:, None] * d2[None, :]
-            part = ((h * batch + b) * T + t) * N + n
-            tl.store(D_READ + part, (r0 * g0 + r1 * g1 + r2 * g2) * real, mask=modes)
-            tl.store(D_WRITE + part, (a0 * u0 + a1 * u1 + a2 * u2) * real, mask=modes)
-            w0, w1, w2 = write * a0, write * a1, write * a2
-            to_spread += tl.where(here, 1.0, 0.0)[None, :] * w0[:, None] + w1[:, None] * v[None, :]
-            to_spread += w2[:, None] * energy[None, :]
-            x1 = tl.sum(spread * w1[:, None], 0)
-            x2 = tl.sum(spread * w2[:, None], 0) * energy
-            tl.store(
-                D_V + (row * H + h) * D + d, tl.where(here, x1 + beta * x2, 0.0), mask=_at(d < D, (t < T).to(tl.int32))
-            )
-            if not INCLUSIVE:
-                a0, a1, a2 = a0 + read * r0, a1 + read * r1, a2 + read * r2
-            by_values += by_logarithm + x2 * tl.where(here, exponent - highest, 0.0) / beta
-            before = tl.where(start, NOTHING, tops[STRETCH - 1 - i])
-            tl.store(D_GATE + (row * H + h) * N + n, (a0 * z0 + a1 * z1 + a2 * z2) * real, mask=modes)
-            to_beta += a2 * z2 * (before - top) / beta
-            slow, lag = _gates(gate, n, N)
-            keep, fade = _decays(slow, 1.0, before, top, start)
-            a0, a1, a2 = _decayed(a0, a1, a2, lag, keep, fade)
+    for back in range(CHUNK):
+        t = chunk * CHUNK + CHUNK - 1 - back
+        row = b * T + t
+        v, gate, write, exponent, real, start = _token(V, GATE, WRITE, MARKS, b, t, T, h, H, N, D, n, d, beta, MARKED)
+        inside = (t < T).to(tl.int32)
+        modes, here = at(n < N, inside), at(d < D, real)
+        read = tl.load(READ + row * N + n, mask=at(n < N, real), other=0.0).to(tl.float32)
+        top, before = _tops(TOKEN_TOPS, first, b, t, T, h, H, n, N, back, start, CHUNK)
+        highest = tl.max(tl.where(n < N, top, NOTHING), 0)
+        energy = _energies(exponent, highest + tl.zeros([MODES], tl.float32), FREE)
+        u0, u1, u2 = _streams(spread, v, energy)
+        d0, d1, d2, by_logarithm = slopes(
+            MEAN, FREE_ENERGY, LOG_TOTAL, G_MEAN, G_FREE, G_TOTAL, (row * H + h) * D + d, here, beta, highest,
+            FREE, BY_MEAN, BY_FREE, BY_TOTAL,
+        )  # fmt: skip
+        r0, r1, r2 = _queries(gather, d0, d1, d2)
+        z0, z1, z2 = _load_state(SEEN, (tl.minimum(row, b * T + T - 1) * 3 * H + h) * N, N, H * N, n, FREE)
+        g0, g1, g2 = z0, z1, z2
+        if INCLUSIVE:
+            g0, g1, g2 = z0 + write * u0, z1 + write * u1, z2 + write * u2
+            a0, a1, a2 = a0 + read * r0, a1 + read * r1, a2 + read * r2
+        to_gather += (read * g0)[:, None] * d0[None, :] + (read * g1)[:, None] * d1[None, :]
+        to_gather += (read * g2)[:, None] * d2[None, :]
+        part = ((h * batch + b) * T + t) * N + n
+        tl.store(D_READ + part, (r0 * g0 + r1 * g1 + r2 * g2) * real, mask=modes)
+        tl.store(D_WRITE + part, (a0 * u0 + a1 * u1 + a2 * u2) * real, mask=modes)
+        w0, w1, w2 = write * a0, write * a1, write * a2
+        to_spread += tl.where(here, 1.0, 0.0)[None, :] * w0[:, None] + w1[:, None] * v[None, :]
+        to_spread += w2[:, None] * energy[None, :]
+        x1 = tl.sum(spread * w1[:, None], 0)
+        x2 = tl.sum(spread * w2[:, None], 0) * energy
+        tl.store(D_V + (row * H + h) * D + d, tl.where(here, x1 + beta * x2, 0.0), mask=at(d < D, inside))
+        if not INCLUSIVE:
+            a0, a1, a2 = a0 + read * r0, a1 + read * r1, a2 + read * r2
+        # Exponents count from the token's top, so that large ones do not cancel; z2 went from one top to the next.
+        by_values += by_logarithm + x2 * tl.where(here, exponent - highest, 0.0) / beta
+        to_beta += a2 * z2 * (before - top) / beta * inside
+        tl.store(D_GATE + (row * H + h) * N + n, (a0 * z0 + a1 * z1 + a2 * z2) * real, mask=modes)
+        slow, lag = _gates(gate, n, N)
+        keep, fade = decays(slow, 1.0, before, top, start)
+        a0, a1, a2 = _decayed(a0, a1, a2, lag, keep, fade)
     matrix = ((place * H + h) * N + n[:, None]) * D + d[None, :]
     there = (n < N)[:, None] & (d < D)[None, :]
     tl.store(D_SPREAD + matrix, to_spread, mask=there)

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from femixer.kernels.state_space import triton_kernels as kernels
+from femixer.kernels.state_space import triton_backward, triton_kernels
 from femixer.kernels.triton_launch import launch
 
 # Tokens of a chunk, and those whose states the backward holds in registers at a time.
@@ -101,11 +101,18 @@ def _states_before(p: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     given = p.rate, p.v, p.step, p.write, p.beta, p.marks, sums, tops, paces, length, *sizes
     flags = p.chosen("FREE", "HAS_STEP", "HAS_WRITE", "MARKED")
     launch(
-        kernels.summarize, p.grid(p.chunks, batch), *given, **p.tiles(), CHUNK=CHUNK, **flags, num_warps=4, **_work(p)
+        triton_kernels.summarize,
+        p.grid(p.chunks, batch),
+        *given,
+        **p.tiles(),
+        CHUNK=CHUNK,
+        **flags,
+        num_warps=4,
+        **_work(p),
     )
     given = p.rate, sums, tops, paces, p.sums, p.top, *sizes
     moved = 2 * sums.numel() * 4
-    launch(kernels.carry, p.grid(batch), *given, **p.tiles(), **p.chosen("FREE"), num_warps=4, moved=moved)
+    launch(triton_kernels.carry, p.grid(batch), *given, **p.tiles(), **p.chosen("FREE"), num_warps=4, moved=moved)
     return sums, tops, paces
 
 
@@ -121,7 +128,7 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
     sizes = length, channels, modes, p.chunks
     grid = p.grid(p.chunks, batch)
     launch(
-        kernels.read_chunks,
+        triton_kernels.read_chunks,
         grid,
         *given,
         *results,
@@ -152,14 +159,14 @@ def backward(
     given = p.rate, p.v, p.step, p.read, p.weight, p.beta, p.marks, tops, token_tops, *read, back, *sizes
     chosen = p.chosen("FREE", "HAS_STEP", "HAS_READ", "MARKED") | flags
     grid = p.grid(p.chunks, batch)
-    launch(kernels.adjoints, grid, *given, **p.tiles(), CHUNK=CHUNK, **chosen, num_warps=4, **_work(p))
+    launch(triton_backward.adjoints, grid, *given, **p.tiles(), CHUNK=CHUNK, **chosen, num_warps=4, **_work(p))
     if p.chunks == 1:
         _after_one_chunk(p, back, grads[3])
     else:
         last_top = token_tops[:, -1].contiguous()
         given = p.rate, back, tops, paces, last_top, by[3], *sizes[1:]
         options = {**p.tiles(), **p.chosen("FREE"), "BY_LAST": grads[3] is not None}
-        launch(kernels.carry_back, p.grid(batch), *given, **options, num_warps=4, moved=2 * back.numel() * 4)
+        launch(triton_backward.carry_back, p.grid(batch), *given, **options, num_warps=4, moved=2 * back.numel() * 4)
     return _gradients(p, sums, tops, token_tops, back, (*read, last), flags, needed)
 
 
@@ -201,7 +208,14 @@ def _gradients(
     options = {**p.tiles(numbers), "CHUNK": CHUNK, "STRETCH": STRETCH, **p.flags, **flags, "num_warps": 8}
     work = _work(p, passes=2 + CHUNK // STRETCH // 2)
     launch(
-        kernels.gradients, p.grid(p.chunks, batch, numbers=numbers), *given, *read, *found, *sizes, **options, **work
+        triton_backward.gradients,
+        p.grid(p.chunks, batch, numbers=numbers),
+        *given,
+        *read,
+        *found,
+        *sizes,
+        **options,
+        **work,
     )
     by_modes = None if amounts is None else amounts.sum(1)
     rate = to_rate.sum((0, 1))
