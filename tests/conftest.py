@@ -1,12 +1,17 @@
 """Settings of all tests."""
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
 from lm_text import texts, write_lines
+
+# Before triton is imported: its kernels run on CPU tensors, statement by statement; the other is a warning less.
+os.environ["TRITON_INTERPRET"] = "1"
+os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
 
 # The tests run two processes side by side; threads would only make them wait for each other.
 torch.set_num_threads(1)

@@ -41,6 +41,11 @@ class Options:
     """Compile all kernels first. They are kept on disk; without this, each is compiled when it is first used."""
     operators: tuple[str, ...] = ()
     """Look at these operators only; at all of them if none is named."""
+    compile: bool = False
+    """Compile the Triton kernels of all layers ahead of time instead, for GPUs that need not be here: registers,
+    spills and shared memory of each. The exit code is 1 if one spills or takes too much shared memory."""
+    targets: tuple[str, ...] = ()
+    """With --compile: for these GPUs only, e.g. sm_90 or gfx942."""
 
 
 class Column(NamedTuple):
@@ -77,6 +82,8 @@ def main(args: Sequence[str]) -> int:
     console = _console()
     for line in surroundings():
         console.print(line, highlight=False, soft_wrap=True)
+    if options.compile:
+        return compile_kernels(options)
     if options.warm:
         print(warm(chosen, layers=not options.operators))
     show_table(chosen, console)
@@ -186,6 +193,8 @@ def show_table(operators: Sequence[Operator], console: Any) -> None:
     for name in dispatch.FILES:
         if (why := dispatch.unavailable(name)) is not None:
             reasons[name] = [why]
+    if "triton" not in reasons and not torch.cuda.is_available():
+        reasons["triton"] = ["torch sees no GPU here"]
     for where, (first, *others) in sorted(reasons.items()):
         more = f" (and {len(others)} more of this kind)" if others else ""
         console.print(f"- {where}: {first}{more}", highlight=False, markup=False)
@@ -225,6 +234,32 @@ def warm(operators: Sequence[Operator], layers: bool) -> str:
             parallel.compile(signature)
             advance()
     return f"{len(pairs)} kernels are compiled and on disk ({time.perf_counter() - start:.0f} s)"
+
+
+def compile_kernels(options: Options) -> int:
+    """Every Triton kernel that layers launch, for GPUs that need not be here; 1 if one is not as it should be."""
+    why = dispatch.unavailable("triton")
+    if why is None and dispatch.is_interpreted():
+        why = "TRITON_INTERPRET=1 is set, and what is interpreted is not compiled"
+    if why is not None:
+        raise dispatch.BackendError(f"compile=True cannot be done: {why}")
+    from femixer import gpu_compile
+    from femixer.kernels.triton_compile import TARGETS
+
+    for target in options.targets:
+        check_option(target in TARGETS, "targets", target, f"one of {', '.join(TARGETS)}")
+    targets = options.targets or TARGETS
+    uses = list(gpu_compile.uses())
+    pairs = [(each, target) for target in targets for each in gpu_compile.wanted(target, uses, options.operators)]
+    print(f"Compiling {len(pairs)} kernels, a second or more each", flush=True)
+    start = time.perf_counter()
+    with _bar("compiling", len(pairs)) as advance:
+        results = gpu_compile.compile_all(pairs, advance=advance)
+    for line in gpu_compile.table(results, targets):
+        print(line)
+    wrong = sum(result.problem is not None for result in results)
+    print(f"{wrong} of {len(results)} are wrong ({time.perf_counter() - start:.0f} s)")
+    return 1 if wrong else 0
 
 
 def run_layers() -> None:

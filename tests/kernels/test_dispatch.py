@@ -174,11 +174,6 @@ def test_a_misspelt_name_in_the_environment_is_an_error_where_the_first_operator
     assert "ValueError: FEMIXER_BACKEND='nmba' is unknown; choose one of auto, plain, numba, triton" in done.stderr
 
 
-def test_a_backend_of_the_environment_that_is_not_installed_is_an_error() -> None:
-    done = python(CALL.format(call="OPERATOR"), "triton")
-    assert "BackendError: FEMIXER_BACKEND='triton' cannot be used: no operator has Triton kernels yet" in done.stderr
-
-
 def test_nothing_runs_on_every_backend() -> None:
     mixer = femixer.FreeEnergyMixer(24, 3)
     for backend in ("plain", "numba"):

@@ -11,6 +11,7 @@ BENCHES = {
     "scaling": ("femixer.bench.scaling", "time per token and memory against the length, and decoding far out"),
     "vision": ("femixer.bench.vision", "vision models: the step of training against plain attention"),
     "forecast": ("femixer.bench.forecast", "forecasters: the time of a training step"),
+    "gpu": ("femixer.bench.gpu", "layers and models on a GPU, or an estimate of the layers without one"),
     "lm": ("femixer.bench.lm", "language models: training and decoding speed, and the size of the cache"),
 }
 

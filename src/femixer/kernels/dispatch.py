@@ -8,12 +8,16 @@ then a backend that cannot serve is an error.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import importlib.util
 import os
+import re
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
 FILES = {"plain": "plain", "numba": "numba_cpu", "triton": "triton_gpu"}
 # Backends that are tried on a device, the fastest first; plain torch runs on every other one.
 DEVICES = {"cpu": ("numba", "plain"), "cuda": ("triton", "plain")}
+# Devices on which a backend runs when it is asked for by name, to look at it: without data, or in Triton's interpreter.
+BY_NAME = {"triton": ("meta", "cpu")}
 CHOICES = ("auto", *FILES)
 VARIABLE = "FEMIXER_BACKEND"
 
@@ -117,8 +123,53 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+# Kernels are written for this version of Triton and later ones, and for GPUs of this generation (A100) and later.
+OLDEST_TRITON = (3, 2)
+OLDEST_CAPABILITY = (8, 0)
+# What Triton is called in torch's builds for GPUs.
+TRITON_PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm", "triton-windows")
+
+
+@functools.cache
 def _no_triton() -> str | None:
-    return "no operator has Triton kernels yet"
+    found = triton_version()
+    if found is None:
+        return "triton is not installed: pip install 'femixer[gpu]'"
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < OLDEST_TRITON:
+        return f"triton {found} is too old, it must be {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]} or later"
+    try:
+        importlib.import_module("triton.language")
+    except Exception as error:
+        return f"triton does not work here ({error})"
+    return None
+
+
+def triton_version() -> str | None:
+    for package in TRITON_PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            return version(package)
+    return None
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs kernels on CPU tensors, statement by statement."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _no_triton_on(device: torch.device) -> str | None:
+    if device.type == "cpu" and not is_interpreted():
+        return "it runs on GPUs, and on a CPU only interpreted (TRITON_INTERPRET=1)"
+    return too_old_a_gpu(device.index) if device.type == "cuda" else None
+
+
+@functools.cache
+def too_old_a_gpu(index: int | None = None) -> str | None:
+    if torch.version.hip is not None:
+        return None
+    found = torch.cuda.get_device_capability(index)
+    if found < OLDEST_CAPABILITY:
+        return f"the GPU's compute capability is {found[0]}.{found[1]}, kernels need {OLDEST_CAPABILITY[0]}.0 or later"
+    return None
 
 
 _UNAVAILABLE: dict[str, Callable[[], str | None]] = {"numba": _no_numba, "triton": _no_triton}
@@ -133,6 +184,8 @@ def refusal(operator: Operator, name: str, arguments: tuple[Any, ...]) -> str | 
     """Why a backend cannot run an operator on these arguments, or None if it can."""
     tried = name == "plain" or (name == "numba" and _numba == "")  # asked for at every call
     if not tried and (why := unavailable(name)) is not None:
+        return why
+    if name == "triton" and (why := _no_triton_on(device_of(arguments))) is not None:
         return why
     implementation = operator.implementation(name)
     if implementation is None:
@@ -164,8 +217,8 @@ def choose(
     check(name, VARIABLE if _asked.name is None else "backend")
     if operator.implementation(name) is None:
         name = "plain"  # an operator that is left to torch
-    why = None if name in DEVICES.get(device, ("plain",)) else f"it does not run on {device}"
-    why = refusal(operator, name, arguments) if why is None else why
+    served = (*DEVICES.get(device, ("plain",)), *(each for each in BY_NAME if device in BY_NAME[each]))
+    why = refusal(operator, name, arguments) if name in served else f"it does not run on {device}"
     if why is not None and (operator.composed or _is_nothing(arguments)):
         return operator.implementations["plain"]  # whose parts run on the backend asked for, or there is nothing to run
     if why is not None:

@@ -17,6 +17,11 @@ LOWEST = -1e300
 TINY = 1e-140
 
 
+def state_dtype(device: torch.device) -> torch.dtype:
+    """Of what a stream carries on. GPUs have little or no float64, and sums relative to a running shift need none."""
+    return torch.float64 if device.type == "cpu" else torch.float32
+
+
 class Reading(NamedTuple):
     """One direction's read [B, T, ...]; the log of its total weight, -inf where nothing is seen (anything at padding),
     of the same shape or without the channels; and the scan's state after the last token."""
@@ -26,9 +31,9 @@ class Reading(NamedTuple):
     log_total: Tensor
     state: Any
 
-    def double(self) -> Reading:
-        free = None if self.free is None else self.free.double()
-        return Reading(self.mean.double(), free, self.log_total.double(), self.state)
+    def to(self, dtype: torch.dtype) -> Reading:
+        free = None if self.free is None else self.free.to(dtype)
+        return Reading(self.mean.to(dtype), free, self.log_total.to(dtype), self.state)
 
 
 def running_shift(
@@ -85,8 +90,9 @@ def mix(past: Reading, future: Reading, beta: Tensor | None) -> tuple[Tensor, Te
     """
     # A padding row is empty on both sides; any finite number does there. A logarithm divided by beta needs the digits.
     dtype = past.mean.dtype
-    past, future = past.double(), future.double()
-    beta = None if beta is None else beta.double()
+    wide = torch.promote_types(dtype, state_dtype(past.mean.device))
+    past, future = past.to(wide), future.to(wide)
+    beta = None if beta is None else beta.to(wide)
     ours = past.log_total.masked_fill(past.log_total == -torch.inf, 0)
     theirs = future.log_total.flip(1)
     empty = theirs == -torch.inf

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from femixer.kernels.marks import is_padding, is_start
 from femixer.kernels.operator import Operator
-from femixer.kernels.reading import Reading
+from femixer.kernels.reading import Reading, state_dtype
 
 
 def _results(
@@ -27,12 +27,19 @@ def _results(
     marks: Tensor | None,
     state: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    mean, log_total = (torch.empty_like(v, memory_format=torch.contiguous_format) for _ in range(2))
-    free = v.new_empty(0) if beta is None else torch.empty_like(mean)
-    return mean, free, log_total, v.new_empty(3, v.shape[0], v.shape[2], dtype=torch.float64)
+    mean, log_total = (v.new_empty(v.shape, dtype=read_dtype(v)) for _ in range(2))
+    free = mean.new_empty(0) if beta is None else torch.empty_like(mean)
+    last = v.new_empty(3, v.shape[0], v.shape[2], dtype=state_dtype(v.device))
+    return mean, free, log_total, last, v.new_empty(0)
 
 
-OPERATOR = Operator(__name__, _results, outputs=4)
+def read_dtype(v: Tensor) -> torch.dtype:
+    """Of the results: logarithms need the digits of float32."""
+    return torch.promote_types(v.dtype, torch.float32)
+
+
+# The last result is what a backend keeps for its backward.
+OPERATOR = Operator(__name__, _results, outputs=5, internal=1)
 
 
 def channel_scan(
@@ -47,13 +54,13 @@ def channel_scan(
     """Mean, free energy and log total [B, T, C], zero at padding, and the state after the last token.
 
     key, gate, v [B, T, C], keys and gates of zero where they are None; beta [C], None for the mean only; marks [B, T]
-    (see femixer.kernels.marks); state of the tokens before: float64 [3, B, C] with the log total, mean and free energy
-    of the last one, None where there is none.
+    (see femixer.kernels.marks); state of the tokens before: [3, B, C] in `state_dtype` with the log total, mean and
+    free energy of the last one, None where there is none. Results have at least float32.
 
     exclusive: every row reads the tokens before it, decayed by its own gate; where there is none its log total is -inf.
     Such a scan starts from no state.
     """
-    mean, free, log_total, last = OPERATOR(key, gate, v, beta, marks, state)
+    mean, free, log_total, last, _ = OPERATOR(key, gate, v, beta, marks, state)
     read = Reading(mean, None if beta is None else free, log_total, last)
     return _without_itself(read, gate, marks) if exclusive else read
 

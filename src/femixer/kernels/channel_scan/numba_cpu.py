@@ -54,7 +54,7 @@ def forward(
     v = given[2]
     mean, free, log_total, last = torch.empty_like(v), _like(v, beta), torch.empty_like(v), torch.zeros_like(given[5])
     loops.forward(*map(array, (*given, mean, free, log_total, last)))
-    return mean, free.flatten() if beta is None else free, log_total, last
+    return mean, free.flatten() if beta is None else free, log_total, last, v.new_empty(0)
 
 
 def backward(
@@ -63,8 +63,8 @@ def backward(
     key, gate, _, beta, _, state = arguments
     given = _complete(arguments)
     v = given[2]
-    to_mean, to_free, to_log, to_last = filled(grads, results)
-    mean, free, log_total, _ = results
+    to_mean, to_free, to_log, to_last = filled(grads[:4], results)
+    mean, free, log_total = results[:3]
     if beta is None:
         free, to_free = _like(v, None), _like(v, None)
     d_key, d_gate, d_v, d_state = _like(v, key), _like(v, gate), torch.empty_like(v), torch.zeros_like(given[5])

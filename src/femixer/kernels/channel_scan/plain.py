@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from femixer.kernels.marks import is_padding, is_start
-from femixer.kernels.reading import NOTHING
+from femixer.kernels.reading import NOTHING, state_dtype
 
 # The logarithm of a number without one is that of this, which keeps gradients finite.
 LEAST = 1e-300
@@ -116,11 +116,12 @@ def forward(
     ends = [x[..., -1] for x in rows]
     ends[0] = ends[0].masked_fill(ends[0] < NOTHING / 2, -torch.inf)
     last = torch.stack(ends if beta is not None else [*ends, torch.zeros_like(ends[1])])
-    shown = [_tokens(x, v.dtype) for x in rows]
+    shown = [_tokens(x, torch.promote_types(v.dtype, torch.float32)) for x in rows]
     if marks is not None:
         padding = is_padding(marks)[..., None]
         shown = [x.masked_fill(padding, 0) for x in shown]
-    return shown[1], v.new_empty(0) if beta is None else shown[2], shown[0], last
+    free = shown[1].new_empty(0) if beta is None else shown[2]
+    return shown[1], free, shown[0], last.to(state_dtype(v.device)), v.new_empty(0)
 
 
 READS_RESULTS = False
@@ -181,7 +182,7 @@ def _flows(
 ) -> tuple[Tensor, Tensor | None]:
     """d mean and mean d mean + h - d log_total [2, B, C, 1 + T], and h = d free / beta [B, C, 1 + T]."""
     marks = arguments[4]
-    of_mean, of_free, of_log, of_last = grads
+    of_mean, of_free, of_log, of_last = grads[:4]
 
     def along_time(grad: Tensor | None, number: int) -> Tensor | None:
         """The gradient of a result, and at the last token that of the same number of the state."""

@@ -7,19 +7,20 @@ Both ways, the same sum over later tokens i > t, with the gates t..i-1, is added
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from femixer.kernels.operator import Operator
+from femixer.kernels.reading import state_dtype
 
 
 def _results(y: Tensor, marks: Tensor | None, initial: Tensor | None, causal: bool, eps: float) -> tuple[Tensor, ...]:
     batch, length, channels = y.shape[0], y.shape[1], y.shape[2] // 3
-    sums = y.new_empty(batch, length, channels if causal else 2 * channels, dtype=torch.float64)
+    sums = y.new_empty(batch, length, channels if causal else 2 * channels, dtype=state_dtype(y.device))
     return y.new_empty(batch, length, channels), y.new_empty(batch, channels), sums
 
 
-# The last result is the sums over earlier tokens and, both ways, those over later ones, [B, T, C or 2 C] in float64.
+# The last result is the sums over earlier tokens and, both ways, those over later ones, [B, T, C or 2 C],
+# or what another backend keeps.
 OPERATOR = Operator(__name__, _results, 3, internal=1)
 
 

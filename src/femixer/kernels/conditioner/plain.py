@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from femixer.kernels.marks import is_end, is_padding, is_start
+from femixer.kernels.reading import state_dtype
 from femixer.kernels.recurrence.plain import scan
 
 READS_RESULTS = slice(-1, None)
@@ -28,7 +29,8 @@ def forward(y: Tensor, marks: Tensor | None, initial: Tensor | None, causal: boo
         later = later_gates.exp() * F.pad(from_here[:, 1:], (0, 0, 0, 1))
         h, sums = sums + later, torch.cat([sums, later], -1)
     direction = F.normalize(F.softplus(_logits(y)), dim=-1)
-    return F.silu(direction) * F.layer_norm(h.to(y.dtype), h.shape[-1:], eps=eps), last, sums
+    features = F.silu(direction) * F.layer_norm(h.to(y.dtype), h.shape[-1:], eps=eps)
+    return features, last, sums.to(state_dtype(y.device))
 
 
 def _gates(y: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from femixer.kernels.operator import Operator
-from femixer.kernels.reading import Reading
+from femixer.kernels.reading import Reading, state_dtype
 
 
 class FastWeights(NamedTuple):
-    """State, float64: decayed sums [B, G, E, 2 D + 1 or D + 1] of k_i (v_i, 1, exp(beta v_i - top)), and top [B, G, D].
+    """State: decayed sums [B, G, E, 2 D + 1 or D + 1] of k_i (v_i, 1, exp(beta v_i - top)), and top [B, G, D].
 
-    The largest exponential of each value channel is one; top is a constant for gradients.
+    In the type of `state_dtype`. The largest exponential of each value channel is one; top is a constant for gradients.
     """
 
     sums: Tensor
@@ -45,7 +45,7 @@ def _results(
     mean = v.new_empty(*q.shape[:3], width)
     free = v.new_empty(0, 0, 0, 0) if beta is None else torch.empty_like(mean)
     columns = width + 1 if beta is None else 2 * width + 1
-    wide = torch.float64
+    wide = state_dtype(v.device)
     last = v.new_empty((batch, groups, channels, columns) if keep else 0, dtype=wide)
     last_top = v.new_empty((batch, groups, width) if keep else 0, dtype=wide)
     return mean, free, v.new_empty(q.shape[:3]), last, last_top, v.new_empty(batch, heads, dtype=torch.bool)

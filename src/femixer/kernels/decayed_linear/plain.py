@@ -20,6 +20,7 @@ from femixer.kernels.decayed_linear.plain_blocks import (
 )
 from femixer.kernels.decayed_linear.plain_gradients import backward as backward
 from femixer.kernels.marks import is_padding
+from femixer.kernels.reading import state_dtype
 
 
 def forward(
@@ -39,12 +40,13 @@ def forward(
     tokens = arranged(k, gate, v, beta, marks, padded, chunk)
     q = by_group(q, groups, padded)
     parts = [read_level(pairs_of(q, tokens, size, radix, size == 1 and not exclusive)) for size in sizes]
-    last, last_top = q.new_empty(0), q.new_empty(0)
+    last, last_top = (q.new_empty(0, dtype=state_dtype(q.device)) for _ in range(2))
     if sums is not None or keep or padded > chunk:
         states = states_before(tokens, chunk, sums, top)
         parts.append(read_past(readers_of(q, tokens, chunk), states[:, :, :, :-1], width))
         if keep:
-            last, last_top = _last(states[:, :, 0, -1], width, beta is not None)
+            carried = _last(states[:, :, 0, -1], width, beta is not None)
+            last, last_top = (x.to(state_dtype(x.device)) for x in carried)
     read, energies = zip(*parts, strict=True)
     total = torch.stack(read).sum(0)
     if marks is not None:

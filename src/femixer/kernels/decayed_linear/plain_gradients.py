@@ -227,7 +227,8 @@ def backward(
     assert found is not None
     d_sums = end = None
     if sums is not None or keep or padded > chunk:
-        chunks, (to_last, last, last_top) = tokens.grouped(-1, chunk), (given[3], results[3], results[4])
+        chunks = tokens.grouped(-1, chunk)
+        to_last, last, last_top = given[3].double(), results[3].double(), results[4].double()
         states = states_before(tokens, chunk, sums, top)[:, :, :, :-1]
         d_q, level = _read_gradients(readers_of(q, tokens, chunk), c.grouped(chunk), states)
         after = _last_gradients(to_last, last_top, width) if keep else torch.full_like(level[:, :, :, :1], NOTHING)
@@ -235,7 +236,7 @@ def backward(
         level = scan_chunks(F.pad(kept_over(chunks).flip(3), (0, 0, 0, 0, 1, 0)), level).flip(3)
         found = _write_gradients(d_q, chunks, _shifted(level[:, :, :, 1:], width)).flat(2).plus(found)
         if sums is not None and top is not None:
-            d_sums = _first_gradients(_shifted(level[:, :, 0, 0], width), top)
+            d_sums = _first_gradients(_shifted(level[:, :, 0, 0], width), top).to(sums.dtype)
         end = (to_last * last).sum(-1)[:, :, None, None] if keep else None
     d_q, d_k, d_v, d_z = found
     d_gate = None

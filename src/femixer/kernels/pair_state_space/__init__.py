@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from femixer.kernels.operator import Operator
-from femixer.kernels.reading import Reading
+from femixer.kernels.reading import Reading, state_dtype
 
 
 class PairSystem(NamedTuple):
@@ -30,7 +30,7 @@ class PairSystem(NamedTuple):
 
 
 class PairSums(NamedTuple):
-    """State: sums [B, 3, H, N] of 1, v and exp(beta v - top) over pairs, and top [B, H], float64.
+    """State: sums [B, 3, H, N] of 1, v and exp(beta v - top) over pairs, and top [B, H], in `state_dtype`.
 
     top is the largest exponent so far as it decays with the slowest mode, -inf before the first token.
     """
@@ -41,8 +41,9 @@ class PairSums(NamedTuple):
     @classmethod
     def empty(cls, gate: Tensor) -> PairSums:
         batch, _, heads, modes = gate.shape
-        sums = gate.new_zeros(batch, 3, heads, modes, dtype=torch.float64)
-        return cls(sums, gate.new_full((batch, heads), -torch.inf, dtype=torch.float64))
+        dtype = state_dtype(gate.device)
+        sums = gate.new_zeros(batch, 3, heads, modes, dtype=dtype)
+        return cls(sums, gate.new_full((batch, heads), -torch.inf, dtype=dtype))
 
 
 def _results(

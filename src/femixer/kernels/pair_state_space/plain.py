@@ -35,7 +35,7 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
     if beta is not None:
         warmth = beta.double()[:, None]
         exponent = warmth * v
-        shift, before = _shift(exponent, gate, top, padding, start)
+        shift, before = _shift(exponent, gate, top.double(), padding, start)
         below = exponent - shift
         below = below if padding is None else below.masked_fill(padding, 0)
         streams.append(_spread(below.exp(), spread))
@@ -44,11 +44,11 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
     log_decay = torch.stack(decays, 2)
     if start is not None:
         log_decay = log_decay.masked_fill(start[..., None], -torch.inf)
-    initial = sums[:, : len(streams)]
+    initial = sums[:, : len(streams)].double()
     decay = log_decay.exp()
     h = linear_recurrence(decay.flatten(2), x.flatten(2), initial.flatten(1), resets=start is not None)
     h = h.reshape(x.shape)
-    last = h[:, -1]
+    last = h[:, -1].to(sums.dtype)
     if exclusive:
         # A start is read from nothing: its decay is zero.
         h = decay * torch.cat([initial[:, None], h[:, :-1]], 1)
@@ -58,7 +58,7 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
         mean, log_total = results
         last = torch.cat([last, torch.zeros_like(sums[:, 2:])], 1)
         return mean, values.new_empty(0, 0, 0, 0), log_total, last, top.clone()
-    return *results, last.clone(), last_top(shift[:, -1, :, 0])
+    return *results, last.clone(), last_top(shift[:, -1, :, 0]).to(top.dtype)
 
 
 def _spread(x: Tensor, spread: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from femixer.kernels.operator import Operator
-from femixer.kernels.reading import Reading
+from femixer.kernels.reading import Reading, state_dtype
 
 
 class System(NamedTuple):
@@ -35,7 +35,7 @@ class System(NamedTuple):
 
 
 class Modes(NamedTuple):
-    """State: sums [B, 3, N, C] of 1, v and exp(beta v - top) per mode, and top [B, C], float64.
+    """State: sums [B, 3, N, C] of 1, v and exp(beta v - top) per mode, and top [B, C], in `state_dtype`.
 
     top is the largest exponent so far as it decays with the slowest mode, -inf before the first token.
     """
@@ -45,8 +45,9 @@ class Modes(NamedTuple):
 
     @classmethod
     def empty(cls, rate: Tensor, v: Tensor) -> Modes:
-        sums = v.new_zeros(v.shape[0], 3, *rate.shape, dtype=torch.float64)
-        return cls(sums, v.new_full((v.shape[0], v.shape[2]), -torch.inf, dtype=torch.float64))
+        dtype = state_dtype(v.device)
+        sums = v.new_zeros(v.shape[0], 3, *rate.shape, dtype=dtype)
+        return cls(sums, v.new_full((v.shape[0], v.shape[2]), -torch.inf, dtype=dtype))
 
 
 def _results(

@@ -107,7 +107,7 @@ def _read(arguments: tuple[Any, ...], call: Callable[..., Any]) -> tuple[Tensor,
     run = partial(_by_channels, call, -(-width // blocks))
     given = (x, None if shift is None else shift.tokens, layout.visible, layout.seen_at_end())
     y, written, fall = run(_within, rates, pace, write, query, *given)
-    initial = sums[:, : x.shape[-1]].permute(3, 0, 2, 1)  # [C, B, N, S]
+    initial = sums[:, : x.shape[-1]].double().permute(3, 0, 2, 1)  # [C, B, N, S]
     carried, last = _carry(fall, written, initial, shift, layout)
     (past,) = run(_from_past, rates, pace, query, carried)
     y = torch.addcmul(y, past, _fade(x, shift, layout))
@@ -117,11 +117,11 @@ def _read(arguments: tuple[Any, ...], call: Callable[..., Any]) -> tuple[Tensor,
     warmth = None if beta is None else beta.double()[:, None, None]
     found = read_of_sums(y.flatten(2, 3).unbind(-1), highest, warmth, layout.padding)
     results = [r.permute(1, 2, 0)[:, :length].to(v.dtype, memory_format=torch.contiguous_format) for r in found]
-    last = last.permute(1, 3, 2, 0)  # [B, S, N, C]
+    last = last.permute(1, 3, 2, 0).to(sums.dtype)  # [B, S, N, C]
     if shift is None:
         last = torch.cat([last, torch.zeros_like(sums[:, 2:])], 1)
         return results[0], v.new_empty(0, 0, 0), results[1], last, top.clone()
-    return *results, last.contiguous(), last_top(shift.ends[..., -1].mT).contiguous()
+    return *results, last.contiguous(), last_top(shift.ends[..., -1].mT).to(top.dtype).contiguous()
 
 
 def _laid_out(
@@ -169,7 +169,7 @@ def _streams(
     if beta is not None:
         exponent = beta.double()[:, None, None] * v
         slowest = (step * rates.amax(-1)[..., 0]).clamp_min(LEAST)
-        highest, first = running_shift(exponent, slowest, top.mT, layout.padding, layout.start)
+        highest, first = running_shift(exponent, slowest, top.double().mT, layout.padding, layout.start)
         below = exponent - highest
         below = below if layout.padding is None else below.masked_fill(layout.padding, 0)
         streams.append(step * below.exp())

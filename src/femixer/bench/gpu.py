@@ -1,0 +1,370 @@
+"""`femixer bench gpu`: layers and models on a GPU against torch's flash attention and, where they are installed,
+flash-linear-attention and mamba_ssm; or, on a machine without one, an estimate of the layers from their traces.
+
+An estimate is the roofline of every launch, max(bytes / bandwidth, flops / tensor rate, exponentials / their rate), and
+an overhead per launch. It knows nothing of occupancy, caches and stalls: it says what a kernel could reach.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from femixer import FreeEnergyMixer, __version__, use_backend
+from femixer.baselines import Attention
+from femixer.kernels import dispatch
+from femixer.kernels.triton_launch import aimed_at
+from femixer.kernels.triton_trace import Step, traced
+from femixer.options import check, parse
+from femixer.priors.parsing import parse_prior
+from femixer.training import atomic
+
+ATTENTION = "attention"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Layers of other packages: module, class, and arguments from (dim, heads).
+RIVALS: dict[str, tuple[str, str, Callable[[int, int], dict[str, Any]]]] = {
+    "fla linear": ("fla.layers", "LinearAttention", lambda d, h: {"hidden_size": d, "num_heads": h}),
+    "fla gla": ("fla.layers", "GatedLinearAttention", lambda d, h: {"hidden_size": d, "num_heads": h}),
+    "mamba_ssm": ("mamba_ssm", "Mamba", lambda d, h: {"d_model": d}),
+}
+
+
+class Gpu(NamedTuple):
+    """Figures of the maker: bytes per second; dense tensor flops per second in bfloat16 and TF32; of plain float32; and
+    exponentials per second (special-function units x clock)."""
+
+    target: str
+    bandwidth: float
+    bfloat16: float
+    tf32: float
+    float32: float
+    exponentials: float
+
+    def seconds(self, step: Step, dtype: torch.dtype) -> float:
+        rate = self.bfloat16
+        if dtype == torch.float32:
+            # Kernels keep float32's digits by three TF32 products; torch's own products use plain float32.
+            rate = max(self.tf32 / 3, self.float32) if step.kernel else self.float32
+        work = (step.bytes / self.bandwidth, step.flops / rate, step.exponentials / self.exponentials)
+        return max(work) / REACHED + OVERHEAD
+
+
+GPUS = {
+    "A100": Gpu("sm_80", 2.04e12, 312e12, 156e12, 19.5e12, 108 * 16 * 1.41e9),
+    "L40S": Gpu("sm_89", 0.864e12, 362e12, 183e12, 91.6e12, 142 * 16 * 2.52e9),
+    "H100": Gpu("sm_90", 3.35e12, 989e12, 495e12, 67e12, 132 * 16 * 1.83e9),
+    "MI300X": Gpu("gfx942", 5.3e12, 1307e12, 654e12, 163e12, 304 * 16 * 2.1e9),
+}
+# The part of the maker's figures that is taken as reached, and seconds per launch. Both are assumptions.
+REACHED, OVERHEAD = 0.75, 2.5e-6
+
+
+@dataclass(frozen=True)
+class Options:
+    """Latency, throughput and memory of layers and models on a GPU, or an estimate of the layers without one."""
+
+    estimate: bool = False
+    """Estimate from traces, without a GPU."""
+    kernels: bool = False
+    """With --estimate: also the table of launches of every layer."""
+    priors: tuple[str, ...] = ("softmax", "linear", "gla", "aft", "decay", "ssm", "mamba", "mamba-interactive")
+    """Priors of the FEM layers, with options as in gla:decay=channel."""
+    dim: int = 1024
+    """Width of the layers."""
+    heads: int = 16
+    """Heads of the layers."""
+    batch: int = 8
+    """Sequences at a time."""
+    lengths: tuple[int, ...] = (2048, 8192)
+    """Tokens of a sequence."""
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    """Of parameters and inputs."""
+    models: tuple[str, ...] = ()
+    """Also a training step of these presets of language models, e.g. 340m, at the first length."""
+    repeats: int = 10
+    """Measurements, of which the median is told."""
+    device: str = "cuda"
+    """Where to measure."""
+    out: Path = Path("results/bench")
+    """Folder of gpu.json, the file to attach to a report."""
+
+    def validate(self) -> None:
+        for name in self.dtypes:
+            check(name in DTYPES, "dtypes", name, f"one of {', '.join(DTYPES)}")
+        for name in ("dim", "heads", "batch", "repeats"):
+            check(getattr(self, name) > 0, name, getattr(self, name), "a positive number")
+        for length in self.lengths:
+            check(length > 0, "lengths", length, "positive numbers of tokens")
+        for prior in self.priors:
+            parse_prior(prior)
+        if not self.estimate and self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ValueError("device='cuda' is not there: torch sees no GPU; --estimate needs none")
+
+
+def main(args: Sequence[str]) -> int:
+    options = parse(Options, args, "bench gpu")
+    options.validate()
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows = estimated(options) if options.estimate else measured(options)
+    report = {
+        "benchmark": "gpu",
+        "estimate": options.estimate,
+        "environment": surroundings(options),
+        "options": {**asdict(options), "out": None},
+        "rows": rows,
+    }
+    atomic.write(options.out / "gpu.json", json.dumps(report, indent=2) + "\n")
+    for line in estimate_lines(options, rows) if options.estimate else measurement_lines(rows):
+        print(line)
+    print(f"Results are in {options.out}/gpu.json")
+    return 0
+
+
+def surroundings(options: Options) -> dict[str, Any]:
+    there = not options.estimate and options.device.startswith("cuda")
+    return {
+        "femixer": __version__,
+        "torch": torch.__version__,
+        "triton": dispatch.triton_version(),
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
+        "gpu": torch.cuda.get_device_name() if there else None,
+    }
+
+
+def fem_layer(prior: str, options: Options, **made: Any) -> FreeEnergyMixer:
+    name, given = parse_prior(prior)
+    return FreeEnergyMixer(options.dim, options.heads, name, prior_options=given, **made)
+
+
+# Estimate
+
+
+class Traces(NamedTuple):
+    forward: list[Step]
+    backward: list[Step]
+
+
+def trace(layer: nn.Module, batch: int, length: int, dim: int, dtype: torch.dtype) -> Traces:
+    """A training step of a layer on tensors without data."""
+    x = torch.empty(batch, length, dim, device="meta", dtype=dtype, requires_grad=True)
+    with use_backend("triton"):
+        with traced() as forward:
+            y = layer(x)
+        gradient = torch.empty_like(y)
+        with traced() as backward:
+            y.backward(gradient)
+    return Traces(forward, backward)
+
+
+def attention_traces(options: Options, length: int, dtype: torch.dtype) -> Traces:
+    """Torch's flash attention by hand, because it has no form without data: projections of q, k and v as one product, a
+    fused rotation, the flash kernel, which halves its work where the mask is causal, and the output projection."""
+    tokens, dim, size = options.batch * length, options.dim, dtype.itemsize
+    x, pairs = tokens * dim * size, options.batch * options.heads * length * length // 2
+    products = 4 * pairs * (dim // options.heads)
+
+    def linear(name: str, columns: int, times: int = 1) -> list[Step]:
+        moved = x * (1 + columns) + dim * dim * columns * size
+        return [Step(name, False, moved, 2 * tokens * dim * dim * columns, 0)] * times
+
+    rotation, bias = Step("rotary", True, 4 * x, 0, 0), Step("sum", False, 4 * x, 0, 0)
+    forward = [*linear("qkv", 3), rotation, Step("flash", True, 4 * x, products, pairs), *linear("out", 1)]
+    flash = Step("flash backward", True, 8 * x, 5 * products // 2, pairs)
+    backward = [*linear("out backward", 1, 2), flash, rotation, *linear("qkv backward", 3, 2), bias]
+    return Traces(forward, backward)
+
+
+def estimated(options: Options) -> list[dict[str, Any]]:
+    rows = []
+    for dtype_name in options.dtypes:
+        dtype = DTYPES[dtype_name]
+        for length in options.lengths:
+            for gpu_name, gpu in GPUS.items():
+                rival = attention_traces(options, length, dtype)
+                rows.append(_estimate(ATTENTION, dtype, length, gpu_name, gpu, rival, rival))
+                for prior in options.priors:
+                    with aimed_at(gpu.target):
+                        layer = fem_layer(prior, options, device="meta", dtype=dtype)
+                        traces = trace(layer, options.batch, length, options.dim, dtype)
+                    rows.append(_estimate(f"FEM {prior}", dtype, length, gpu_name, gpu, traces, rival))
+    return rows
+
+
+def _estimate(
+    name: str, dtype: torch.dtype, length: int, gpu_name: str, gpu: Gpu, traces: Traces, rival: Traces
+) -> dict[str, Any]:
+    times = [sum(gpu.seconds(step, dtype) for step in steps) for steps in traces]
+    others = [sum(gpu.seconds(step, dtype) for step in steps) for steps in rival]
+    return {
+        "layer": name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "length": length,
+        "gpu": gpu_name,
+        "forward ms": 1e3 * times[0],
+        "backward ms": 1e3 * times[1],
+        "forward ratio": times[0] / others[0],
+        "step ratio": sum(times) / sum(others),
+        "launches": [len(steps) for steps in traces],
+        "kernels": [[*step, 1e6 * gpu.seconds(step, dtype)] for steps in traces for step in steps],
+    }
+
+
+ASSUMPTIONS = (
+    "ESTIMATE, not a measurement: milliseconds forward + backward of one layer, and in brackets its training step as",
+    "a multiple of the one with flash attention. Each launch takes max(bytes / bandwidth, flops / tensor rate,",
+    "exponentials / special-function rate) / {reached} + {micros} us; the rates are the makers' figures.",
+    "B {o.batch}, dim {o.dim}, {o.heads} heads, causal, all parts. In float32 kernels take three TF32 products,",
+    "torch's products are plain float32.",
+)
+
+
+def estimate_lines(options: Options, rows: list[dict[str, Any]]) -> Iterator[str]:
+    yield from (line.format(o=options, reached=REACHED, micros=1e6 * OVERHEAD) for line in ASSUMPTIONS)
+    yield f"{'layer':<24}{'type':>9}{'T':>7}{'launches':>10}" + "".join(f"{name:>22}" for name in GPUS)
+    for row in rows:
+        if row["gpu"] != next(iter(GPUS)):
+            continue
+        key = (row["layer"], row["dtype"], row["length"])
+        cells = [other for other in rows if (other["layer"], other["dtype"], other["length"]) == key]
+        shown = (f"{c['forward ms']:.2f}+{c['backward ms']:.2f} ({c['step ratio']:.2f})" for c in cells)
+        launches = "{}+{}".format(*row["launches"])
+        yield f"{key[0]:<24}{key[1]:>9}{key[2]:>7}{launches:>10}" + "".join(f"{cell:>22}" for cell in shown)
+    if options.kernels:
+        yield from _kernel_lines([row for row in rows if row["gpu"] == "H100"])
+
+
+def _kernel_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+    for row in rows:
+        yield ""
+        yield f"{row['layer']}, {row['dtype']}, T {row['length']}, H100"
+        yield f"  {'launch':<40}{'MB':>10}{'GFLOP':>10}{'Gexp':>8}{'us':>10}"
+        for name, ours, size, flops, exponentials, micros in row["kernels"]:
+            label = name if ours else f"{name} (torch)"
+            yield f"  {label:<40}{size / 1e6:>10.2f}{flops / 1e9:>10.2f}{exponentials / 1e9:>8.3f}{micros:>10.1f}"
+
+
+# Measurement
+
+
+def measured(options: Options) -> list[dict[str, Any]]:
+    rows = []
+    for dtype_name in options.dtypes:
+        made = {"device": options.device, "dtype": DTYPES[dtype_name]}
+        for length in options.lengths:
+            for name, build in contestants(options, made):
+                row = {"layer": name, "dtype": dtype_name, "length": length}
+                try:
+                    rows.append({**row, **_layer_costs(build(), options, length, made)})
+                except Exception as error:  # one that does not fit into memory must not cost the others
+                    rows.append({**row, "error": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
+        for preset in options.models:
+            rows += list(_model_rows(preset, options, dtype_name))
+    return rows
+
+
+def contestants(options: Options, made: dict[str, Any]) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
+    yield ATTENTION, lambda: Attention(options.dim, options.heads, **made)
+    for prior in options.priors:
+        yield f"FEM {prior}", lambda prior=prior: fem_layer(prior, options, **made)  # type: ignore[misc]
+    for name, (module, kind, arguments) in RIVALS.items():
+        if importlib.util.find_spec(module.partition(".")[0]) is not None:
+            given = arguments(options.dim, options.heads)
+            yield name, lambda m=module, k=kind, g=given: getattr(importlib.import_module(m), k)(**g).to(**made)  # type: ignore[misc]
+
+
+def _layer_costs(layer: nn.Module, options: Options, length: int, made: dict[str, Any]) -> dict[str, float]:
+    x = torch.randn(options.batch, length, options.dim, requires_grad=True, **made)
+
+    def read() -> Tensor:
+        y = layer(x)
+        return y[0] if isinstance(y, tuple) else y
+
+    def step() -> None:
+        y = read()
+        torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y), allow_unused=True)
+
+    with torch.no_grad():
+        forward = _median_seconds(read, options)
+    training, peak = _median_seconds(step, options), _peak_bytes(step, options)
+    tokens = options.batch * length
+    found = {"forward ms": 1e3 * forward, "step ms": 1e3 * training, "tokens per second": tokens / training}
+    if peak is not None:
+        found["peak MB"] = peak / 1e6
+    if isinstance(layer, (FreeEnergyMixer, Attention)):
+        found["token ms"] = 1e3 * _token_seconds(layer, x.detach(), options)
+    return found
+
+
+def _token_seconds(layer: Any, x: Tensor, options: Options) -> float:
+    with torch.no_grad():
+        _, state = layer(x, return_state=True)
+        return _median_seconds(lambda: layer(x[:, :1], state=state, return_state=True), options)
+
+
+def _model_rows(preset: str, options: Options, dtype: str) -> Iterator[dict[str, Any]]:
+    """A training step of language models of one size, with attention and with every prior."""
+    models = importlib.import_module("femixer.models")
+    length = options.lengths[0]
+    kinds: list[tuple[str, dict[str, Any]]] = [(ATTENTION, {"mixer": ATTENTION})]
+    for prior in options.priors:
+        kind, chosen = parse_prior(prior)
+        kinds.append((f"FEM {prior}", {"prior": kind, "prior_options": {kind: chosen}}))
+    for name, given in kinds:
+        row = {"layer": f"{preset} {name}", "dtype": dtype, "length": length}
+        try:
+            config = models.preset(preset, vocab_size=32000, **given)
+            model = models.FEMForCausalLM(config).to(options.device, DTYPES[dtype])
+            ids = torch.randint(32000, (options.batch, length), device=options.device)
+
+            def step(model: Any = model, ids: Tensor = ids) -> None:
+                model.zero_grad()
+                model(input_ids=ids, labels=ids).loss.backward()
+
+            seconds, peak = _median_seconds(step, options), _peak_bytes(step, options)
+            found = {"step ms": 1e3 * seconds, "tokens per second": ids.numel() / seconds}
+            yield {**row, **found, **({} if peak is None else {"peak MB": peak / 1e6})}
+        except Exception as error:
+            yield {**row, "error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+
+
+def _median_seconds(call: Callable[[], object], options: Options) -> float:
+    on_gpu, times = options.device.startswith("cuda"), []
+    for repeat in range(options.repeats + 2):  # the first compiles, the second fills caches
+        if on_gpu:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        if on_gpu:
+            torch.cuda.synchronize()
+        if repeat >= 2:
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _peak_bytes(call: Callable[[], object], options: Options) -> int | None:
+    if not options.device.startswith("cuda"):
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    return torch.cuda.max_memory_allocated()
+
+
+def measurement_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+    columns = ("forward ms", "step ms", "token ms", "tokens per second", "peak MB")
+    yield f"{'layer':<28}{'type':>10}{'T':>8}" + "".join(f"{name:>19}" for name in columns)
+    for row in rows:
+        cells = "".join(f"{row[name]:>19.3f}" if name in row else f"{'':>19}" for name in columns)
+        yield f"{row['layer']:<28}{row['dtype']:>10}{row['length']:>8}{row.get('error', cells)}"

@@ -1,0 +1,149 @@
+"""Every Triton kernel as the layers launch it, compiled for GPUs that are not here: registers, spills, shared memory.
+
+Layers of all priors run on tensors without data, training and decoding, and what they launch is compiled.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from femixer import FreeEnergyMixer, use_backend
+from femixer.kernels.triton_compile import Source, Usage, compile_for, sources
+from femixer.kernels.triton_launch import Launch, aimed_at, recorded
+from femixer.priors import PRIORS
+
+KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
+    *((name, {}) for name in PRIORS),
+    ("gla", {"decay": "channel"}),
+    ("mamba", {"normalize": False}),
+)
+DTYPES = (torch.float32, torch.bfloat16)
+# Channels of a key at dim 512; values have half of them or more.
+HEAD_WIDTHS = (32, 64, 128)
+DIM, LENGTH = 512, 272
+
+
+class Use(NamedTuple):
+    """A layer in use: with what it is built, and whether padding is marked."""
+
+    prior: str
+    options: dict[str, Any]
+    head_width: int
+    dtype: torch.dtype
+    causal: bool
+    masked: bool
+
+
+def uses(
+    kinds: Sequence[tuple[str, dict[str, Any]]] = KINDS,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    head_widths: Sequence[int] = HEAD_WIDTHS,
+    modes: Sequence[tuple[bool, bool]] = ((True, False), (True, True), (False, False)),
+) -> Iterator[Use]:
+    """modes: causal or not, and with marks of padding or without."""
+    for name, options in kinds:
+        for width in head_widths:
+            for dtype in dtypes:
+                for causal, masked in modes:
+                    yield Use(name, options, width, dtype, causal, masked)
+
+
+def launches(use: Use) -> list[Launch]:
+    """Of a training step, and of decoding where the layer can."""
+    layer = FreeEnergyMixer(
+        DIM,
+        DIM // use.head_width,
+        use.prior,
+        causal=use.causal,
+        prior_options=use.options,
+        device="meta",
+        dtype=use.dtype,
+    )
+    x = torch.empty(2, LENGTH, DIM, device="meta", dtype=use.dtype, requires_grad=True)
+    mask = torch.empty(2, LENGTH, device="meta", dtype=torch.bool) if use.masked else None
+    with use_backend("triton"), recorded() as found:
+        y = layer(x, mask=mask)
+        assert isinstance(y, Tensor)
+        y.backward(torch.empty_like(y))
+        if use.causal:
+            with torch.no_grad():
+                _, state = layer(x, mask=mask, return_state=True)
+                step = None if mask is None else mask[:, :1]
+                layer(x[:, :1], mask=step, state=state, return_state=True)
+    return found
+
+
+def wanted(target: str, chosen: Sequence[Use], operators: Sequence[str] = ()) -> list[Source]:
+    """What is to be compiled for a target, each source once; operators: only theirs, if any are named."""
+    found: dict[Source, None] = {}
+    with aimed_at(target):
+        for use in chosen:
+            found.update(dict.fromkeys(sources(launches(use))))
+    return [s for s in found if not operators or s.label.partition(".")[0] in operators]
+
+
+class Result(NamedTuple):
+    source: Source
+    target: str
+    usage: Usage | None
+    problem: str | None
+
+
+def compile_all(
+    pairs: Sequence[tuple[Source, str]], workers: int | None = None, advance: Callable[[], None] = lambda: None
+) -> list[Result]:
+    """Compile sources for targets, side by side in processes of their own (one worker: in this one)."""
+    workers = os.cpu_count() or 1 if workers is None else workers
+    found: dict[int, Result] = {}
+    context = multiprocessing.get_context("spawn")
+    with nullcontext() if workers == 1 else ProcessPoolExecutor(workers, context) as pool:
+        if pool is None:
+            for i, pair in enumerate(pairs):
+                found[i] = _compiled(*pair)
+                advance()
+        else:
+            waiting = {pool.submit(_compiled, *pair): i for i, pair in enumerate(pairs)}
+            for future in as_completed(waiting):
+                found[waiting[future]] = future.result()
+                advance()
+    return [found[i] for i in range(len(pairs))]
+
+
+def _compiled(source: Source, target: str) -> Result:
+    try:
+        usage = compile_for(source, target)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        return Result(source, target, None, f"does not compile: {type(error).__name__}: {lines[-1]}")
+    return Result(source, target, usage, usage.problem(target))
+
+
+def table(results: Sequence[Result], targets: Sequence[str]) -> Iterator[str]:
+    """Kernels x targets: the most registers and kilobytes of shared memory of any form of a kernel; then problems."""
+    yield f"{'kernel (forms)':<40}" + "".join(f"{target:>14}" for target in targets)
+    for label in sorted({result.source.label for result in results}):
+        own = [result for result in results if result.source.label == label]
+        cells = []
+        for target in targets:
+            here = [r.usage for r in own if r.target == target and r.usage is not None]
+            spilled = " !" if any(r.problem for r in own if r.target == target) else ""
+            most = (max(u.registers for u in here), max(u.shared for u in here)) if here else (0, 0)
+            cells.append(f"{most[0]} r {most[1] / 1024:.0f} KB{spilled}" if here else f"-{spilled}")
+        forms = len({result.source for result in own})
+        yield f"{f'{label} ({forms})':<40}" + "".join(f"{cell:>14}" for cell in cells)
+    for result in results:
+        if result.problem is not None:
+            yield f"wrong: {result.source.label} on {result.target}: {result.problem}; {_constants(result.source)}"
+
+
+def _constants(source: Source) -> str:
+    types = sorted({kind for _, kind in source.types if kind.startswith("*")})
+    return ", ".join([*types, *(f"{name}={value}" for name, value in (*source.constants, *source.options))])

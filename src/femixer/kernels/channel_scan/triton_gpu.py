@@ -1,0 +1,101 @@
+"""The scan per channel by chunks of tokens: their summaries, what came before each, and the read inside of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from femixer.kernels.channel_scan import triton_backward as backwards
+from femixer.kernels.channel_scan import triton_kernels as kernels
+from femixer.kernels.reading import state_dtype
+from femixer.kernels.triton_tokens import Chunks, rows, unserved
+
+
+def refuse(
+    key: Tensor | None,
+    gate: Tensor | None,
+    v: Tensor,
+    beta: Tensor | None,
+    marks: Tensor | None,
+    state: Tensor | None,
+) -> str | None:
+    return unserved(key, gate, v, beta) if v.shape[1] else "there is no token"
+
+
+def results(
+    key: Tensor | None,
+    gate: Tensor | None,
+    v: Tensor,
+    beta: Tensor | None,
+    marks: Tensor | None,
+    state: Tensor | None,
+) -> tuple[Tensor, ...]:
+    mean, log_total = (torch.empty(v.shape, dtype=torch.float32, device=v.device) for _ in range(2))
+    free = v.new_empty(0, dtype=torch.float32) if beta is None else torch.empty_like(mean)
+    last = v.new_empty(3, v.shape[0], v.shape[2], dtype=state_dtype(v.device))
+    return mean, free, log_total, last, Chunks(*v.shape).summaries(5, v.device)
+
+
+def _operands(
+    key: Tensor | None, gate: Tensor | None, v: Tensor, beta: Tensor | None, marks: Tensor | None
+) -> tuple[list[Tensor], tuple[int, ...], dict[str, bool]]:
+    """What all kernels take first: tensors, with any other for those that are not there, steps and which there are."""
+    (v, v_step) = rows(v)
+    (key_, key_step), (gate_, gate_step) = ((v, v_step) if x is None else rows(x) for x in (key, gate))
+    tensors = [key_, gate_, v, v if beta is None else beta.contiguous(), v if marks is None else marks.contiguous()]
+    there = {"KEY": key, "GATE": gate, "BETA": beta, "MARKS": marks}
+    return tensors, (key_step, gate_step, v_step), {f"HAS_{name}": x is not None for name, x in there.items()}
+
+
+def forward(
+    key: Tensor | None,
+    gate: Tensor | None,
+    v: Tensor,
+    beta: Tensor | None,
+    marks: Tensor | None,
+    state: Tensor | None,
+) -> tuple[Tensor, ...]:
+    tensors, steps, there = _operands(key, gate, v, beta, marks)
+    start: dict[str, Any] = {"HAS_STATE": state is not None}
+    state = tensors[2] if state is None else state.contiguous()
+    made = mean, free, log_total, last, carry = results(key, gate, v, beta, marks, state)
+    chunks = Chunks(*v.shape)
+    if chunks.count > 1:
+        chunks.walk(kernels.summarise, *tensors, carry, *steps, **there, exponentials=4 * v.numel())
+        chunks.carry(kernels.carry, carry, tensors[3], state, HAS_BETA=there["HAS_BETA"], **start)
+    operands = *tensors, state, carry, mean, free if beta is not None else mean, log_total, last
+    chunks.walk(kernels.read, *operands, *steps, **there, **start, exponentials=4 * v.numel())
+    return made
+
+
+Arguments = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def backward(
+    grads: tuple[Tensor | None, ...], arguments: Arguments, results: tuple[Tensor, ...], needed: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    key, gate, v, beta, marks, state = arguments
+    mean, free, log_total, _, carry = results
+    tensors, steps, there = _operands(key, gate, v, beta, marks)
+    there["HAS_STATE"] = state is not None
+    own = [mean if g is None else g.contiguous() for g in grads[:4]]
+    asked = {f"HAS_TO_{name}": g is not None for name, g in zip(("MEAN", "FREE", "LOG"), grads[:3], strict=True)}
+    asked["HAS_TO_FREE"] = asked["HAS_TO_FREE"] and beta is not None
+    end = {"HAS_TO_LAST": grads[3] is not None}
+    chunks = Chunks(*v.shape)
+    maps = chunks.summaries(7, v.device)
+    start = mean if state is None else state.contiguous()
+    operands = [*tensors, start, carry, mean, mean if beta is None else free, log_total, *own[:3], maps]
+    if chunks.count > 1:
+        chunks.walk(backwards.summarise, *operands, *steps, **there, **asked, exponentials=2 * v.numel())
+        chunks.carry(backwards.carry, maps, own[3], **end)
+    to_key, to_gate, to_v = (None if x is None else torch.empty_like(mean, dtype=x.dtype) for x in (key, gate, v))
+    to_beta = None if beta is None else mean.new_empty(v.shape[0], chunks.count, v.shape[2])
+    to_state = None if state is None else torch.empty_like(start)
+    found = [own[3], *(mean if x is None else x for x in (to_key, to_gate, to_v, to_beta, to_state))]
+    chunks.walk(backwards.gradients, *operands, *found, *steps, **there, **asked, **end, exponentials=2 * v.numel())
+    if beta is not None and to_beta is not None:
+        to_beta = to_beta.sum((0, 1)).to(beta.dtype)
+    return to_key, to_gate, to_v, to_beta, None, to_state

@@ -1,0 +1,296 @@
+"""Decayed linear attention as Triton kernels, parallel over the chunks: three launches forward, five and a sum backward,
+one for a single token. The kernels are in triton_forward.py and triton_backward.py."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from femixer.kernels.decayed_linear import OPERATOR
+from femixer.kernels.decayed_linear import triton_backward as gradients
+from femixer.kernels.decayed_linear import triton_forward as kernels
+from femixer.kernels.decayed_linear import triton_step as one_token
+from femixer.kernels.triton_launch import launch, target_of
+
+WIDEST = 128
+KINDS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Inputs(NamedTuple):
+    """The operator's arguments."""
+
+    q: Tensor
+    k: Tensor
+    gate: Tensor | None
+    v: Tensor
+    beta: Tensor | None
+    marks: Tensor | None
+    sums: Tensor | None
+    top: Tensor | None
+    exclusive: bool
+    keep: bool
+
+    @property
+    def per_channel(self) -> bool:
+        return self.gate is not None and self.gate.shape[3] > 1
+
+
+def refuse(*arguments: Any) -> str | None:
+    given = Inputs(*arguments)
+    kinds = {x.dtype for x in (given.q, given.k, given.gate, given.v) if x is not None}
+    if not kinds <= set(KINDS):
+        return f"it takes float32, bfloat16 and float16, not {', '.join(sorted(map(str, kinds)))}"
+    for name, width in (("key", given.k.shape[3]), ("value", given.v.shape[3])):
+        if width > WIDEST:
+            return f"{name} heads of {width} channels are too wide, {WIDEST} are the most"
+    return "q is empty" if not given.q.numel() else None
+
+
+class Plan(NamedTuple):
+    """Sizes of a call: tokens T in N chunks of C; widths rounded up; value channels at a time."""
+
+    length: int
+    chunks: int
+    C: int
+    BE: int
+    BD: int
+    W: int
+    shape: dict[str, int]
+    flags: dict[str, Any]
+    warps: int
+
+    @property
+    def tiles(self) -> dict[str, Any]:
+        return {"C": self.C, "BE": self.BE, "BD": self.BD, "W": self.W, "num_warps": self.warps, "num_stages": 1}
+
+
+def _rounded(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
+
+
+def _plan(given: Inputs) -> Plan:
+    length, width, target = given.q.shape[1], given.v.shape[3], target_of(given.q)
+    channels, groups = given.k.shape[3], given.v.shape[2]
+    chunk, tile, warps = _tile(_rounded(channels), given.per_channel)
+    chunk = chunk if length > 16 else 16
+    flags = {
+        "GATED": given.gate is not None,
+        "MARKED": given.marks is not None,
+        "ENERGETIC": given.beta is not None,
+        # AMD's compiler has no product of three parts; its own of float32 is exact.
+        "PRECISION": "tf32x3" if target.startswith("sm_") else "ieee",
+    }
+    return Plan(
+        length,
+        triton.cdiv(length, chunk),
+        chunk,
+        _rounded(channels),
+        min(_rounded(width), tile),
+        _rounded(channels) if given.per_channel else 1,
+        {"G": groups, "E": channels, "D": width},
+        flags,
+        warps,
+    )
+
+
+def _tile(channels: int, per_channel: bool) -> tuple[int, int, int]:
+    """Tokens of a chunk, value channels at a time, warps."""
+    return (32, 16, 2) if per_channel else (64, 16, 4)
+
+
+class States(NamedTuple):
+    """Per chunk: log weights that it adds and its decay [B, G, N, E]; and the states before the chunks and after the
+    last, as triton_forward says."""
+
+    added: Tensor
+    decay: Tensor
+    ln: Tensor
+    average: Tensor
+    energy: Tensor
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    """Of batch, time and head."""
+    return [step for x in tensors for step in x.stride()[:3]]
+
+
+def _operands(given: Inputs) -> tuple[list[Tensor], list[int]]:
+    """q, k, gate, v, beta, marks as the kernels read them, anything for what is not there; strides of q, k, v, gate."""
+    q, k, v = (_rows(x) for x in (given.q, given.k, given.v))
+    gate = k if given.gate is None else _rows(given.gate)
+    beta = v if given.beta is None else given.beta.contiguous()
+    marks = v if given.marks is None else given.marks.contiguous()
+    return [q, k, gate, v, beta, marks], _strides(q, k, v, gate)
+
+
+def forward(*arguments: Any) -> tuple[Tensor, ...]:
+    given, found = Inputs(*arguments), results(*arguments)
+    _read(given, found)
+    return found
+
+
+def inference(*arguments: Any) -> tuple[Tensor, ...]:
+    given, found = Inputs(*arguments), OPERATOR.results(*arguments)
+    found = *found[:5], found[5].new_empty(0)
+    _read(given, found)
+    return found
+
+
+def results(*arguments: Any) -> tuple[Tensor, ...]:
+    """As the operator has them, but for the last: beta F and log total in float32 for the backward, if the others have
+    fewer digits."""
+    given, found = Inputs(*arguments), OPERATOR.results(*arguments)
+    shape = (0,) if given.v.dtype == torch.float32 else (*given.q.shape[:3], given.v.shape[3] + 1)
+    return *found[:5], torch.empty(shape, dtype=torch.float32, device=given.v.device)
+
+
+def _read(given: Inputs, found: tuple[Tensor, ...]) -> None:
+    plan = _plan(given)
+    if plan.length == 1:
+        _read_token(given, plan, found)
+        return
+    mean, free, log_total, last, last_top, exact = found
+    stateful = given.sums is not None or given.keep or plan.chunks > 1
+    states = _states(given, plan, last, last_top) if stateful else None
+    (q, k, gate, v, beta, marks), strides = _operands(given)
+    ln, average, energy = (log_total,) * 3 if states is None else states[2:]
+    programs = plan.chunks * q.shape[0] * q.shape[2]
+    again = torch.empty(programs, dtype=torch.int32, device=q.device)
+    read = ln, average, energy, mean, free, log_total, exact, again, plan.length, plan.chunks
+    options = {"STATE": stateful, "EXCLUSIVE": given.exclusive, "HALF": exact.numel() > 0}
+    for kernel in (kernels.read, kernels.read_again):
+        operands = q, k, gate, v, beta, marks, *read, *strides
+        launch(kernel, (programs,), *operands, H=q.shape[2], **options, **plan.shape, **plan.flags, **plan.tiles)
+
+
+def _read_token(given: Inputs, plan: Plan, found: tuple[Tensor, ...]) -> None:
+    (q, k, gate, v, beta, marks), strides = _operands(given)
+    mean, free, log_total, last, last_top, exact = found
+    first, top = (mean, mean) if given.sums is None or given.top is None else (given.sums, given.top)
+    last, last_top = (last, last_top) if given.keep else (mean, mean)
+    flags = {name: value for name, value in plan.flags.items() if name != "PRECISION"}
+    operands = q, k, gate, v, beta, marks, first.contiguous(), top.contiguous(), *found[:3], exact, last, last_top
+    launch(
+        one_token.step,
+        (triton.cdiv(v.shape[3], 16), q.shape[0] * v.shape[2]),
+        *operands,
+        *(step for i, step in enumerate(strides) if i % 3 != 1),
+        H=q.shape[2],
+        BE=plan.BE,
+        BD=16,
+        W=plan.W,
+        STATE=given.sums is not None,
+        EXCLUSIVE=given.exclusive,
+        KEEP=given.keep,
+        HALF=exact.numel() > 0,
+        num_warps=4,
+        **plan.shape,
+        **flags,
+    )
+
+
+def _states(given: Inputs, plan: Plan, last: Tensor, last_top: Tensor) -> States:
+    (_, k, gate, v, beta, marks), strides = _operands(given)
+    batch, groups, channels, width = k.shape[0], *plan.shape.values()
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(batch, groups, *shape, dtype=torch.float32, device=v.device)
+
+    n = plan.chunks
+    added, decay, ln = empty(n, channels), empty(n, channels), empty(n + 1, channels)
+    average = empty(n + 1, channels, width)
+    energy = average if given.beta is None else torch.empty_like(average)
+    states = States(added, decay, ln, average, energy)
+    options = {**plan.shape, **plan.flags, **plan.tiles}
+    operands = k, gate, v, beta, marks, added, decay, average, energy, plan.length, n
+    launch(kernels.sum_chunks, (n * batch * groups,), *operands, *strides[3:], **options)
+    first, top = (added, added) if given.sums is None or given.top is None else (given.sums, given.top)
+    last, last_top = (last, last_top) if given.keep else (added, added)
+    launch(
+        kernels.carry,
+        (triton.cdiv(width, 16), batch * groups),
+        *(*states, first.contiguous(), top.contiguous(), last, last_top, n),
+        E=channels,
+        D=width,
+        BE=plan.BE,
+        BD=16,
+        STATE=given.sums is not None,
+        ENERGETIC=given.beta is not None,
+        KEEP=given.keep,
+        num_warps=4,
+    )
+    return states
+
+
+def backward(
+    grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    given, plan = Inputs(*arguments), _plan(Inputs(*arguments))
+    (q, k, gate, v, beta, marks), strides = _operands(given)
+    mean, free, log_total, _, _, exact = results
+    batch, heads, n = q.shape[0], q.shape[2], plan.chunks
+    groups, channels, width = plan.shape.values()
+    # Anything for what nobody used.
+    to = [mean if g is None else g.contiguous() for g in grads[:4]]
+    by = {name: g is not None for name, g in zip(("BY_MEAN", "BY_FREE", "BY_LOG"), grads, strict=False)}
+    read = mean, free, log_total, exact if exact.numel() else log_total, *to[:3]
+    options = {"H": heads, "HALF": exact.numel() > 0, **by, **plan.shape, **plan.flags, **plan.tiles}
+    by_last = given.keep and grads[3] is not None
+    stateful = given.sums is not None or by_last or n > 1
+    states, to_states, to_sums = None, (mean,) * 3, None
+    if stateful:
+        states = _states(given._replace(keep=False), plan, mean, mean)
+        read_n, to_n = torch.empty_like(states.ln), torch.empty_like(states.ln)
+        to_average, to_energy = torch.empty_like(states.average), torch.empty_like(states.energy)
+        to_states = to_n, to_average, to_energy
+        operands = q, gate, beta, marks, states.ln, states.energy, *read, read_n, to_average, to_energy
+        steps = plan.length, n, *strides[:3], *strides[9:]
+        launch(gradients.read_gradients, (n * batch * groups,), *operands, *steps, **options)
+        to_sums = None if given.sums is None else torch.empty_like(given.sums, memory_format=torch.contiguous_format)
+        top = mean if given.top is None else given.top.contiguous()
+        launch(
+            gradients.carry_back,
+            (triton.cdiv(width, 16), batch * groups),
+            *(*states[1:], read_n, *to_states, top, to[3], mean if to_sums is None else to_sums, n),
+            E=channels,
+            D=width,
+            BE=plan.BE,
+            BD=16,
+            STATE=to_sums is not None,
+            ENERGETIC=given.beta is not None,
+            BY_LAST=by_last,
+            num_warps=4,
+        )
+    d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    d_gate = None if given.gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=q.device)
+    wide = (
+        x if x is None else x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
+        for x in (d_k, d_gate, d_v)
+    )
+    sum_k, sum_gate, sum_v = wide
+    sum_beta = torch.empty(batch, groups, n, width, dtype=torch.float32, device=q.device)
+    before = (mean,) * 3 if states is None else states[2:]
+    operands = q, k, gate, v, beta, marks, *before, *read, *to_states
+    found = (
+        d_q,
+        d_k,
+        d_q if d_gate is None else d_gate,
+        d_v,
+        sum_k,
+        sum_k if sum_gate is None else sum_gate,
+        sum_v,
+        sum_beta,
+        plan.length,
+        n,
+    )
+    options |= {"STATE": stateful, "EXCLUSIVE": given.exclusive}
+    launch(gradients.token_gradients, (n * batch * groups,), *operands, *found, *strides, **options)
+    d_beta = None if given.beta is None else sum_beta.sum((0, 2), dtype=torch.float32).to(given.beta.dtype)
+    return d_q, d_k, d_gate, d_v, d_beta, None, to_sums, None

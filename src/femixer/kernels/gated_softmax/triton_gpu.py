@@ -1,0 +1,65 @@
+"""The gated softmax read by fused kernels: the gates are the last step of the read, and the first of its backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from femixer.kernels.softmax import triton_call, triton_gradients
+from femixer.kernels.softmax.triton_call import Call, Gates
+from femixer.kernels.softmax.triton_gpu import read, tops_shape
+from femixer.kernels.softmax.triton_gradients import Found
+from femixer.kernels.softmax.visibility import Visibility
+
+
+def refuse(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, *rest: Any
+) -> str | None:
+    return triton_call.refuse(q, k, v, beta, Visibility(*rest[:5]), lam, gate)
+
+
+def results(*arguments: Any) -> tuple[Tensor, ...]:
+    """The gated read; internal: mean, free energy in float32 [B, T, H, D], log-normalizers and flags [B, H, T], tops of
+    the key blocks [B, G, J + 1, D], nothing. Without beta there is no free energy, flags and tops: empty."""
+    call = _call(*arguments)
+    q, free = call.q, call.beta is not None
+    read_shape = call.batch, call.rows, call.heads, call.width
+    row_shape = call.batch, call.heads, call.rows
+    return (
+        q.new_empty(read_shape),
+        q.new_empty(read_shape),
+        q.new_empty(read_shape if free else 0, dtype=torch.float32),
+        q.new_empty(row_shape, dtype=torch.float32),
+        q.new_empty(row_shape if free else 0, dtype=torch.int8),
+        q.new_empty(tops_shape(call) if free else 0, dtype=torch.float32),
+        q.new_empty(0),
+    )
+
+
+def forward(*arguments: Any) -> tuple[Tensor, ...]:
+    found = results(*arguments)
+    out, mean, free, log_z, flags, tops, _ = found
+    read(_call(*arguments), mean, free, log_z, flags, tops, out)
+    return found
+
+
+READS_RESULTS = slice(1, None)
+
+
+def backward(
+    grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    call = _call(*arguments)
+    to_q, to_k, to_v, to_beta, to_bias, to_lam, to_gate = triton_gradients.backward(
+        call, grads[0], None, Found(*results[:5]), needed[6]
+    )
+    return to_q, to_k, to_v, to_beta, to_lam, to_gate, to_bias, None, None
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, *rest: Any
+) -> Call:
+    *seen, eps = rest
+    return Call(q, k, v, beta, Visibility(*seen), q.shape[3] ** -0.5, Gates(lam, gate, eps))

@@ -1,0 +1,203 @@
+"""Modulation with the product eta = features Mᵀ in the same kernel, so that eta is never in memory.
+
+Torch would write eta, as large as x, and read it again, twice in the backward, with copies of the pieces side by side.
+Here each way is one pass: a program takes some rows of some columns. The backward writes the gradient of eta, because
+its two products with features and matrix, as sums over columns and over rows, need more registers than there are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from femixer.kernels.triton_launch import exact_products, launch, size_of, target_of
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+ROWS, COLUMNS, MOST_FEATURES, MOST_PIECES = 32, 64, 128, 4
+# Programs; each keeps its part of the matrix for all its rows.
+PROGRAMS = 1024
+
+READS_ARGUMENTS = ("features", "matrix", "scaled", "widths")
+READS_RESULTS = slice(-1, None)
+
+
+def refuse(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, widths: list[int]) -> str | None:
+    for each in (x, features, matrix):
+        if each.dtype not in FLOATS:
+            return f"it takes float32, bfloat16 and float16, not {each.dtype}"
+    if len(widths) > MOST_PIECES:
+        return f"{len(widths)} pieces are too many, {MOST_PIECES} are the most"
+    if not 0 < matrix.shape[1] <= MOST_FEATURES:
+        return f"{matrix.shape[1]} features are too many, {MOST_FEATURES} are the most"
+    return None
+
+
+def forward(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, widths: list[int]) -> tuple[Tensor, ...]:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    given, f, m = x.reshape(-1, x.shape[-1]), features.reshape(-1, features.shape[-1]), matrix.contiguous()
+    rows, width = given.shape
+    launch(
+        _forward,
+        _grid(rows, width),
+        given,
+        f,
+        m,
+        y,
+        given.stride(0),
+        f.stride(0),
+        rows,
+        flops=2 * rows * m.numel(),
+        **_constants(y, m, scaled),
+    )
+    return *y.split(widths, -1), y
+
+
+def backward(
+    grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
+) -> tuple[Tensor, ...]:
+    _, features, matrix, scaled, widths = arguments
+    (y,) = results
+    f, m = features.reshape(-1, features.shape[-1]), matrix.contiguous()
+    rows, width = y.numel() // y.shape[-1], y.shape[-1]
+    pieces = [_rows(g, columns, y) for g, columns in zip(grads, widths, strict=False)]
+    to_x, to_eta = torch.empty_like(y), torch.empty_like(y)
+    ends = [sum(widths[: i + 1]) for i in range(len(widths))]
+    ends += [width] * (MOST_PIECES - len(ends))
+    pieces += [pieces[0]] * (MOST_PIECES - len(pieces))
+    launch(
+        _backward,
+        _grid(rows, width),
+        *pieces,
+        y,
+        f,
+        m,
+        to_x,
+        to_eta,
+        *(g.stride(0) for g in pieces),
+        f.stride(0),
+        rows,
+        moved=4 * size_of(y) + size_of(f, m),
+        flops=2 * rows * m.numel(),
+        END0=ends[0],
+        END1=ends[1],
+        END2=ends[2],
+        **_constants(y, m, scaled),
+    )
+    to_eta = to_eta.view(rows, width)
+    to_features = (to_eta @ m.to(y.dtype)).to(features.dtype)
+    return to_x, to_features.view(features.shape), (to_eta.mT @ f.to(y.dtype)).to(matrix.dtype)
+
+
+def _rows(grad: Tensor | None, width: int, y: Tensor) -> Tensor:
+    """The gradient of a piece as rows of adjacent columns."""
+    if grad is None:
+        return torch.zeros(y.numel() // y.shape[-1], width, dtype=y.dtype, device=y.device)
+    grad = grad.reshape(-1, width)
+    return grad if grad.stride(-1) == 1 or width == 1 else grad.contiguous()
+
+
+def _grid(rows: int, width: int) -> tuple[int, int]:
+    """Tiles of columns, and groups of rows."""
+    tiles = triton.cdiv(width, COLUMNS)
+    return tiles, max(1, min(triton.cdiv(rows, ROWS), PROGRAMS // tiles))
+
+
+def _constants(y: Tensor, matrix: Tensor, scaled: int) -> dict[str, Any]:
+    return {
+        "WIDTH": y.shape[-1],
+        "SCALED": scaled,
+        "FEATURES": matrix.shape[1],
+        "LEAST": torch.finfo(y.dtype).eps / 2,
+        "PADDED": max(16, triton.next_power_of_2(matrix.shape[1])),
+        "ROWS": ROWS,
+        "COLUMNS": COLUMNS,
+        "PRECISION": exact_products(target_of(y)),
+        "num_warps": 4 if matrix.shape[1] <= 16 else 8,
+        "num_stages": 1,
+    }
+
+
+@triton.jit
+def _matrix(M, column, DTYPE: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, PADDED: tl.constexpr):
+    feature = tl.arange(0, PADDED)
+    inside = (column < WIDTH)[:, None] & (feature < FEATURES)[None, :]
+    return tl.load(M + column[:, None] * FEATURES + feature[None, :], mask=inside, other=0).to(DTYPE)
+
+
+@triton.jit
+def _features(F, by_row, row, rows, DTYPE: tl.constexpr, FEATURES: tl.constexpr, PADDED: tl.constexpr):
+    feature = tl.arange(0, PADDED)
+    inside = (row < rows)[:, None] & (feature < FEATURES)[None, :]
+    return tl.load(F + row[:, None] * by_row + feature[None, :], mask=inside, other=0).to(DTYPE)
+
+
+@triton.jit
+def _factors(eta, column, SCALED: tl.constexpr, LEAST: tl.constexpr):
+    """1 + eta, or one where eta is added; LEAST where it is closer to zero."""
+    factor = 1 + eta
+    return tl.where((column < SCALED)[None, :], tl.where(tl.abs(factor) < LEAST, LEAST, factor), 1.0)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward(
+    X, F, M, Y, x_row, f_row, rows,
+    WIDTH: tl.constexpr, SCALED: tl.constexpr, FEATURES: tl.constexpr, LEAST: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    m = _matrix(M, column, X.dtype.element_ty, WIDTH, FEATURES, PADDED)
+    row = tl.arange(0, ROWS)
+    for start in range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
+        # The first row of the tile as a large number, those within it as small ones, which take half the registers.
+        first, left = tl.cast(start, tl.int64), rows - start
+        f = _features(F + first * f_row, f_row, row, left, X.dtype.element_ty, FEATURES, PADDED)
+        eta = tl.dot(f, tl.trans(m), input_precision=PRECISION)
+        inside = (row < left)[:, None] & (column < WIDTH)[None, :]
+        x = tl.load(X + first * x_row + (row[:, None] * x_row + column[None, :]), mask=inside, other=0).to(tl.float32)
+        y = x * _factors(eta, column, SCALED, LEAST) + tl.where((column < SCALED)[None, :], 0.0, eta)
+        tl.store(Y + first * WIDTH + (row[:, None] * WIDTH + column[None, :]), y, mask=inside)
+
+
+@triton.jit
+def _piece(G, by_row, row, column, rows, START: tl.constexpr, END: tl.constexpr):
+    inside = (row < rows)[:, None] & ((column >= START) & (column < END))[None, :]
+    return tl.load(G + (row[:, None] * by_row + (column - START)[None, :]), mask=inside, other=0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _backward(
+    G0, G1, G2, G3, Y, F, M, ToX, ToEta, g0_row, g1_row, g2_row, g3_row, f_row, rows,
+    END0: tl.constexpr, END1: tl.constexpr, END2: tl.constexpr,
+    WIDTH: tl.constexpr, SCALED: tl.constexpr, FEATURES: tl.constexpr, LEAST: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """d x = g (1 + eta) and d eta = g x = g y / (1 + eta), or g both where eta is added; eta is the forward's, to the
+    last bit: what one multiplies by, the other divides by."""
+    tile = tl.program_id(0)
+    low, high = tile * COLUMNS, tile * COLUMNS + COLUMNS
+    row, column = tl.arange(0, ROWS), low + tl.arange(0, COLUMNS)
+    m = _matrix(M, column, Y.dtype.element_ty, WIDTH, FEATURES, PADDED)
+    for start in range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
+        first, left = tl.cast(start, tl.int64), rows - start
+        grad = tl.zeros([ROWS, COLUMNS], tl.float32)
+        # Few tiles have columns of more than one piece.
+        if low < END0:
+            grad += _piece(G0 + first * g0_row, g0_row, row, column, left, 0, END0)
+        if (low < END1) & (high > END0):
+            grad += _piece(G1 + first * g1_row, g1_row, row, column, left, END0, END1)
+        if (low < END2) & (high > END1):
+            grad += _piece(G2 + first * g2_row, g2_row, row, column, left, END1, END2)
+        if high > END2:
+            grad += _piece(G3 + first * g3_row, g3_row, row, column, left, END2, WIDTH)
+        f = _features(F + first * f_row, f_row, row, left, Y.dtype.element_ty, FEATURES, PADDED)
+        factor = _factors(tl.dot(f, tl.trans(m), input_precision=PRECISION), column, SCALED, LEAST)
+        inside = (row < left)[:, None] & (column < WIDTH)[None, :]
+        place = row[:, None] * WIDTH + column[None, :]
+        y = tl.load(Y + first * WIDTH + place, mask=inside, other=0).to(tl.float32)
+        tl.store(ToX + first * WIDTH + place, grad * factor, mask=inside)
+        to_eta = tl.where((column < SCALED)[None, :], grad * (y / factor), grad)
+        tl.store(ToEta + first * WIDTH + place, to_eta, mask=inside)

@@ -1,0 +1,364 @@
+"""Device code of the softmax read's backward: flash backward on the streams v and e = exp(beta (v - top)).
+
+With F = top + log(total) / beta, the gradient of a row's total is g_F / (beta total) = g_F / beta exp(beta (top - F)).
+`inner` forms it once per row, relative to the top that ROWS rows share; for a block of keys whose own top is lower it
+shrinks by exp(beta (top of the keys - top of the rows)) <= 1, a factor per channel. Flagged rows take no part (their
+log-normalizer is set to infinity): `triton_exact_backward` adds them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from femixer.kernels.softmax.triton_kernels import (
+    INF,
+    LOG2E,
+    ROWS,
+    key_range,
+    load_bias,
+    load_columns,
+    load_tile,
+    place,
+    visible,
+)
+from femixer.kernels.triton_math import softplus
+
+
+@triton.jit
+def load_top(tops, block, J, width, WIDTH: tl.constexpr):
+    channel = tl.arange(0, WIDTH)
+    return tl.load(tops + tl.minimum(block, J - 1) * width + channel, mask=channel < width, other=0)
+
+
+@triton.jit(do_not_specialize=[
+    "T", "J", "P", "tiles", "H", "repeats", "offset", "lam_b", "lam_t", "lam_h", "gate_b", "gate_t", "gate_h",
+])  # fmt: skip
+def inner(
+    BY_MEAN, BY_FREE, MEAN, FREE, LOG_Z, FLAGS, BETAS, TOPS, LAMS, GATES,
+    TO_MEAN, TO_TOTAL, DELTA, LOG_Z_USED, TO_LAM, TO_GATE, PARTS,
+    T, J, P, tiles, H, repeats, offset, eps, lam_b, lam_t, lam_h, gate_b, gate_t, gate_h,
+    BETA: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_FREE: tl.constexpr, GATED: tl.constexpr, LAM: tl.constexpr,
+    GATE: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
+    width: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a row's sums, TO_MEAN and TO_TOTAL [B, H, T, D] (g_F / beta itself for flagged rows), their inner
+    product with the sums DELTA [B, H, T], gradients of the gates, and of beta as far as F's logarithm has it.
+
+    If GATED, BY_MEAN is the gradient of the gated read.
+    """
+    program = tl.program_id(0)
+    pair = program // tiles
+    tile = offset // TILE + program % tiles
+    batch, head = pair // H, pair % H
+    group = head // repeats
+    channel = tl.arange(0, WIDTH)
+    row = tile * TILE + tl.arange(0, TILE) - offset
+    here = (row >= 0) & (row < T)
+    inside = here[:, None] & (channel < width)[None, :]
+    at = ((batch.to(tl.int64) * T + row) * H + head)[:, None] * width + channel[None, :]
+    at_row = pair.to(tl.int64) * T + row
+    log_z = tl.load(LOG_Z + at_row, mask=here, other=INF)
+    some = (log_z < INF)[:, None]
+    mean = tl.load(MEAN + at, mask=inside, other=0).to(tl.float32)
+    by_mean = tl.zeros([TILE, WIDTH], tl.float32)
+    by_free = by_mean
+    free = mean
+    if BETA:
+        free = tl.load(FREE + at, mask=inside, other=0).to(tl.float32)
+    if HAS_MEAN:
+        by_mean = tl.load(BY_MEAN + at, mask=inside, other=0).to(tl.float32)
+    if HAS_FREE:
+        by_free = tl.load(BY_FREE + at, mask=inside, other=0).to(tl.float32)
+    if GATED:
+        by_read, read = by_mean, mean
+        share = tl.zeros([TILE, WIDTH], tl.float32)
+        if LAM:
+            lam = load_tile(place(LAMS, batch, head, lam_b, lam_h, UNIT), row, T, lam_t, width, UNIT, WIDTH)
+            share = tl.sigmoid(lam.to(tl.float32))
+            read = mean + share * (free - mean)
+        elif BETA:
+            share += 1
+            read = free
+        if GATE:
+            gate = load_tile(place(GATES, batch, head, gate_b, gate_h, UNIT), row, T, gate_t, width, UNIT, WIDTH)
+            gate = tl.where((channel < width)[None, :], gate.to(tl.float32), -INF)
+            positive = softplus(gate)
+            inverse = tl.rsqrt(tl.sum(positive * positive, 1) / width + eps)[:, None]
+            g = positive * inverse
+            to_g = by_read * read
+            # The norm takes out what points along g.
+            along = tl.sum(to_g * g, 1)[:, None] / width
+            to_gate = (to_g - g * along) * inverse * tl.sigmoid(gate)
+            tl.store(TO_GATE + at, to_gate, mask=inside)
+            by_read = by_read * g
+        by_free = by_read * share
+        by_mean = by_read - by_free
+        if LAM:
+            tl.store(TO_LAM + at, (free - mean) * by_mean * share, mask=inside)
+    by_mean = tl.where(some, by_mean, 0.0)
+    to_row = at_row[:, None] * width + channel[None, :]
+    tl.store(TO_MEAN + to_row, by_mean.to(TO_MEAN.dtype.element_ty), mask=inside)
+    delta = tl.sum(by_mean * mean, 1)
+    if BETA:
+        beta = tl.load(BETAS + group * width + channel, mask=channel < width, other=1).to(tl.float32)[None, :]
+        tops = TOPS + (batch * (H // repeats) + group).to(tl.int64) * (J + 1) * width
+        slope = tl.where(some & inside, by_free / beta, 0.0)
+        delta += tl.sum(slope, 1)
+        flagged = tl.load(FLAGS + at_row, mask=here, other=0) > 0
+        top = load_top(tops, ((tile * TILE) // ROWS * ROWS + ROWS - 1) // KEYS, J, width, WIDTH)[None, :]
+        counted = some & inside & (flagged == 0)[:, None]
+        rise = tl.where(counted, beta * LOG2E * (top - free), 0.0)
+        tl.store(TO_TOTAL + to_row, (slope * tl.exp2(rise)).to(TO_TOTAL.dtype.element_ty), mask=inside)
+        log_z = tl.where(flagged, INF, log_z)
+        reference = load_top(tops, J - 1, J, width, WIDTH)[None, :]
+        to_beta = -tl.sum(tl.where(counted, slope * (free - reference), 0.0), 0)
+        part = (batch * (H // repeats) + group).to(tl.int64) * P + head % repeats * tiles + program % tiles
+        tl.store(PARTS + part * width + channel, to_beta, mask=channel < width)
+    tl.store(DELTA + at_row, delta, mask=here)
+    tl.store(LOG_Z_USED + at_row, log_z, mask=here)
+
+
+@triton.jit
+def join_rows(
+    k, v, e, queries, to_mean, to_total, log_zs, deltas, BIAS, SEG_Q, SEG_K, RANK, dk, dv, de,
+    key, start, middle, stop, T, S, offset, window, scale, q_t, bias_t, bias_s, key_width, width,
+    BETA: tl.constexpr, HAS_BIAS: tl.constexpr, SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows at positions from start to stop add to the gradients of keys, values and exponentials [N, E or D]. Those
+    from middle on see all keys."""
+    for first in range(start, stop, TILE):
+        query = first + tl.arange(0, TILE)
+        row = query - offset
+        here = (row >= 0) & (row < T)
+        q = load_tile(queries, row, T, q_t, key_width, UNIT, KEY_WIDTH)
+        x = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2E)
+        if HAS_BIAS:
+            x += load_bias(BIAS, query[None, :], key[:, None], offset, T, S, bias_t, bias_s)
+        if first < middle:
+            seen = visible(
+                query[None, :], key[:, None], SEG_Q, SEG_K, RANK, offset, T, S, window, CAUSAL, WINDOW, SEGMENTS
+            )
+            x = tl.where(seen, x, -INF)
+        p = tl.exp2(x - tl.load(log_zs + row, mask=here, other=INF)[None, :])
+        by_mean = load_tile(to_mean, row, T, width, width, 1, WIDTH)
+        dv = tl.dot(p.to(by_mean.dtype), by_mean, dv, input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(by_mean), input_precision=PRECISION)
+        if BETA:
+            by_total = load_tile(to_total, row, T, width, width, 1, WIDTH)
+            de = tl.dot(p.to(e.dtype), by_total, de, input_precision=PRECISION)
+            dp = tl.dot(e, tl.trans(by_total), dp, input_precision=PRECISION)
+        ds = p * (dp - tl.load(deltas + row, mask=here, other=0)[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv, de
+
+
+@triton.jit
+def exponentials(values, betas, key, top, S, v_t, width, UNIT: tl.constexpr, WIDTH: tl.constexpr):
+    """exp(beta (v - top)) of keys, [N, D]; at most one for all that rows with this top see."""
+    channel = tl.arange(0, WIDTH)
+    slope = tl.load(betas + channel, mask=channel < width, other=1).to(tl.float32) * LOG2E
+    v = load_tile(values, key, S, v_t, width, UNIT, WIDTH).to(tl.float32)
+    return tl.exp2(slope[None, :] * tl.minimum(v - top[None, :], 0.0))
+
+
+@triton.jit
+def row_range(
+    first, last, T, S, offset, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Positions of the rows that may see keys from first to last, from a tile's start."""
+    start, stop = first * 0 + offset, offset + T
+    if CAUSAL:
+        start = tl.maximum(start, first)
+    if WINDOW and not SEGMENTS:
+        start = tl.maximum(start, first - window + 1)
+        stop = tl.minimum(stop, last + window)
+    return start // TILE * TILE, stop
+
+
+@triton.jit(do_not_specialize=[
+    "T", "S", "J", "P", "first_part", "tiles", "H", "repeats", "offset", "window", "q_b", "q_t", "q_h", "k_b", "k_t", "k_h",
+    "v_b", "v_t", "v_h", "bias_b", "bias_h", "bias_t", "bias_s", "seg_q", "seg_k",
+])  # fmt: skip
+def to_keys(
+    Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, TOPS, TO_MEAN, TO_TOTAL, DELTA, LOG_Z, TO_K, TO_V, EXPS, PARTS,
+    T, S, J, P, first_part, tiles, H, repeats, offset, window, scale,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bias_b, bias_h, bias_t, bias_s, seg_q, seg_k,
+    BETA: tl.constexpr, HAS_BIAS: tl.constexpr, SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr,
+    KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    key_width: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """TO_K [B, S, G, E], TO_V [B, S, G, D] of SIDE keys from all rows and heads that see them; PARTS of beta;
+    EXPS [B, G, S, D], the exponentials relative to the top of their block."""
+    program = tl.program_id(0)
+    pair, side = program // tiles, program % tiles
+    G = H // repeats
+    batch, group = pair // G, pair % G
+    SEG_Q += batch.to(tl.int64) * seg_q
+    SEG_K += batch.to(tl.int64) * seg_k
+    RANK += batch.to(tl.int64) * S
+    channel = tl.arange(0, WIDTH)
+    key = side * SIDE + tl.arange(0, SIDE)
+    values, betas = place(V, batch, group, v_b, v_h, UNIT), BETAS + group * width
+    k = load_tile(place(K, batch, group, k_b, k_h, UNIT), key, S, k_t, key_width, UNIT, KEY_WIDTH)
+    v = load_tile(values, key, S, v_t, width, UNIT, WIDTH)
+    inside = (key < S)[:, None] & (channel < width)[None, :]
+    tops = TOPS
+    e = v.to(TO_TOTAL.dtype.element_ty)
+    if BETA:
+        tops = TOPS + pair.to(tl.int64) * (J + 1) * width
+        top = load_top(tops, side * SIDE // KEYS, J, width, WIDTH)
+        e = exponentials(values, betas, key, top, S, v_t, width, UNIT, WIDTH).to(e.dtype)
+        tl.store(EXPS + (pair.to(tl.int64) * S + key)[:, None] * width + channel[None, :], e, mask=inside)
+    dk = tl.zeros([SIDE, KEY_WIDTH], tl.float32)
+    dv = tl.zeros([SIDE, WIDTH], tl.float32)
+    to_beta = tl.zeros([WIDTH], tl.float32)
+    start, stop = row_range(
+        side * SIDE, side * SIDE + SIDE - 1, T, S, offset, window, CAUSAL, WINDOW, SEGMENTS, TILE
+    )
+    middle = stop
+    if not WINDOW and not SEGMENTS:
+        middle = side * SIDE + SIDE - 1 if CAUSAL else start
+    blocks = tl.cdiv(stop, ROWS) - start // ROWS
+    for each in range(0, repeats):
+        head = group * repeats + each
+        of_rows = (batch * H + head).to(tl.int64) * T
+        queries = place(Q, batch, head, q_b, q_h, UNIT)
+        bias = BIAS + batch.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h
+        de = tl.zeros([SIDE, WIDTH], tl.float32)
+        last_top = tl.zeros([WIDTH], tl.float32)
+        # From the last rows, whose top is the highest, to the first: `de` is relative to the top of its rows.
+        for block in range(0, blocks):
+            first = (start // ROWS + blocks - 1 - block) * ROWS
+            if BETA:
+                top = load_top(tops, (first + ROWS - 1) // KEYS, J, width, WIDTH)
+                slope = tl.load(betas + channel, mask=channel < width, other=1).to(tl.float32) * LOG2E
+                de = de * tl.exp2(tl.where(block > 0, slope * (top - last_top), 0.0))[None, :]
+                e = exponentials(values, betas, key, top, S, v_t, width, UNIT, WIDTH).to(e.dtype)
+                last_top = top
+            dk, dv, de = join_rows(
+                k, v, e, queries, TO_MEAN + of_rows * width, TO_TOTAL + of_rows * width, LOG_Z + of_rows,
+                DELTA + of_rows, bias, SEG_Q, SEG_K, RANK, dk, dv, de, key, tl.maximum(start, first), middle,
+                tl.minimum(stop, first + ROWS), T, S, offset, window, scale, q_t, bias_t, bias_s, key_width, width,
+                BETA, HAS_BIAS, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, WIDTH, TILE, PRECISION,
+            )  # fmt: skip
+        if BETA:
+            beta = tl.load(betas + channel, mask=channel < width, other=1).to(tl.float32)
+            weighted = tl.where(inside, de * e.to(tl.float32), 0.0)
+            dv += beta[None, :] * weighted
+            reference = load_top(tops, J - 1, J, width, WIDTH)
+            to_beta += tl.sum(weighted * (v.to(tl.float32) - reference[None, :]), 0)
+    token = (batch.to(tl.int64) * S + key) * G + group
+    if BETA:
+        part = pair.to(tl.int64) * P + first_part + side
+        tl.store(PARTS + part * width + channel, to_beta, mask=channel < width)
+    tl.store(TO_V + token[:, None] * width + channel[None, :], dv, mask=inside)
+    wide = tl.arange(0, KEY_WIDTH)
+    inside_key = (key < S)[:, None] & (wide < key_width)[None, :]
+    tl.store(TO_K + token[:, None] * key_width + wide[None, :], dk * scale, mask=inside_key)
+
+
+@triton.jit
+def join_keys(
+    q, by_mean, by_total, top, slope, log_z, delta, keys, values, exps, tops, BIAS, SEG_Q, SEG_K, RANK, TO_BIAS, dq, query,
+    start, stop, T, S, J, offset, window, scale, k_t, v_t, bias_t, bias_s, key_width, width,
+    MASKED: tl.constexpr, BETA: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, SEGMENTS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
+    SIDE: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys from start to stop add to the gradient of the queries [M, E], and have one of their score's bias."""
+    for first in range(start, stop, SIDE):
+        key = first + tl.arange(0, SIDE)
+        k = load_columns(keys, key, S, k_t, key_width, UNIT, KEY_WIDTH)
+        x = tl.dot(q, k, input_precision=PRECISION) * (scale * LOG2E)
+        if HAS_BIAS:
+            x += load_bias(BIAS, query[:, None], key[None, :], offset, T, S, bias_t, bias_s)
+        p = tl.exp2(x - log_z[:, None])
+        if MASKED:
+            seen = visible(
+                query[:, None], key[None, :], SEG_Q, SEG_K, RANK, offset, T, S, window, CAUSAL, WINDOW, SEGMENTS
+            )
+            p = tl.where(seen, p, 0.0)
+        v = load_columns(values, key, S, v_t, width, UNIT, WIDTH)
+        dp = tl.dot(by_mean, v, input_precision=PRECISION)
+        if BETA:
+            e = load_columns(exps, key, S, width, width, 1, WIDTH)
+            shrink = tl.exp2(tl.minimum(slope * (load_top(tops, first // KEYS, J, width, WIDTH) - top), 0.0))
+            shrunk = (by_total.to(tl.float32) * shrink[None, :]).to(e.dtype)
+            dp = tl.dot(shrunk, e, dp, input_precision=PRECISION)
+        ds = p * (dp - delta[:, None])
+        if BIAS_GRAD:
+            row = (query - offset).to(tl.int64)
+            inside = ((row >= 0) & (row < T))[:, None] & (key < S)[None, :]
+            tl.store(TO_BIAS + row[:, None] * S + key[None, :], ds, mask=inside)
+        dq = tl.dot(ds.to(k.dtype), tl.trans(k), dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit(do_not_specialize=[
+    "T", "S", "J", "tiles", "H", "repeats", "offset", "window", "q_b", "q_t", "q_h", "k_b", "k_t", "k_h", "v_b", "v_t", "v_h",
+    "bias_b", "bias_h", "bias_t", "bias_s", "seg_q", "seg_k",
+])  # fmt: skip
+def to_queries(
+    Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, TOPS, TO_MEAN, TO_TOTAL, DELTA, LOG_Z, EXPS, TO_Q, TO_BIAS,
+    T, S, J, tiles, H, repeats, offset, window, scale,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bias_b, bias_h, bias_t, bias_s, seg_q, seg_k,
+    BETA: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    SIDE: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    key_width: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """TO_Q [B, T, H, E] from all keys that rows see; TO_BIAS [B, H, T, S]."""
+    program = tl.program_id(0)
+    tile = offset // TILE + tiles - 1 - program % tiles
+    pair = program // tiles
+    batch, head = pair // H, pair % H
+    group = head // repeats
+    SEG_Q += batch.to(tl.int64) * seg_q
+    SEG_K += batch.to(tl.int64) * seg_k
+    RANK += batch.to(tl.int64) * S
+    BIAS += batch.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h
+    query = tile * TILE + tl.arange(0, TILE)
+    row = query - offset
+    here = (row >= 0) & (row < T)
+    of_rows = pair.to(tl.int64) * T
+    to_bias = TO_BIAS + of_rows * S
+    q = load_tile(place(Q, batch, head, q_b, q_h, UNIT), row, T, q_t, key_width, UNIT, KEY_WIDTH)
+    by_mean = load_tile(TO_MEAN + of_rows * width, row, T, width, width, 1, WIDTH)
+    log_z = tl.load(LOG_Z + of_rows + row, mask=here, other=INF)
+    delta = tl.load(DELTA + of_rows + row, mask=here, other=0)
+    channel = tl.arange(0, WIDTH)
+    by_total = by_mean
+    slope = tl.full([WIDTH], LOG2E, tl.float32)
+    top = tl.zeros([WIDTH], tl.float32)
+    tops, exps = TOPS, EXPS
+    if BETA:
+        by_total = load_tile(TO_TOTAL + of_rows * width, row, T, width, width, 1, WIDTH)
+        slope = tl.load(BETAS + group * width + channel, mask=channel < width, other=1).to(tl.float32) * LOG2E
+        of_keys = (batch * (H // repeats) + group).to(tl.int64)
+        tops, exps = TOPS + of_keys * (J + 1) * width, EXPS + of_keys * S * width
+        top = load_top(tops, ((tile * TILE) // ROWS * ROWS + ROWS - 1) // KEYS, J, width, WIDTH)
+    keys, values = place(K, batch, group, k_b, k_h, UNIT), place(V, batch, group, v_b, v_h, UNIT)
+    dq = tl.zeros([TILE, KEY_WIDTH], tl.float32)
+    start, stop = key_range(
+        tile * TILE, tile * TILE + TILE - 1, S, offset, window, CAUSAL, WINDOW, SEGMENTS, SIDE
+    )
+    middle = start
+    if not WINDOW and not SEGMENTS:
+        middle = tl.minimum(tile * TILE, S) // SIDE * SIDE if CAUSAL else S // SIDE * SIDE
+        dq = join_keys(
+            q, by_mean, by_total, top, slope, log_z, delta, keys, values, exps, tops, BIAS, SEG_Q, SEG_K, RANK, to_bias,
+            dq, query, start, middle, T, S, J, offset, window, scale, k_t, v_t, bias_t, bias_s, key_width, width,
+            False, BETA, HAS_BIAS, BIAS_GRAD, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, WIDTH, SIDE, KEYS, PRECISION,
+        )  # fmt: skip
+    dq = join_keys(
+        q, by_mean, by_total, top, slope, log_z, delta, keys, values, exps, tops, BIAS, SEG_Q, SEG_K, RANK, to_bias,
+        dq, query, middle, stop, T, S, J, offset, window, scale, k_t, v_t, bias_t, bias_s, key_width, width,
+        True, BETA, HAS_BIAS, BIAS_GRAD, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, WIDTH, SIDE, KEYS, PRECISION,
+    )  # fmt: skip
+    wide = tl.arange(0, KEY_WIDTH)
+    at = ((batch.to(tl.int64) * T + row) * H + head)[:, None] * key_width + wide[None, :]
+    tl.store(TO_Q + at, dq * scale, mask=here[:, None] & (wide < key_width)[None, :])

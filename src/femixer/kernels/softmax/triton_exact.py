@@ -1,0 +1,146 @@
+"""Device code of the exact read: rows that were flagged, one key and channel at a time, and their gradients.
+
+The kernels are always launched, and a program leaves at once where no row is flagged: nothing is asked of the device.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from femixer.kernels.softmax.triton_kernels import (
+    INF,
+    LOG2E,
+    gated,
+    key_range,
+    load_bias,
+    load_columns,
+    load_tile,
+    place,
+    visible,
+)
+from femixer.kernels.triton_math import expm1, log1p
+
+# Rows, keys and channels of a tile.
+SIDE = tl.constexpr(16)
+
+
+@triton.jit
+def scores(
+    q, keys, BIAS, SEG_Q, SEG_K, RANK, query, key, T, S, offset, window, scale, k_t, bias_t, bias_s, key_width,
+    HAS_BIAS: tl.constexpr, SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[rows, keys] in units of log 2, -inf where a key is not seen."""
+    k = load_columns(keys, key, S, k_t, key_width, UNIT, KEY_WIDTH)
+    x = tl.dot(q, k, input_precision=PRECISION) * (scale * LOG2E)
+    if HAS_BIAS:
+        x += load_bias(BIAS, query[:, None], key[None, :], offset, T, S, bias_t, bias_s)
+    seen = visible(query[:, None], key[None, :], SEG_Q, SEG_K, RANK, offset, T, S, window, CAUSAL, WINDOW, SEGMENTS)
+    return tl.where(seen, x, -INF)
+
+
+@triton.jit
+def load_chunk(base, token, count, stride, first, width, UNIT: tl.constexpr):
+    """SIDE channels from `first` of tokens, [N, SIDE]."""
+    channel = first + tl.arange(0, SIDE)
+    inside = ((token >= 0) & (token < count))[:, None] & (channel < width)[None, :]
+    at = token[:, None] * stride * UNIT + channel[None, :]
+    return tl.load(base + at, mask=inside, other=0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=[
+    "T", "S", "tiles", "H", "repeats", "offset", "window", "q_b", "q_t", "q_h", "k_b", "k_t", "k_h", "v_b", "v_t", "v_h",
+    "lam_b", "lam_t", "lam_h", "gate_b", "gate_t", "gate_h", "bias_b", "bias_h", "bias_t", "bias_s", "seg_q", "seg_k",
+])  # fmt: skip
+def read_exactly(
+    Q, K, V, BETAS, LAMS, GATES, BIAS, SEG_Q, SEG_K, RANK, MEAN, FREE, LOG_Z, FLAGS, OUT,
+    T, S, tiles, H, repeats, offset, window, scale, eps,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, lam_b, lam_t, lam_h, gate_b, gate_t, gate_h,
+    bias_b, bias_h, bias_t, bias_s, seg_q, seg_k,
+    GATED: tl.constexpr, LAM: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, SEGMENTS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr, key_width: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """FREE and OUT of flagged rows. First F0 by log-sum-exp over the keys of score + beta v, whose digits are those of
+    its largest term; then F = F0 + log(1 + sum p (exp(beta (v - F0)) - 1)) / beta, whose sum is almost zero."""
+    program = tl.program_id(0)
+    pair = program // tiles
+    row = program % tiles * SIDE + tl.arange(0, SIDE)
+    here = row < T
+    at_row = pair.to(tl.int64) * T + row
+    flagged = tl.load(FLAGS + at_row, mask=here, other=0) > 0
+    if tl.max(flagged.to(tl.int32), 0) > 0:
+        batch, head = pair // H, pair % H
+        group = head // repeats
+        SEG_Q += batch.to(tl.int64) * seg_q
+        SEG_K += batch.to(tl.int64) * seg_k
+        RANK += batch.to(tl.int64) * S
+        BIAS += batch.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h
+        query = row + offset
+        q = load_tile(place(Q, batch, head, q_b, q_h, UNIT), row, T, q_t, key_width, UNIT, KEY_WIDTH)
+        keys, values = place(K, batch, group, k_b, k_h, UNIT), place(V, batch, group, v_b, v_h, UNIT)
+        log_z = tl.load(LOG_Z + at_row, mask=here, other=INF)
+        start, stop = key_range(
+            tl.min(query, 0), tl.max(query, 0), S, offset, window, CAUSAL, WINDOW, SEGMENTS, SIDE
+        )
+        to_row = (batch.to(tl.int64) * T + row) * H + head
+        for first in range(0, width, SIDE):
+            channel = first + tl.arange(0, SIDE)
+            inside = flagged[:, None] & (channel < width)[None, :]
+            at = to_row[:, None] * width + channel[None, :]
+            beta = tl.load(BETAS + group * width + channel, mask=channel < width, other=1).to(tl.float32)
+            slope = (beta * LOG2E)[None, :]
+            top = tl.full([SIDE, SIDE], -INF, tl.float32)
+            total = tl.zeros([SIDE, SIDE], tl.float32)
+            for block in range(start, stop, SIDE):
+                key = block + tl.arange(0, SIDE)
+                x = scores(
+                    q, keys, BIAS, SEG_Q, SEG_K, RANK, query, key, T, S, offset, window, scale, k_t, bias_t, bias_s,
+                    key_width, HAS_BIAS, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, PRECISION,
+                )  # fmt: skip
+                v = load_chunk(values, key, S, v_t, first, width, UNIT)
+                y = x[:, :, None] + (slope * v)[None, :, :]
+                higher = tl.maximum(top, tl.max(y, 1))
+                finite = tl.where(higher == -INF, 0.0, higher)
+                total = total * tl.exp2(top - finite) + tl.sum(tl.exp2(y - finite[:, None, :]), 1)
+                top = higher
+            some = total > 0
+            anchor = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)) - log_z[:, None], 0.0) / slope
+            rise = tl.zeros([SIDE, SIDE], tl.float32)
+            lost = tl.zeros([SIDE, SIDE], tl.float32)
+            for block in range(start, stop, SIDE):
+                key = block + tl.arange(0, SIDE)
+                x = scores(
+                    q, keys, BIAS, SEG_Q, SEG_K, RANK, query, key, T, S, offset, window, scale, k_t, bias_t, bias_s,
+                    key_width, HAS_BIAS, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, PRECISION,
+                )  # fmt: skip
+                v = load_chunk(values, key, S, v_t, first, width, UNIT)
+                log_p = (x - log_z[:, None])[:, :, None]
+                p = tl.exp2(log_p)
+                exponent = slope[None, :, :] * (v[None, :, :] - anchor[:, None, :])
+                near = tl.abs(exponent) < 0.5
+                term = tl.where(near, p * expm1(tl.where(near, exponent, 0.0) / LOG2E), tl.exp2(log_p + exponent) - p)
+                # A compensated sum: what rounding takes from one block's sum is given to the next.
+                more = tl.sum(term, 1) - lost
+                risen = rise + more
+                lost = (risen - rise) - more
+                rise = risen
+            free = anchor + log1p(tl.maximum(rise, -0.5)) / beta[None, :]
+            mean = tl.load(MEAN + at, mask=inside, other=0).to(tl.float32)
+            tl.store(FREE + at, tl.maximum(free, mean), mask=inside)
+        if GATED:
+            tl.debug_barrier()
+            channel = tl.arange(0, WIDTH)
+            inside = flagged[:, None] & (channel < width)[None, :]
+            at = to_row[:, None] * width + channel[None, :]
+            mean = tl.load(MEAN + at, mask=inside, other=0).to(tl.float32)
+            free = tl.load(FREE + at, mask=inside, other=0).to(tl.float32)
+            lam, gate = mean, mean
+            if LAM:
+                lam = load_tile(place(LAMS, batch, head, lam_b, lam_h, UNIT), row, T, lam_t, width, UNIT, WIDTH)
+            if GATE:
+                gate = load_tile(place(GATES, batch, head, gate_b, gate_h, UNIT), row, T, gate_t, width, UNIT, WIDTH)
+                gate = tl.where((channel < width)[None, :], gate.to(tl.float32), -INF)
+            out = gated(mean, free, lam.to(tl.float32), gate, width, eps, True, LAM, GATE)
+            tl.store(OUT + at, out, mask=inside)

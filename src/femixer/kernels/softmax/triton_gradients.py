@@ -1,0 +1,198 @@
+"""Launches of the softmax read's backward, with gates or without."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from femixer.kernels.softmax import triton_backward, triton_exact_backward
+from femixer.kernels.softmax.triton_call import Call, Tiles, padded
+from femixer.kernels.softmax.triton_exact import SIDE
+from femixer.kernels.triton_launch import launch, target_of
+
+
+class Found(NamedTuple):
+    """What the forward read found: mean and free energy [B, T, H, D], log-normalizers and flags [B, H, T], tops."""
+
+    mean: Tensor
+    free: Tensor
+    log_z: Tensor
+    flags: Tensor
+    tops: Tensor
+
+
+class Gradients(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None
+    bias: Tensor | None
+    lam: Tensor | None
+    gate: Tensor | None
+
+
+class Inner(NamedTuple):
+    """Gradients of the sums, relative to the tops that rows share: see `triton_backward.inner`."""
+
+    to_mean: Tensor
+    to_total: Tensor
+    delta: Tensor
+    log_z: Tensor
+    parts: Tensor
+
+
+# Rows whose gradients of sums are formed together; a divisor of the rows that share a top.
+ROWS = 32
+
+
+def tiles_of(call: Call) -> tuple[Tiles, Tiles]:
+    """For the gradients of keys and values, and for those of queries."""
+    wide = max(padded(call.key_width), 2 * padded(call.width))
+    small = target_of(call.q).startswith("gfx")
+    if call.q.dtype == torch.bfloat16 or (call.q.dtype == torch.float16 and wide <= 128):
+        stages = 1 if small or wide > 128 else 2
+        return Tiles(32, 64, 4, stages), Tiles(64, 64 if wide <= 128 else 32, 4, stages)
+    if wide <= 128:
+        return Tiles(32, 32, 4 if wide <= 64 else 8, 1), Tiles(32, 32, 4 if wide <= 64 else 8, 1)
+    return Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)
+
+
+def backward(
+    call: Call, by_mean: Tensor | None, by_free: Tensor | None, found: Found, bias_grad: bool
+) -> Gradients:
+    """by_mean: of the gated read if the call has gates."""
+    nothing, beta = call.nothing, call.beta
+    of_keys, of_rows = tiles_of(call)
+    key_tiles = -(-call.keys // of_keys.keys)
+    inner, to_lam, to_gate = _inner(call, by_mean, by_free, found, key_tiles)
+    to_q, to_k, to_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (call.q, call.k, call.v))
+    to_bias, exps = None, nothing
+    if beta is not None:
+        exps = call.v.new_empty(call.batch, call.groups, call.keys, call.width, dtype=call.stream_dtype)
+    if bias_grad and call.seen.bias is not None:
+        shape = call.seen.bias.shape
+        to_bias = torch.zeros(shape, dtype=call.seen.bias.dtype, device=call.q.device)
+    inputs = call.q, call.k, call.v, nothing if beta is None else beta, *call.masks
+    sums = found.tops if beta is not None else nothing, inner.to_mean, inner.to_total, inner.delta, inner.log_z
+    strides = *call.strides(call.q), *call.strides(call.k), *call.strides(call.v), *call.mask_strides
+    sizes = call.heads, call.repeats, call.offset, call.window, call.scale
+    blocks, parts, streams = call.blocks, inner.parts.shape[2], 2 if beta is not None else 1
+    shared = {"BETA": beta is not None, "KEYS": call.tiles.keys, **call.flags}
+    moved = call.bytes(call.q, call.k, call.v, call.seen.bias, inner.to_mean, inner.to_total, inner.delta, inner.log_z)
+    launch(
+        triton_backward.to_keys,
+        (key_tiles * call.batch * call.groups,),
+        *(*inputs, *sums, to_k, to_v, exps, inner.parts),
+        *(call.rows, call.keys, blocks, parts, call.repeats * call.row_tiles(ROWS), key_tiles, *sizes),
+        *strides,
+        moved=moved + call.bytes(to_k, to_v),
+        flops=2 * call.pairs * (2 * call.key_width + 2 * streams * call.width),
+        exponentials=call.pairs,
+        TILE=of_keys.rows,
+        SIDE=of_keys.keys,
+        num_warps=of_keys.warps,
+        num_stages=of_keys.stages,
+        **shared,
+    )
+    row_tiles = call.row_tiles(of_rows.rows)
+    launch(
+        triton_backward.to_queries,
+        (row_tiles * call.batch * call.heads,),
+        *(*inputs, *sums, exps, to_q, nothing if to_bias is None else to_bias),
+        *(call.rows, call.keys, blocks, row_tiles, *sizes),
+        *strides,
+        moved=moved + call.bytes(to_q, to_bias),
+        flops=2 * call.pairs * (2 * call.key_width + streams * call.width),
+        exponentials=call.pairs,
+        BIAS_GRAD=to_bias is not None,
+        TILE=of_rows.rows,
+        SIDE=of_rows.keys,
+        num_warps=of_rows.warps,
+        num_stages=of_rows.stages,
+        **shared,
+    )
+    results = Gradients(to_q, to_k, to_v, None, to_bias, to_lam, to_gate)
+    if beta is None:
+        return results
+    _add_flagged(call, found, inner, results, of_keys.keys)
+    return results._replace(beta=inner.parts.sum((0, 2)).to(beta.dtype))
+
+
+def _inner(
+    call: Call, by_mean: Tensor | None, by_free: Tensor | None, found: Found, key_tiles: int
+) -> tuple[Inner, Tensor | None, Tensor | None]:
+    nothing, q, beta = call.nothing, call.q, call.beta
+    tiles = call.row_tiles(ROWS)
+    rows = call.batch, call.heads, call.rows
+    to_mean = q.new_empty(*rows, call.width)
+    to_total = q.new_empty(*rows, call.width, dtype=call.stream_dtype) if beta is not None else nothing
+    delta, log_z = q.new_empty(2, *rows, dtype=torch.float32)
+    # Of rows, of keys, and of flagged rows.
+    parts = call.repeats * tiles + key_tiles + call.repeats * -(-call.rows // SIDE.value)
+    inner = Inner(
+        to_mean,
+        to_total,
+        delta,
+        log_z,
+        q.new_empty(call.batch, call.groups, parts if beta is not None else 0, call.width, dtype=torch.float32),
+    )
+    to_lam, to_gate = (
+        None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (call.lam, call.gate)
+    )
+    given = by_mean, by_free, found.mean, found.free, found.log_z, found.flags, beta, found.tops, call.lam, call.gate
+    results = *inner[:4], to_lam, to_gate, inner.parts
+    operands = [nothing if x is None else x.contiguous() for x in given[:8]]
+    operands += [nothing if x is None else x for x in (call.lam, call.gate, *results)]
+    launch(
+        triton_backward.inner,
+        (tiles * call.batch * call.heads,),
+        *operands,
+        *(call.rows, call.blocks, parts, tiles, call.heads, call.repeats, call.offset, call.eps),
+        *call.strides(call.lam),
+        *call.strides(call.gate),
+        moved=call.bytes(*given, *results),
+        exponentials=found.mean.numel() * (1 + (call.lam is not None) + 3 * (call.gate is not None)),
+        BETA=beta is not None,
+        HAS_MEAN=by_mean is not None,
+        HAS_FREE=by_free is not None,
+        UNIT=call.unit,
+        WIDTH=call.flags["WIDTH"],
+        width=call.width,
+        TILE=ROWS,
+        KEYS=call.tiles.keys,
+        num_warps=4,
+        **call.gate_flags,
+    )
+    return inner, to_lam, to_gate
+
+
+def _add_flagged(call: Call, found: Found, inner: Inner, results: Gradients, block: int) -> None:
+    row_tiles, key_tiles = -(-call.rows // SIDE.value), -(-call.keys // block)
+    inputs = call.q, call.k, call.v, call.beta, *call.masks, found.free, found.flags, found.log_z
+    sums = inner.to_mean, inner.to_total, inner.delta
+    sizes = call.heads, call.repeats, call.offset, call.window, call.scale
+    strides = *call.strides(call.q), *call.strides(call.k), *call.strides(call.v), *call.mask_strides
+    launch(
+        triton_exact_backward.flagged_rows,
+        (row_tiles * call.batch * call.heads,),
+        *(*inputs, *sums, results.q, call.nothing if results.bias is None else results.bias, inner.parts),
+        *(call.rows, call.keys, inner.parts.shape[2], row_tiles, *sizes),
+        *strides,
+        moved=call.bytes(found.flags),
+        BIAS_GRAD=results.bias is not None,
+        num_warps=4,
+        **call.flags,
+    )
+    launch(
+        triton_exact_backward.flagged_keys,
+        (key_tiles * call.batch * call.groups,),
+        *(*inputs, *sums, results.k, results.v),
+        *(call.rows, call.keys, key_tiles, *sizes),
+        *strides,
+        moved=call.bytes(found.flags) * ((key_tiles + 1) // 2),
+        BLOCK=block,
+        num_warps=4,
+        **call.flags,
+    )

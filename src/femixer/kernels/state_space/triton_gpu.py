@@ -1,0 +1,234 @@
+"""The state-space read on GPUs: chunks of time side by side, three launches, one for short sequences.
+
+The backward saves no modes: it summarizes the chunks again and holds the states of a few tokens at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from femixer.kernels.state_space import triton_backward, triton_kernels
+from femixer.kernels.triton_launch import launch
+
+# Tokens of a chunk, and those whose states the backward holds in registers at a time.
+CHUNK, STRETCH = 32, 4
+# Modes times channels of a program, and the most modes.
+NUMBERS, MOST_MODES = 512, 64
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+READS_RESULTS = slice(0, 4)
+
+
+def refuse(*arguments: Any) -> str | None:
+    rate, v = arguments[0], arguments[6]
+    if v.dtype not in FLOATS:
+        return f"it takes float32, bfloat16 and float16, not {v.dtype}"
+    return None if rate.shape[0] <= MOST_MODES else f"{rate.shape[0]} modes are too many, {MOST_MODES} are the most"
+
+
+class Problem(NamedTuple):
+    """The operator's arguments, contiguous; what is missing is stood in for by v, which is not read then."""
+
+    rate: Tensor
+    v: Tensor
+    step: Tensor
+    write: Tensor
+    read: Tensor
+    weight: Tensor
+    skip: Tensor
+    beta: Tensor
+    marks: Tensor
+    sums: Tensor
+    top: Tensor
+    flags: dict[str, bool]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """B, T, C, N"""
+        return *self.v.shape, self.rate.shape[0]
+
+    @property
+    def chunks(self) -> int:
+        return triton.cdiv(self.v.shape[1], CHUNK)
+
+    def tiles(self, numbers: int = NUMBERS) -> dict[str, int]:
+        modes = triton.next_power_of_2(self.rate.shape[0])
+        return {"BLOCK": max(8, numbers // modes), "MODES": modes}
+
+    def grid(self, *others: int, numbers: int = NUMBERS) -> tuple[int, ...]:
+        return triton.cdiv(self.v.shape[2], self.tiles(numbers)["BLOCK"]), *others
+
+    def chosen(self, *names: str) -> dict[str, bool]:
+        return {name: self.flags[name] for name in names}
+
+
+def _problem(arguments: tuple[Any, ...]) -> Problem:
+    rate, step, write, read, weight, skip, v, beta, marks, sums, top, exclusive = (
+        x.contiguous() if isinstance(x, Tensor) else x for x in arguments
+    )
+    flags = {
+        "FREE": beta is not None,
+        "HAS_STEP": step is not None,
+        "HAS_WRITE": write is not None,
+        "HAS_READ": read is not None,
+        "MARKED": marks is not None,
+        "INCLUSIVE": skip is None and not exclusive,
+        "SKIPS": skip is not None and not exclusive,
+    }
+    missing = {"step": step, "write": write, "read": read, "weight": weight, "skip": skip, "beta": beta, "marks": marks}
+    given: dict[str, Any] = {name: v if x is None else x for name, x in missing.items()}
+    return Problem(rate=rate, v=v, sums=sums, top=top, flags=flags, **given)
+
+
+def _work(p: Problem, passes: int = 1) -> dict[str, int]:
+    """Exponentials of a pass over all tokens: one per mode, and five per channel."""
+    batch, length, channels, modes = p.shape
+    return {"exponentials": passes * batch * length * channels * (modes + 5)}
+
+
+def _states_before(p: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of all chunks: sums [B, chunks, 3, N, C], tops and steps together [B, chunks, C]."""
+    batch, length, channels, modes = p.shape
+    if p.chunks == 1:
+        return p.sums, p.top, None
+    new = torch.float32
+    sums = torch.empty(batch, p.chunks, 3, modes, channels, dtype=new, device=p.v.device)
+    tops, paces = torch.empty(2, batch, p.chunks, channels, dtype=new, device=p.v.device)
+    sizes = channels, modes, p.chunks
+    given = p.rate, p.v, p.step, p.write, p.beta, p.marks, sums, tops, paces, length, *sizes
+    flags = p.chosen("FREE", "HAS_STEP", "HAS_WRITE", "MARKED")
+    launch(
+        triton_kernels.summarize,
+        p.grid(p.chunks, batch),
+        *given,
+        **p.tiles(),
+        CHUNK=CHUNK,
+        **flags,
+        num_warps=4,
+        **_work(p),
+    )
+    given = p.rate, sums, tops, paces, p.sums, p.top, *sizes
+    moved = 2 * sums.numel() * 4
+    launch(triton_kernels.carry, p.grid(batch), *given, **p.tiles(), **p.chosen("FREE"), num_warps=4, moved=moved)
+    return sums, tops, paces
+
+
+def forward(*arguments: Any) -> tuple[Tensor, ...]:
+    p = _problem(arguments)
+    batch, length, channels, modes = p.shape
+    states, tops, _ = _states_before(p)
+    mean, log_total = torch.empty_like(p.v), torch.empty_like(p.v)
+    free = torch.empty_like(p.v) if p.flags["FREE"] else p.v.new_empty(0, 0, 0)
+    last, last_top = torch.empty_like(p.sums), torch.empty_like(p.top)
+    given = p.rate, p.v, p.step, p.write, p.read, p.weight, p.skip, p.beta, p.marks, states, tops
+    results = mean, free if p.flags["FREE"] else mean, log_total, last, last_top
+    sizes = length, channels, modes, p.chunks
+    grid = p.grid(p.chunks, batch)
+    launch(
+        triton_kernels.read_chunks,
+        grid,
+        *given,
+        *results,
+        *sizes,
+        **p.tiles(),
+        CHUNK=CHUNK,
+        **p.flags,
+        num_warps=4,
+        **_work(p),
+    )
+    return mean, free, log_total, last, last_top if p.flags["FREE"] else p.top.clone()
+
+
+def backward(
+    grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    p = _problem(arguments)
+    batch, length, channels, modes = p.shape
+    sums, tops, paces = _states_before(p)
+    new: dict[str, Any] = {"dtype": torch.float32, "device": p.v.device}
+    mean, free, log_total, last = results
+    token_tops = torch.empty(batch, length, channels, **new)
+    by = [p.v if g is None else g.contiguous() for g in (*grads[:3], grads[3])]
+    flags = {f"BY_{name}": g is not None for name, g in zip(("MEAN", "FREE", "TOTAL"), grads, strict=False)}
+    read = mean, free if p.flags["FREE"] else mean, log_total, *by[:3]
+    sizes = length, channels, modes, p.chunks
+    back = torch.empty(batch, p.chunks, 3, modes, channels, **new)
+    given = p.rate, p.v, p.step, p.read, p.weight, p.beta, p.marks, tops, token_tops, *read, back, *sizes
+    chosen = p.chosen("FREE", "HAS_STEP", "HAS_READ", "MARKED") | flags
+    grid = p.grid(p.chunks, batch)
+    launch(triton_backward.adjoints, grid, *given, **p.tiles(), CHUNK=CHUNK, **chosen, num_warps=4, **_work(p))
+    if p.chunks == 1:
+        _after_one_chunk(p, back, grads[3])
+    else:
+        last_top = token_tops[:, -1].contiguous()
+        given = p.rate, back, tops, paces, last_top, by[3], *sizes[1:]
+        options = {**p.tiles(), **p.chosen("FREE"), "BY_LAST": grads[3] is not None}
+        launch(triton_backward.carry_back, p.grid(batch), *given, **options, num_warps=4, moved=2 * back.numel() * 4)
+    return _gradients(p, sums, tops, token_tops, back, (*read, last), flags, needed)
+
+
+def _after_one_chunk(p: Problem, back: Tensor, to_last: Tensor | None) -> None:
+    """The gradient of the state after the only chunk, where `carry_back` would put it."""
+    if to_last is None:
+        back.zero_()
+    else:
+        back.copy_(to_last[:, None])
+
+
+def _gradients(
+    p: Problem,
+    sums: Tensor,
+    tops: Tensor,
+    token_tops: Tensor,
+    back: Tensor,
+    read: tuple[Tensor, ...],
+    flags: dict[str, bool],
+    needed: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    batch, length, channels, modes = p.shape
+    numbers = NUMBERS // 2
+    blocks = p.grid(numbers=numbers)[0]
+    new: dict[str, Any] = {"dtype": torch.float32, "device": p.v.device}
+    nothing = token_tops  # in the place of what is not written
+    to_rate = torch.empty(batch, p.chunks, modes, channels, **new)
+    to_weight = nothing if p.flags["HAS_READ"] else torch.empty_like(to_rate)
+    amounts = (
+        torch.empty(2, blocks, batch, length, modes, **new) if p.flags["HAS_READ"] or p.flags["HAS_WRITE"] else None
+    )
+    to_write, to_read = (nothing, nothing) if amounts is None else amounts
+    to_step = torch.empty_like(p.step) if p.flags["HAS_STEP"] else nothing
+    to_skip, to_beta = torch.empty(2, batch, p.chunks, channels, **new)
+    to_v, to_first = torch.empty_like(p.v), torch.empty(batch, 3, modes, channels, **new)
+    given = p.rate, p.v, p.step, p.write, p.read, p.weight, p.skip, p.beta, p.marks, sums, tops, token_tops, back
+    found = to_rate, to_step, to_write, to_read, to_weight, to_skip, to_v, to_beta, to_first
+    sizes = length, channels, modes, p.chunks, batch
+    options = {**p.tiles(numbers), "CHUNK": CHUNK, "STRETCH": STRETCH, **p.flags, **flags, "num_warps": 8}
+    work = _work(p, passes=2 + CHUNK // STRETCH // 2)
+    launch(
+        triton_backward.gradients,
+        p.grid(p.chunks, batch, numbers=numbers),
+        *given,
+        *read,
+        *found,
+        *sizes,
+        **options,
+        **work,
+    )
+    by_modes = None if amounts is None else amounts.sum(1)
+    rate = to_rate.sum((0, 1))
+    return (
+        rate.to(p.rate.dtype),
+        to_step if p.flags["HAS_STEP"] else None,
+        None if by_modes is None or not p.flags["HAS_WRITE"] else by_modes[0].to(p.write.dtype),
+        None if by_modes is None or not p.flags["HAS_READ"] else by_modes[1].to(p.read.dtype),
+        None if p.flags["HAS_READ"] else to_weight.sum((0, 1)).to(p.weight.dtype),
+        to_skip.sum((0, 1)).to(p.skip.dtype) if p.flags["SKIPS"] else None,
+        to_v,
+        to_beta.sum((0, 1)).to(p.beta.dtype) if p.flags["FREE"] else None,
+        None,
+        to_first.to(p.sums.dtype) if needed[9] else None,
+        None,
+    )

@@ -1,0 +1,129 @@
+"""Launching Triton kernels, in one place: on a GPU they run, with TRITON_INTERPRET=1 they run on CPU tensors, and on
+tensors without data (device="meta") they are only written down. `recorded()` lists launches where they happen; from
+such a list kernels are compiled ahead of time and their cost is estimated.
+
+Kernels are `@triton.jit` functions in the `triton_gpu.py` of an operator. What changes with the batch or the length is
+named in `do_not_specialize`, so that nothing is compiled anew for another length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# The GPU for which tiles are chosen where tensors are on none: see `aimed_at`.
+DEFAULT_TARGET = "sm_90"
+
+
+class Launch(NamedTuple):
+    """One launch. operands: the kernel's arguments by position; options: its constants by name, num_warps, num_stages.
+
+    bytes: read and written, each tensor once unless the caller knows better; flops: of matrix products; exponentials:
+    also logarithms and the like, which a GPU computes at a lower rate.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    operands: tuple[Any, ...]
+    options: dict[str, Any]
+    bytes: int
+    flops: int
+    exponentials: int
+
+    @property
+    def name(self) -> str:
+        return self.kernel.__name__
+
+    @property
+    def label(self) -> str:
+        """With the operator's folder in front: "rms_norm.forward"."""
+        return f"{self.kernel.fn.__module__.split('.')[-2]}.{self.name.lstrip('_')}"
+
+
+_records: ContextVar[list[Launch] | None] = ContextVar("launches", default=None)
+_aimed: ContextVar[str] = ContextVar("target", default=DEFAULT_TARGET)
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """The launches inside, in their order."""
+    launches: list[Launch] = []
+    token = _records.set(launches)
+    try:
+        yield launches
+    finally:
+        _records.reset(token)
+
+
+@contextmanager
+def aimed_at(target: str) -> Iterator[None]:
+    """Inside, tiles are chosen for this GPU ("sm_80", "gfx942", ...) where tensors are on none."""
+    token = _aimed.set(target)
+    try:
+        yield
+    finally:
+        _aimed.reset(token)
+
+
+def target_of(x: Tensor) -> str:
+    """The architecture for which tiles are chosen: that of the tensor's GPU, "sm_90" or "gfx942"."""
+    return _architecture(x.device.index) if x.device.type == "cuda" else _aimed.get()
+
+
+def exact_products(target: str) -> str:
+    """`input_precision` of tl.dot where float32 must keep its digits: tensor cores three times on NVIDIA's GPUs."""
+    return "tf32x3" if target.startswith("sm_") else "ieee"
+
+
+@cache
+def _architecture(device: int | None) -> str:
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device)
+    if torch.version.hip is not None:
+        return str(properties.gcnArchName).partition(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *operands: Any,
+    moved: int | None = None,
+    flops: int = 0,
+    exponentials: int = 0,
+    **options: Any,
+) -> None:
+    """Run a kernel over a grid, or only write it down where its tensors have no data.
+
+    moved: bytes that it reads and writes, if that is not every tensor once. flops, exponentials: see Launch.
+    """
+    if 0 in grid:
+        return
+    tensors = [x for x in operands if isinstance(x, Tensor)]
+    records = _records.get()
+    if records is not None:
+        size = size_of(*tensors) if moved is None else moved
+        records.append(Launch(kernel, grid, operands, options, size, flops, exponentials))
+    device = tensors[0].device
+    if device.type == "meta":
+        return
+    with _device_guard(device):
+        # Named, because Triton's default for it is about to change.
+        kernel[grid](*operands, enable_fp_fusion=True, **options)
+
+
+def size_of(*tensors: Tensor | None) -> int:
+    """Bytes of tensors, for `moved`."""
+    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
+
+
+def _device_guard(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be that of the tensors."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    return nullcontext()

@@ -1,0 +1,135 @@
+"""The softmax read's GPU kernels in Triton's interpreter, against the definition; and what they launch and keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from femixer import use_backend
+from femixer.kernels import check, dispatch
+from femixer.kernels.softmax import OPERATOR, definition, softmax_read
+from femixer.kernels.triton_launch import recorded
+
+EXAMPLES = definition.examples()
+# The interpreter is slow: what two sequences show, one does too.
+SHORT = [name for name, given in EXAMPLES.items() if given[1].shape[1] <= 13 and name != "many heads"]
+LONG = ["encoder window", "chunk of segments"]
+
+
+def one_sequence(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The last of the batch."""
+    return tuple(x[-1:] if isinstance(x, Tensor) and i != 3 else x for i, x in enumerate(arguments))
+
+
+def read_of(
+    length: int, *, size: float = 1.0, beta: float = 1.3, key_width: int = 3, width: int = 2, **options: Any
+) -> tuple[Any, ...]:
+    """Arguments with one sequence and head."""
+    generator = torch.Generator().manual_seed(length)
+    q, k = (torch.randn(1, length, 1, key_width, generator=generator) for _ in range(2))
+    v = size * torch.randn(1, length, 1, width, generator=generator)
+    seen = {"bias": None, "segments_q": None, "segments_k": None, "causal": True, "window": None, **options}
+    return q, k, v, torch.full((1, width), beta), *seen.values(), key_width**-0.5
+
+
+def run(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, free energy, and which rows were read exactly."""
+    with use_backend("triton"), torch.no_grad():
+        mean, free, _, flags, *_ = OPERATOR(*arguments)
+    return mean, free, flags
+
+
+@pytest.mark.parametrize("name", SHORT + LONG)
+def test_results_and_gradients_are_the_definitions(name: str) -> None:
+    errors = check.compare(OPERATOR, "triton", one_sequence(EXAMPLES[name]))
+    assert errors.results < 1e-5, errors
+    assert max(errors.gradients.values()) < 1e-4, errors
+
+
+@pytest.mark.parametrize("length", [2, 17, 129])
+def test_any_length_is_read(length: int) -> None:
+    errors = check.compare(OPERATOR, "triton", read_of(length))
+    assert errors.results < 1e-5, errors
+    assert max(errors.gradients.values()) < 1e-4, errors
+
+
+@pytest.mark.parametrize("name", ["causal", "segments, window and bias"])
+def test_half_precision_errs_little_more_than_torch(name: str) -> None:
+    arguments = one_sequence(EXAMPLES[name])
+    ours = check.compare(OPERATOR, "triton", arguments, torch.float16)
+    torchs = check.compare(OPERATOR, "plain", arguments, torch.float16)
+    assert ours.results <= 2 * torchs.results + 1e-3
+    for argument, error in ours.gradients.items():
+        assert error <= 3 * torchs.gradients[argument] + 1e-3, argument
+
+
+def test_a_large_value_of_the_future_changes_nothing_before() -> None:
+    arguments = read_of(157)
+    later = list(arguments)
+    later[2] = arguments[2].clone()
+    later[2][:, 149] = 1e4
+    (mean, free, flags), (mean_later, free_later, flags_later) = run(arguments), run(tuple(later))
+    assert not flags.any() and flags_later[..., 128:].all() and not flags_later[..., :128].any()
+    assert torch.equal(mean[:, :149], mean_later[:, :149])
+    assert (free - free_later)[:, :149].abs().max() < 5e-6
+    expected = definition.forward(*later)[1]
+    assert ((free_later - expected).abs() / expected.abs().clamp_min(1)).max() < 1e-5
+
+
+@pytest.mark.parametrize(("size", "beta"), [(0.5, 0.02), (40.0, 0.02), (2000.0, 5.0), (1e-3, 1.0)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_free_energy_is_exact_at_any_temperature(size: float, beta: float, causal: bool) -> None:
+    arguments = read_of(37, size=size, beta=beta, width=17, causal=causal)
+    mean, free, _ = run(arguments)
+    expected = definition.forward(*arguments)[1]
+    assert ((free - expected).abs() / expected.abs().clamp_min(1)).max() < 1e-5
+    assert (free >= mean).all()
+
+
+def test_padding_may_hold_any_value() -> None:
+    segments = torch.zeros(1, 21, dtype=torch.long)
+    segments[:, [0, 7, 8, 20]] = -1
+    arguments = read_of(21, segments_q=segments, segments_k=segments)
+    other = list(arguments)
+    other[2] = torch.where((segments < 0)[..., None, None], 1e6, arguments[2])
+    for a, b in zip(run(arguments), run(tuple(other)), strict=True):
+        assert torch.equal(a, b)
+        assert not a[:, 7].any() if a.dim() == 4 else True
+
+
+def on_meta(length: int, dtype: torch.dtype = torch.float32, **options: Any) -> list[str]:
+    """Names of the launches of a read forward and backward, without data."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(*shape, device="meta", dtype=dtype, requires_grad=True)
+
+    q, k, v = empty(2, length, 4, 64), empty(2, length, 2, 64), empty(2, length, 2, 32)
+    with use_backend("triton"), recorded() as launches:
+        mean, free = softmax_read(q, k, v, empty(2, 32), **options)
+        assert free is not None
+        launches.append(None)  # type: ignore[arg-type]
+        torch.autograd.backward([mean, free], [torch.empty_like(mean), torch.empty_like(free)])
+    assert all(each is None or each.flops >= 0 and each.bytes > 0 for each in launches)
+    return ["|" if each is None else each.name for each in launches]
+
+
+def test_launches_are_few_and_do_not_depend_on_the_length() -> None:
+    forward = ["block_ranges", "streams", "read", "read_exactly"]
+    backward = ["inner", "to_keys", "to_queries", "flagged_rows", "flagged_keys"]
+    for length in (1000, 65536):
+        assert on_meta(length) == [*forward, "|", *backward]
+        assert on_meta(length, torch.bfloat16, window=100) == [*forward, "|", *backward]
+
+
+def test_what_it_does_not_serve_has_a_reason() -> None:
+    wide = read_of(3, key_width=129)
+    assert dispatch.refusal(OPERATOR, "triton", wide) == (
+        "keys of 129 and values of 2 channels are too wide, 128 are the most"
+    )
+    double = tuple(x.double() if isinstance(x, Tensor) else x for x in read_of(3))
+    assert dispatch.refusal(OPERATOR, "triton", double) == "it takes float32, bfloat16 and float16, not torch.float64"
+    with use_backend("triton"), pytest.raises(dispatch.BackendError, match="are too wide"):
+        OPERATOR(*wide)
