@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 # Stands for the logarithm of nothing where an infinity would make NaN of a difference.
@@ -30,10 +29,6 @@ class Reading(NamedTuple):
     free: Tensor | None
     log_total: Tensor
     state: Any
-
-    def to(self, dtype: torch.dtype) -> Reading:
-        free = None if self.free is None else self.free.to(dtype)
-        return Reading(self.mean.to(dtype), free, self.log_total.to(dtype), self.state)
 
 
 def running_shift(
@@ -81,33 +76,3 @@ def read_of_sums(
         unseen = unseen | padding
     value = (shift + ratio.masked_fill(unseen, 1).log()) / beta
     return mean, torch.where(unseen, mean, torch.maximum(value, mean)), log_total
-
-
-def mix(past: Reading, future: Reading, beta: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Mean, free energy and log total of two reads together; `future` is in reversed time.
-
-    log(w e^(beta F) + w' e^(beta F')) is taken relative to the larger F.
-    """
-    # A padding row is empty on both sides; any finite number does there. A logarithm divided by beta needs the digits.
-    dtype = past.mean.dtype
-    wide = torch.promote_types(dtype, state_dtype(past.mean.device))
-    past, future = past.to(wide), future.to(wide)
-    beta = None if beta is None else beta.to(wide)
-    ours = past.log_total.masked_fill(past.log_total == -torch.inf, 0)
-    theirs = future.log_total.flip(1)
-    empty = theirs == -torch.inf
-    odds = (theirs.masked_fill(empty, 0) - ours).masked_fill(empty, -torch.inf)
-    share = torch.sigmoid(odds)
-    mean = past.mean + share * (future.mean.flip(1) - past.mean)
-    log_total = ours + F.softplus(odds)
-    if beta is None or past.free is None or future.free is None:
-        return mean.to(dtype), None, log_total.to(dtype)
-    other = torch.where(empty, past.free, future.free.flip(1))
-    rise = beta * (other - past.free)
-    ours_above = rise <= 0
-    above, below = torch.where(ours_above, past.free, other), torch.where(ours_above, rise, -rise)
-    finite = odds.masked_fill(empty, 0)
-    log_share, log_rest = F.logsigmoid(finite), F.logsigmoid(-finite)
-    high, low = torch.where(ours_above, log_rest, log_share), torch.where(ours_above, log_share, log_rest)
-    free = torch.where(empty, past.free, above + torch.logaddexp(high, low + below) / beta)
-    return mean.to(dtype), free.to(dtype), log_total.to(dtype)

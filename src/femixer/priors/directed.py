@@ -13,7 +13,8 @@ from torch import Tensor
 
 from femixer.kernels.marks import reversed_marks
 from femixer.kernels.precision import without_autocast
-from femixer.kernels.reading import Reading, mix
+from femixer.kernels.reading import Reading
+from femixer.kernels.two_reads import two_reads
 from femixer.layout import Layout
 from femixer.priors.base import Prior
 from femixer.state import usable
@@ -64,7 +65,7 @@ class DirectedPrior(Prior):
                 marks = reversed_marks(layout.marks())
                 future = self.scan(mirrored, v.flip(1), beta, marks, None, False, exclusive=True)
                 per_head = None if beta is None else beta.repeat_interleave(mean.shape[2] // beta.shape[0], 0)
-                mean, free, log_total = mix(past, future, per_head)
+                mean, free, log_total = two_reads(past[:3], future[:3], per_head)
             if not self.normalize:
                 if layout.padding is not None:
                     log_total = log_total.masked_fill(layout.padding[..., None, None], 0)
