@@ -119,7 +119,9 @@ def test_packed_documents_are_read_as_if_alone(model):
 def test_saved_and_loaded_bit_for_bit_by_the_auto_classes(model, tmp_path):
     model.save_pretrained(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "README.md",
         "config.json",
+        "femixer_models.py",
         "generation_config.json",
         "model.safetensors",
     ]
@@ -342,6 +344,34 @@ def test_wrong_inputs_are_refused_by_name():
         FEMCache(3).crop(-2)
     with pytest.raises(ValueError, match="stateful"):
         model.generate(ids[:1], assistant_model=build(), do_sample=False)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "mamba"])
+@pytest.mark.parametrize("how", [{}, {"num_beams": 2}])
+def test_a_prompt_read_in_chunks_is_continued_as_one_read_at_once(name, how):
+    model, ids, mask = build(name), tokens(2, 13), torch.ones(2, 13, dtype=torch.long)
+    mask[0, :6] = 0
+    given = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, **how}
+    for size in (1, 4, 13, 50):
+        assert torch.equal(model.generate(ids, prefill_chunk_size=size, **given), model.generate(ids, **given)), size
+
+
+@pytest.mark.parametrize("kind", ["static", "offloaded", "quantized"])
+def test_a_cache_of_another_kind_is_refused(kind):
+    with pytest.raises(ValueError, match=f"cache_implementation='{kind}' is not allowed; choose None"):
+        build().generate(tokens(1, 5), cache_implementation=kind, max_new_tokens=2)
+
+
+def test_continuous_batching_is_refused_before_it_begins():
+    model = build()
+    for ask in (
+        lambda: model.generate_batch([[1, 2, 3]]),
+        lambda: model.init_continuous_batching(),
+        lambda: model.continuous_batching_context_manager(),
+        lambda: model.generate(tokens(1, 5), cache_implementation="paged", max_new_tokens=2),
+    ):
+        with pytest.raises(RuntimeError, match="continuous batching needs keys and values in pages"):
+            ask()
 
 
 def test_no_field_of_the_configuration_is_one_of_generation(tmp_path):

@@ -75,7 +75,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*")
-@pytest.mark.parametrize("prior", ["softmax", "gla", "mamba"])
+@pytest.mark.parametrize("prior", ["softmax", "gla", "mamba", "images"])
 def test_recomputed_and_accumulated_steps_are_the_plain_ones(prior, tmp_path):
     results = []
     for options in (
@@ -83,7 +83,7 @@ def test_recomputed_and_accumulated_steps_are_the_plain_ones(prior, tmp_path):
         {"per_device_train_batch_size": 4, "gradient_checkpointing": True},
         {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
     ):
-        model, rows = text(prior)
+        model, rows = images() if prior == "images" else text(prior)
         run = trainer(model, rows, tmp_path, save_strategy="no", max_steps=2, **options)
         run.train()
         results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))

@@ -9,6 +9,7 @@ import sys
 if "torch" not in sys.modules:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+from femixer import trees as trees
 from femixer.free_energy import (
     effective_weights,
     free_energy,

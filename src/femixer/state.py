@@ -72,15 +72,10 @@ class _Storage:
 
     def claim(self, start: int, stop: int) -> bool:
         """Take the entries from start to stop, unless someone has continued from there before."""
-        if torch.compiler.is_compiling():
-            return self._take(start, stop)
         with _claims:  # threads may continue one prefix
-            return self._take(start, stop)
-
-    def _take(self, start: int, stop: int) -> bool:
-        free = self.filled == start
-        if free:
-            self.filled = stop
+            free = self.filled == start
+            if free:
+                self.filled = stop
         return free
 
 
@@ -88,7 +83,8 @@ class Growing:
     """A tensor that grows along dim 2, [B, G, length, W], as a value: append returns a new one.
 
     Several values share one preallocated buffer as long as each continues the longest of them; another continuation of
-    the same past gets a copy. With gradients nothing is written in place.
+    the same past gets a copy. With gradients, and under compilers, nothing is written in place: a graph that does not
+    ask how much of a buffer is taken serves every length.
     """
 
     def __init__(self, storage: _Storage, length: int) -> None:
@@ -100,7 +96,14 @@ class Growing:
 
     @property
     def tensor(self) -> Tensor:
-        return self._storage.data[:, :, : self.length]
+        data = self._storage.data
+        return data if self.length == data.shape[2] else data[:, :, : self.length]
+
+    def alone(self) -> Tensor:
+        """The tensor without room behind it from now on: the same object each time, for those who keep notes on it."""
+        if self.length != self._storage.data.shape[2]:
+            self._storage = _Storage(self.tensor, self.length)
+        return self._storage.data
 
     @property
     def buffer(self) -> Tensor:
@@ -108,19 +111,18 @@ class Growing:
         return self._storage.data
 
     def append(self, x: Tensor) -> Growing:
-        if torch.is_grad_enabled() and (x.requires_grad or self._storage.data.requires_grad):
+        recorded = torch.is_grad_enabled() and (x.requires_grad or self._storage.data.requires_grad)
+        if recorded or torch.compiler.is_compiling():
             return Growing.of(torch.cat([self.tensor, x], 2))
         longer = self.longer(x.shape[2])
         longer.buffer[:, :, self.length : longer.length] = x
         return longer
 
     def longer(self, count: int) -> Growing:
-        """The same with `count` more entries, which the caller must write; without gradients."""
+        """The same with `count` more entries, which the caller must write; without gradients and compilers."""
         storage, length = self._storage, self.length + count
         data = storage.data
-        alien = data.requires_grad
-        if not torch.compiler.is_compiling():
-            alien = alien or (data.is_inference() and not torch.is_inference_mode_enabled())
+        alien = data.requires_grad or (data.is_inference() and not torch.is_inference_mode_enabled())
         if alien or length > data.shape[2] or not storage.claim(self.length, length):
             room = length if length <= data.shape[2] else max(length + SPARE, 2 * self.length)
             buffer = data.new_empty(*data.shape[:2], room, data.shape[3])

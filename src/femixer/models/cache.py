@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from femixer.state import State
+from femixer.trees import register
 
 
 class FEMCache(Cache):
@@ -70,3 +71,12 @@ class FEMCache(Cache):
         copied = FEMCache(len(self))
         copied.states = [*self.states]
         return copied
+
+
+def _cache(states: list[Any], _: Any) -> FEMCache:
+    cache = FEMCache(len(states))
+    cache.states = states
+    return cache
+
+
+register(FEMCache, lambda cache: ({f"layer{i}": state for i, state in enumerate(cache.states)}, None), _cache)

@@ -18,6 +18,7 @@ class FEMConfig(PreTrainedConfig):
     prior=["gla", "gla", "gla", "softmax"] makes every fourth layer softmax. prior_options, mixer_options: per name of a
     prior or of a baseline its options, as {"gla": {"decay": "channel"}}. max_position_embeddings is the length of the
     training sequences; longer ones may be read, and nothing depends on it but the filters of mixer="hyena".
+    causal=False makes an encoder, in which every token reads all others.
     """
 
     model_type = "fem"
@@ -32,6 +33,7 @@ class FEMConfig(PreTrainedConfig):
     mixer: str | list[str] = "fem"  # "fem", or a baseline: see femixer.models.mixers
     prior: str | list[str] = "softmax"
     parts: str = "CLTG"
+    causal: bool = True
     budget: str = "attention"
     mixer_options: dict[str, Any] | None = None
     prior_options: dict[str, Any] | None = None
@@ -40,6 +42,7 @@ class FEMConfig(PreTrainedConfig):
     window: int | None = None  # sliding window of the layers with the softmax prior
     mixer_bias: bool = False
     mixer_dropout: float = 0.0
+    classifier_dropout: float = 0.0  # before the head of a classifier
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 4096
     tie_word_embeddings: bool = False
@@ -47,6 +50,10 @@ class FEMConfig(PreTrainedConfig):
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing: see FEMPreTrainedModel."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.num_key_value_heads is None:
@@ -63,6 +70,8 @@ class FEMConfig(PreTrainedConfig):
         for name in ("mixer", "prior"):
             if not getattr(self, name):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a name or a list of names")
+        if not 0 <= self.classifier_dropout < 1:
+            raise ValueError(f"classifier_dropout={self.classifier_dropout!r} must be at least 0 and below 1")
         for layer in range(min(self.num_hidden_layers, 64)):
             check_mixer(self, layer)
 

@@ -17,10 +17,12 @@ from transformers.utils.output_capturing import capture_outputs
 from femixer.models.block import FEMBlock
 from femixer.models.cache import FEMCache
 from femixer.models.config import FEMConfig
+from femixer.models.generation import FEMGeneration
 from femixer.models.loading import load_all
 from femixer.models.mixers import build_mixer
 from femixer.models.norm import RMSNorm
-from femixer.models.packing import PACKING, check_arguments, packed_segments
+from femixer.models.packing import PACKING, check_arguments, packed_segments, taken_for_loss
+from femixer.models.saving import Card, write_beside
 
 
 class FEMPreTrainedModel(PreTrainedModel):
@@ -29,6 +31,7 @@ class FEMPreTrainedModel(PreTrainedModel):
     config_class = FEMConfig
     base_model_prefix = "model"
     is_body = False  # of a model with a head
+    card: Card | None = None  # what the model card says besides what the configuration tells
     supports_gradient_checkpointing = True
     _no_split_modules = ["FEMBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
@@ -51,6 +54,19 @@ class FEMPreTrainedModel(PreTrainedModel):
         load, kind = functools.partial(super().from_pretrained, *args), cls.config_class.model_type
         model, info = load_all(load, pretrained_model_name_or_path, kind, allow_missing, kwargs)
         return (model, info) if output_loading_info else model
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing: transformers would copy this file to where a model is saved, without the package it is a part of."""
+
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: Any, is_main_process: bool = True, **kwargs: Any
+    ) -> None:
+        """As in transformers; beside the weights stand a module with which tools that never import femixer find it, and
+        a model card (README.md, from `self.card`), unless one that we did not write is there."""
+        if is_main_process:
+            write_beside(self, save_directory)
+        super().save_pretrained(save_directory, is_main_process, **kwargs)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         # For code outside of transformers it would pass over modules that own no parameter but only other modules.
@@ -108,8 +124,10 @@ class FEMModel(FEMPreTrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if past_key_values is not None and not isinstance(past_key_values, FEMCache):
             raise TypeError(f"past_key_values must be an FEMCache, not {type(past_key_values).__name__}")
+        if not self.config.causal and (use_cache or past_key_values is not None):
+            raise ValueError("use_cache and past_key_values need causal=True; this model is an encoder")
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
+            use_cache = self.config.use_cache and self.config.causal and not self.training
         if use_cache and past_key_values is None:
             past_key_values = FEMCache(len(self.layers))
         mask = padding_mask(attention_mask, x)
@@ -122,20 +140,18 @@ class FEMModel(FEMPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
 
 
-class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
+class FEMForCausalLM(FEMPreTrainedModel, FEMGeneration, GenerationMixin):  # transformers looks for the last by name
     """FEMModel with logits of the next token, a loss and generate()."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: FEMConfig) -> None:
+        if not config.causal:
+            raise ValueError("causal=False is not allowed in FEMForCausalLM; choose True, or FEMForMaskedLM")
         super().__init__(config)
         self.model = FEMModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # generate() would hand in keys and values; forward makes an FEMCache
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
@@ -153,6 +169,7 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         """labels [B, T]: the tokens themselves (they are shifted here), -100 where nothing is to be learned; with
         segments, what the last token of a document says about the next document is not scored, nor is padding.
         logits_to_keep: logits of that many last positions only (0: of all). The rest is as in FEMModel."""
+        for_loss = taken_for_loss(kwargs)
         if labels is not None:
             rows = input_ids if inputs_embeds is None else inputs_embeds
             assert rows is not None
@@ -170,7 +187,7 @@ class FEMForCausalLM(FEMPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             labels = labels if segments is None else within_documents(labels, segments)
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **for_loss)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
         )

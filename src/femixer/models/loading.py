@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from transformers import PreTrainedConfig
 
 from femixer.models.quiet import without_reports
 
+# Modules over a text model's body, by the names they have in one model or the other.
+HEADS = ("lm_head", "score")
+
 
 def load_all(
     load: Callable[..., Any], path: Any, model_type: str, allow_missing: bool | Sequence[str], options: dict[str, Any]
@@ -19,7 +23,8 @@ def load_all(
     """(model, what transformers says of loading it) by `load`, a from_pretrained of transformers.
 
     The weights must have every parameter and nothing else, of the right shapes and finite, and config.json must be of
-    this model_type. allow_missing: True, or patterns of names ("classifier.*"), for what may start anew.
+    this model_type. allow_missing: True, or patterns of names ("classifier.*"), for what may start anew. A new head
+    (`model.new_head`) over a body that was saved with another one is allowed, and a warning names it.
     """
     if options.setdefault("use_safetensors", True) is not True:
         raise ValueError(f"use_safetensors={options['use_safetensors']!r} is not allowed; choose True")
@@ -33,6 +38,7 @@ def load_all(
     # A body is loaded from the whole model too.
     spare = allow_missing is True or getattr(model, "is_body", False)
     unexpected = [] if spare else sorted(info["unexpected_keys"])
+    missing, unexpected = _with_new_head(model, path, missing, unexpected)
     misshapen = [] if resized else sorted(_shapes(x) for x in info["mismatched_keys"])
     for what, names in (("lack", missing), ("have too many:", unexpected), ("have other shapes:", misshapen)):
         if names:
@@ -43,6 +49,17 @@ def load_all(
             )
     check_finite(model, path)
     return model, info
+
+
+def _with_new_head(model: Any, path: Any, missing: list[str], unexpected: list[str]) -> tuple[list[str], list[str]]:
+    """What is still missing and left over, if the head starts anew and those of other models are left out."""
+    head = [name for name, _ in model.named_parameters() if name.split(".")[0] in getattr(model, "new_head", ())]
+    if not head or not {*head} <= {*missing}:  # a part of a head is a broken file
+        return missing, unexpected
+    others = [name for name in unexpected if name.split(".")[0] in HEADS]
+    left_out = f"; {', '.join(others)} of another head left out" if others else ""
+    warnings.warn(f"{path} has no {', '.join(sorted(head))}: new, to be trained before use{left_out}", stacklevel=5)
+    return [name for name in missing if name not in head], [name for name in unexpected if name not in others]
 
 
 def _shapes(found: Any) -> str:

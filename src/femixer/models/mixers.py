@@ -9,6 +9,7 @@ from torch import nn
 
 from femixer.baselines import BASELINES
 from femixer.mixer import FreeEnergyMixer
+from femixer.options import check
 from femixer.priors import prior_class
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def check_mixer(config: FEMConfig, layer: int) -> None:
     if name not in MIXERS:
         raise ValueError(f"mixer={name!r} is unknown; choose one of {', '.join(MIXERS)}")
     prior_class(config.at("prior", layer))
+    if not config.causal:
+        check_encoder(name)
     if config.window is not None and config.at("prior", layer) == "softmax" and name != "fem":
         raise ValueError(f"window={config.window!r} does not fit mixer={name!r}; only mixer='fem' has windows")
     if name in BASELINES:
@@ -50,6 +53,13 @@ def check_mixer(config: FEMConfig, layer: int) -> None:
                 raise ValueError(f"mixer_options has {option!r} for mixer={mixer!r}; its options are {allowed}")
 
 
+def check_encoder(mixer: str) -> None:
+    """Raise a ValueError unless the mixer can be that of an encoder."""
+    encoders = ("fem", *(name for name, baseline in BASELINES.items() if baseline.encoder))
+    allowed = f"one of {', '.join(encoders)}: the others are causal by definition"
+    check(mixer in encoders, "mixer", mixer, allowed)
+
+
 def _check_options(config: FEMConfig, field: str) -> None:
     """mixer_options and prior_options are dicts per name of what the model has."""
     given = getattr(config, f"{field}_options")
@@ -62,12 +72,12 @@ def _check_options(config: FEMConfig, field: str) -> None:
             )
 
 
-def build_mixer(config: FEMConfig, layer: int, causal: bool = True) -> nn.Module:
+def build_mixer(config: FEMConfig, layer: int) -> nn.Module:
     name, prior = config.at("mixer", layer), config.at("prior", layer)
     shared: dict[str, Any] = {
         "dim": config.hidden_size,
         "heads": config.num_attention_heads,
-        "causal": causal,
+        "causal": config.causal,
         "bias": config.mixer_bias,
         "dropout": config.mixer_dropout,
     }

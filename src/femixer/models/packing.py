@@ -9,8 +9,10 @@ from torch import Tensor
 
 # What collators of packed documents pass on. The greatest lengths follow from the others.
 PACKING = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-# What transformers itself reads in the decorators of `forward`, or in the loss.
-SERVED_ELSEWHERE = ("return_dict", "output_hidden_states", "num_items_in_batch", "shift_labels", "cache_position")
+# What transformers itself reads in the decorators of `forward`, and places that follow from the cache.
+SERVED_ELSEWHERE = ("return_dict", "output_hidden_states", "cache_position")
+# What its losses read.
+OF_THE_LOSS = ("num_items_in_batch", "shift_labels")
 
 
 def check_arguments(given: dict[str, Any], known: tuple[str, ...] = ()) -> None:
@@ -24,6 +26,11 @@ def check_arguments(given: dict[str, Any], known: tuple[str, ...] = ()) -> None:
                 "mixer.inspect(x) or femixer.inspection computes them"
             )
         raise TypeError(f"{name} is not an argument of this model and would be ignored")
+
+
+def taken_for_loss(given: dict[str, Any], names: tuple[str, ...] = OF_THE_LOSS) -> dict[str, Any]:
+    """The arguments of `forward` that only the loss reads, taken out of the others."""
+    return {name: given.pop(name) for name in names if name in given}
 
 
 def packed_segments(

@@ -41,7 +41,8 @@ class Stream(NamedTuple):
     """Cached values [B, G, S, D]; with `exponentials`, beside exp(beta (v - shift)) in one buffer of width 2D.
 
     shift [B, G, 1, D]: without exponentials the largest value so far. Exponentials are kept on a CPU only: whether they
-    still fit their shift is a question to the device, for which another device would have to wait.
+    still fit their shift is a question to the device, for which another device would have to wait, and which no
+    compiler can answer.
     """
 
     data: Growing
@@ -53,6 +54,7 @@ class Stream(NamedTuple):
     def of(cls, v: Tensor, beta: Tensor | None, exponentials: bool) -> Stream:
         shift = v.detach().amax(2, keepdim=True) if v.shape[2] else None
         exponentials = exponentials and beta is not None and v.device.type == "cpu"
+        exponentials = exponentials and not torch.compiler.is_compiling()
         if exponentials and beta is not None and shift is not None:
             return cls(Growing.of(_beside(v, beta[:, None] * (v - shift))), v.shape[-1], True, shift)
         return cls(Growing.of(v.contiguous()), v.shape[-1], exponentials, shift)
@@ -66,6 +68,8 @@ class Stream(NamedTuple):
             return self
         if self.shift is None:
             return Stream.of(v, beta, self.exponentials)
+        if self.exponentials and torch.compiler.is_compiling():
+            return Stream.of(torch.cat([self.values, v], 2), beta, False)
         if not self.exponentials or beta is None:
             shift = torch.maximum(self.shift, v.detach().amax(2, keepdim=True))
             return self._replace(data=self.data.append(v), shift=shift)
@@ -201,6 +205,13 @@ class SoftmaxPrior(Prior):
         self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, layout: Layout, cache: Cache
     ) -> tuple[Tensor, Tensor | None, Cache]:
         """One more token, without gradients: written to the cache and read from it at once."""
+        if torch.compiler.is_compiling():
+            cache = self._append(cache, k, v, beta, layout)
+            shift, visible = cache.stream.shift, self._visible_in(cache, layout, q.dtype)
+            assert shift is not None
+            entries = cache.keys.tensor, cache.stream.data.tensor, shift
+            mean, free, _, _ = softmax_step(q, None, entries, beta, cache.keys.length, **visible)
+            return mean, free, cache
         keys, data, shift = cache.keys.longer(1), cache.stream.data.longer(1), cache.stream.shift
         assert shift is not None
         segment, position = self._places(cache, k, layout)

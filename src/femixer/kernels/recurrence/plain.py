@@ -27,7 +27,9 @@ def scan(log_decay: Tensor, x: Tensor, initial: Tensor | None = None, *, resets:
     if initial is not None:
         first = torch.addcmul(x[:, :1], log_decay[:, :1].exp(), initial.double()[:, None])
         x = torch.cat([first, x[:, 1:]], 1)
-    return _by_doubling(log_decay.exp(), x) if resets else _scan(log_decay.clamp_min(LEAST), x)
+    # An exported program of any length is made of the same operations for all of them.
+    levels = 2 if isinstance(x.shape[1], torch.SymInt) else None
+    return _by_doubling(log_decay.exp(), x) if resets else _scan(log_decay.clamp_min(LEAST), x, levels)
 
 
 def _by_doubling(decay: Tensor, x: Tensor) -> Tensor:
@@ -40,18 +42,23 @@ def _by_doubling(decay: Tensor, x: Tensor) -> Tensor:
     return x
 
 
-def _scan(gates: Tensor, x: Tensor) -> Tensor:
+def _scan(gates: Tensor, x: Tensor, levels: int | None = None) -> Tensor:
+    """levels: of chunks, before all pairs of what is left are summed; None: as many as the length needs."""
     length = x.shape[1]
-    chunk = min(CHUNK, max(1, length))
+    if levels == 0:
+        reach, seen = gates.cumsum(1), torch.ones(length, length, device=x.device, dtype=x.dtype).tril()
+        decay = (reach[:, :, None] - reach[:, None]).clamp(max=0).exp()
+        return (decay * x[:, None] * seen.view(length, length, *[1] * (x.dim() - 2))).sum(2)
+    chunk = CHUNK if levels else min(CHUNK, max(1, length))
     missing = -length % chunk
-    if missing:
+    if levels or missing:
         gates, x = (F.pad(y, (0, 0) * (y.dim() - 2) + (0, missing)) for y in (gates, x))
     reach = gates.unflatten(1, (-1, chunk)).cumsum(2)
     middle = reach - reach[:, :, chunk // 2 : chunk // 2 + 1]
     # Not a quotient: its gradient squares the divisor, which then overflows.
     h = middle.exp() * (x.unflatten(1, (-1, chunk)) * (-middle).exp()).cumsum(2)
-    if length > chunk:
-        ends = _scan(reach[:, :, -1].clamp_min(LEAST), h[:, :, -1])[:, :-1]
+    if levels or length > chunk:
+        ends = _scan(reach[:, :, -1].clamp_min(LEAST), h[:, :, -1], levels and levels - 1)[:, :-1]
         before = F.pad(ends, (0, 0) * (ends.dim() - 2) + (1, 0))
         h = torch.addcmul(h, reach.exp(), before[:, :, None])
     return h.flatten(1, 2)[:, :length]

@@ -37,26 +37,22 @@ class Visibility(NamedTuple):
         return None if self.segments_q is None else (self.segments_q < 0)[..., None, None]
 
 
-class Piece(NamedTuple):
-    """One attention call: these rows over these keys, under a float mask, the triangular one, or none."""
-
-    rows: slice
-    keys: slice
-    mask: Tensor | None
-    triangular: bool
+# One attention call: these rows over these keys, under a float mask, the triangular one, or none. A plain tuple, and
+# never from a generator: in anything else a compiler takes the lengths in the slices for constants.
+Piece = tuple[slice, slice, Tensor | None, bool]
 
 
 def pieces(q: Tensor, k: Tensor, seen: Visibility) -> Iterator[Piece]:
-    """For q [B, T, H, E] and k [B, S, G, E]."""
+    """For q [B, T, H, E] and k [B, S, G, E]; masks are made one after the other."""
     t, s = q.shape[1], k.shape[1]
     if seen.needs_no_mask(s) and (not seen.causal or t == 1 or t == s):
-        yield Piece(slice(0, t), slice(0, s), None, seen.causal and t > 1)
-        return
+        return iter([(slice(0, t), slice(0, s), None, seen.causal and bool(t > 1))])
     index = torch.arange(s, device=q.device)
     rank = index[None] if seen.segments_k is None else (seen.segments_k >= 0).cumsum(1)
     near = seen.window if seen.segments_k is None else None  # keys by their place alone
     zero, step = q.new_zeros(()), _rows_together(q, s, seen)
-    for start in range(0, t, step):
+
+    def piece(start: int) -> Piece:
         rows = slice(start, min(start + step, t))
         first, last = start + s - t, rows.stop + s - t
         low, high = 0, last if seen.causal else s
@@ -67,10 +63,14 @@ def pieces(q: Tensor, k: Tensor, seen: Visibility) -> Iterator[Piece]:
         mask = zero if seen.bias is None else seen.bias[:, :, rows, keys].to(q.dtype)
         if hidden is not None:
             mask = mask.masked_fill(hidden[:, None], -torch.inf)
-        yield Piece(rows, keys, mask, False)
+        return rows, keys, mask, False
+
+    return map(piece, (0,) if torch.compiler.is_compiling() else range(0, t, step))
 
 
 def _rows_together(q: Tensor, keys: int, seen: Visibility) -> int:
+    if torch.compiler.is_compiling():
+        return q.shape[1]  # as many calls for any length
     masks = 1
     if seen.bias is not None:
         masks = q.shape[0] * q.shape[2]

@@ -53,7 +53,7 @@ def _read(
 ) -> tuple[Tensor, Tensor]:
     batch, _, heads, width = q.shape
     groups, d = keys.shape[1], data.shape[3] if beta is None else beta.shape[1]
-    at, mask = next((piece.keys, piece.mask) for piece in pieces(q, keys.transpose(1, 2), seen))
+    _, at, mask, _ = next(pieces(q, keys.transpose(1, 2), seen))
     visible = data[:, :, at]
     scores = q.reshape(batch, groups, heads // groups, width) * width**-0.5 @ keys[:, :, at].mT
     if mask is not None:

@@ -74,6 +74,10 @@ class ForecastConfig(PreTrainedConfig):
     date_format: str | None = None
     missing_below: float | None = None
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing: see FEMPreTrainedModel."""
+
     def __post_init__(self, **kwargs: Any) -> None:
         published = _published(self.kind, self.channels, self.num_attention_heads, self.hidden_size)
         for name, size in zip(FIELDS, published or (), strict=False):

@@ -44,6 +44,15 @@ class Forecaster(FEMPreTrainedModel):
         path = args[0] if args else kwargs["pretrained_model_name_or_path"]
         return FORECASTERS[ForecastConfig.from_pretrained(path).kind].from_pretrained(*args, **kwargs)
 
+    @classmethod
+    def _from_config(cls, config: Any, **kwargs: Any) -> Any:
+        """What AutoModel.from_config calls: on Forecaster itself, a model of the kind that the configuration names."""
+        if cls is not Forecaster:
+            return super()._from_config(config, **kwargs)
+        from femixer.models.forecast import FORECASTERS
+
+        return FORECASTERS[config.kind]._from_config(config, **kwargs)
+
     def forecast(self, window: Tensor, observed: Tensor | None) -> Tensor:
         """window and observed [B, lookback, C] -> [B, horizon, C]; unobserved places of the window hold 0."""
         raise TypeError(f"{type(self).__name__} must define forecast()")

@@ -8,12 +8,12 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from femixer.baselines import BASELINES
 from femixer.models.config import FEMConfig
+from femixer.models.mixers import check_encoder
 from femixer.options import check
 from femixer.priors import prior_class
 
-PROBLEMS = ("single_label_classification", "multi_label_classification")
+PROBLEMS = ("single_label_classification", "multi_label_classification", "regression")
 POOLINGS = ("token", "mean")
 POSITIONS = ("learned", "rotary")
 
@@ -54,6 +54,10 @@ class FEMVisionConfig(PreTrainedConfig):
     layer_norm_eps: float = 1e-6
     initializer_range: float = 0.02  # deviation of the starting weights of patches, MLPs and classes
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing: see FEMPreTrainedModel."""
+
     def __post_init__(self, **kwargs: Any) -> None:
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
@@ -74,11 +78,8 @@ class FEMVisionConfig(PreTrainedConfig):
             check(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
         for name in ("layer_norm_eps", "initializer_range"):
             check(0 < getattr(self, name) < math.inf, name, getattr(self, name), "a number above 0")
-        encoders = ("fem", *(name for name, baseline in BASELINES.items() if baseline.encoder))
         for mixer in [self.mixer] if isinstance(self.mixer, str) else self.mixer:
-            check(
-                mixer in encoders, "mixer", mixer, f"one of {', '.join(encoders)}: the others are causal by definition"
-            )
+            check_encoder(mixer)
         stack = self.stack()
         if self.positions == "rotary":
             for layer in range(self.num_hidden_layers):
@@ -109,6 +110,7 @@ class FEMVisionConfig(PreTrainedConfig):
             mixer=self.mixer,
             prior=self.prior,
             parts=self.parts,
+            causal=False,
             budget=self.budget,
             mixer_options=self.mixer_options,
             prior_options=self.prior_options,

@@ -40,6 +40,16 @@ class FEMVisionPreTrainedModel(FEMPreTrainedModel):
     _can_record_outputs = {"hidden_states": VisionBlock}  # noqa: RUF012
     _is_stateful = False
 
+    def get_input_embeddings(self) -> nn.Module:
+        """The projection of the patches."""
+        return self._patches().projection
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self._patches().projection = value
+
+    def _patches(self) -> Any:
+        return self.get_submodule("embedding" if self.is_body else "model.embedding")
+
 
 class FEMVisionModel(FEMVisionPreTrainedModel):
     """pixel_values [B, C, H, W] -> hidden states [B, T, hidden_size] and the image's own [B, hidden_size]."""
@@ -54,7 +64,7 @@ class FEMVisionModel(FEMVisionPreTrainedModel):
         self.layers = nn.ModuleList(
             VisionBlock(
                 dim,
-                build_mixer(stack, layer, causal=False),
+                build_mixer(stack, layer),
                 width,
                 eps,
                 layer,
@@ -82,6 +92,8 @@ class FEMVisionModel(FEMVisionPreTrainedModel):
 class FEMForImageClassification(FEMVisionPreTrainedModel):
     """FEMVisionModel with logits of the classes and a loss."""
 
+    accepts_loss_kwargs = False  # the loss is a mean over images: Trainer divides it by the steps it accumulates
+
     def __init__(self, config: FEMVisionConfig) -> None:
         super().__init__(config)
         classes = config.num_labels
@@ -93,15 +105,24 @@ class FEMForImageClassification(FEMVisionPreTrainedModel):
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs: Any) -> ImageClassifierOutput:
         """labels: a class per image [B], or targets [B, num_labels] that sum to one. loss: cross entropy; with
-        config.problem_type="multi_label_classification" each target is a class of its own, yes or no."""
+        config.problem_type="multi_label_classification" each target is a class of its own, yes or no; with "regression"
+        (and for a single label) targets are any numbers [B, num_labels], or [B] of a single label, and the loss is
+        their mean squared error."""
         outputs = self.model(pixel_values=pixel_values, **kwargs)
         logits = self.classifier(outputs.pooler_output)
         loss: Any = None
         if labels is not None:
-            several = self.config.problem_type == "multi_label_classification"
-            criterion = F.binary_cross_entropy_with_logits if several else F.cross_entropy
-            loss = criterion(logits.float(), self.targets(labels.float() if several else labels, logits))
+            loss = self._loss(logits, labels)
         return ImageClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        problem = self.config.problem_type or ("regression" if self.config.num_labels == 1 else None)
+        if problem == "regression":
+            labels = labels.float()[:, None] if labels.dim() == 1 and logits.shape[1] == 1 else labels.float()
+            return F.mse_loss(logits.float(), self.targets(labels, logits))
+        if problem == "multi_label_classification":
+            return F.binary_cross_entropy_with_logits(logits.float(), self.targets(labels.float(), logits))
+        return F.cross_entropy(logits.float(), self.targets(labels, logits))
 
     def targets(self, labels: Tensor, logits: Tensor) -> Tensor:
         """The labels as cross_entropy takes them, if they fit the logits [B, num_labels]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,9 @@ import torch
 from transformers.image_processing_base import BatchFeature
 from transformers.image_processing_utils import BaseImageProcessor
 
+from femixer.models.packing import check_arguments
+from femixer.models.saving import auto_map, write_module
+from femixer.models.vision.config import FEMVisionConfig
 from femixer.models.vision.pictures import Picture, as_tensor, middle, upright
 from femixer.optional import require
 
@@ -35,11 +39,26 @@ class FEMImageProcessor(BaseImageProcessor):
         self.image_size, self.num_channels, self.crop = image_size, num_channels, crop
         self.image_mean, self.image_std = [*image_mean], [*image_std]
 
-    def __call__(self, images: Any, *_: Any, return_tensors: str | None = "pt", **__: Any) -> BatchFeature:
-        return self.preprocess(images, return_tensors)
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoImageProcessor") -> None:
+        """Nothing: see FEMPreTrainedModel."""
 
-    def preprocess(self, images: Any, return_tensors: str | None = "pt", **_: Any) -> BatchFeature:
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; a module beside it says where this class is found."""
+        folder, config = Path(save_directory), FEMVisionConfig()
+        folder.mkdir(parents=True, exist_ok=True)
+        self.auto_map = {"AutoImageProcessor": auto_map(config)["AutoImageProcessor"]}
+        write_module(config, folder)
+        return super().save_pretrained(save_directory, *args, **kwargs)
+
+    def __call__(  # type: ignore[override]
+        self, images: Any, return_tensors: str | None = "pt", **given: Any
+    ) -> BatchFeature:
+        return self.preprocess(images, return_tensors, **given)
+
+    def preprocess(self, images: Any, return_tensors: str | None = "pt", **given: Any) -> BatchFeature:
         """One picture or several -> pixel_values [B, C, image_size, image_size]."""
+        check_arguments(given)
         several = images if isinstance(images, (list, tuple)) else [images]
         shown = [middle(upright(opened(each), self.num_channels), self.image_size, self.crop) for each in several]
         pixels = torch.stack([as_tensor(each) for each in shown])

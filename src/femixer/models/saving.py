@@ -1,0 +1,171 @@
+"""What stands beside saved weights: a module by which any tool finds our classes, and a model card."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+MODULE = "femixer_models"
+# Of each configuration the Auto classes of transformers and what they find.
+CLASSES: dict[str, dict[str, str]] = {
+    "fem": {
+        "AutoConfig": "FEMConfig",
+        "AutoModel": "FEMModel",
+        "AutoModelForCausalLM": "FEMForCausalLM",
+        "AutoModelForMaskedLM": "FEMForMaskedLM",
+        "AutoModelForSequenceClassification": "FEMForSequenceClassification",
+        "AutoModelForTokenClassification": "FEMForTokenClassification",
+    },
+    "fem_vision": {
+        "AutoConfig": "FEMVisionConfig",
+        "AutoModel": "FEMVisionModel",
+        "AutoModelForImageClassification": "FEMForImageClassification",
+        "AutoImageProcessor": "FEMImageProcessor",
+    },
+    "fem-forecaster": {"AutoConfig": "ForecastConfig", "AutoModel": "Forecaster"},
+}
+SOURCE = '''\
+"""By this file transformers finds the classes of this model: from_pretrained(..., trust_remote_code=True).
+
+It needs the package: pip install "femixer[lm]"
+"""
+
+from femixer.models import (
+{names}
+)
+
+__all__ = [
+{quoted}
+]
+'''
+CITATION = """@inproceedings{lu2026freeenergymixer,
+  title = {Free Energy Mixer},
+  author = {Lu, Jiecheng and Yang, Shihao},
+  booktitle = {International Conference on Learning Representations},
+  year = {2026},
+  eprint = {2602.07160},
+  archivePrefix = {arXiv}
+}"""
+
+
+@dataclass(frozen=True)
+class Card:
+    """What only the one who trained a model can tell; empty fields are left out of its card."""
+
+    data: str = ""  # what it was trained on
+    command: str = ""  # by which command
+    metrics: Mapping[str, float] = field(default_factory=dict)  # by name, as measured
+
+
+def auto_map(config: PreTrainedConfig) -> dict[str, str]:
+    """What config.json says about where classes are found."""
+    return {auto: f"{MODULE}.{name}" for auto, name in CLASSES[config.model_type].items()}
+
+
+def write_module(config: PreTrainedConfig, folder: Path) -> None:
+    names = sorted(CLASSES[config.model_type].values())
+    lines = {
+        "names": "\n".join(f"    {name}," for name in names),
+        "quoted": "\n".join(f'    "{name}",' for name in names),
+    }
+    (folder / f"{MODULE}.py").write_text(SOURCE.format(**lines), encoding="utf-8")
+
+
+def write_beside(model: Any, save_directory: Any) -> None:
+    """The module and the card in the folder to which the model will be saved, and the map in its configuration."""
+    folder, config = Path(save_directory), model.config
+    if config.model_type not in CLASSES or folder.is_file():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    config.auto_map = auto_map(config)
+    write_module(config, folder)
+    card = folder / "README.md"
+    if not card.exists() or is_ours(card.read_text(encoding="utf-8")):
+        card.write_text(signed(card_of(model)), encoding="utf-8")
+
+
+def signed(text: str) -> str:
+    """With a last line by which the text is known again, if nobody has changed it."""
+    return f"{text}\n<!-- femixer {hashlib.sha256(text.encode()).hexdigest()[:16]} -->\n"
+
+
+def is_ours(text: str) -> bool:
+    body, found, _ = text.rpartition("\n<!-- femixer ")
+    return bool(found) and signed(body) == text
+
+
+def card_of(model: Any) -> str:
+    """README.md of a model: what it is, its sizes, and what `model.card` tells besides."""
+    config, card = model.config, model.card or Card()
+    kinds = {
+        "fem": "text-generation",
+        "fem_vision": "image-classification",
+        "fem-forecaster": "time-series-forecasting",
+    }
+    head = ["---", "library_name: transformers", "tags: [free-energy-mixer]"]
+    if type(model).__name__ in ("FEMForCausalLM", "FEMForImageClassification") or config.model_type == "fem-forecaster":
+        head.append(f"pipeline_tag: {kinds[config.model_type]}")
+    rows = [("class", type(model).__name__), ("parameters", f"{model.num_parameters():,}")]
+    rows += [(name.replace("_", " "), _shown(getattr(config, name))) for name in SHOWN if hasattr(config, name)]
+    parts = [
+        "\n".join([*head, "---"]),
+        f"# {type(model).__name__}",
+        "A model with Free Energy Mixer layers ([paper](https://arxiv.org/abs/2602.07160)).",
+        "## Sizes\n\n" + _table(("", ""), rows),
+    ]
+    if card.data:
+        parts.append(f"## Data\n\n{card.data}")
+    if card.metrics:
+        parts.append("## Metrics\n\n" + _table(("metric", "value"), [(n, f"{v:.6g}") for n, v in card.metrics.items()]))
+    if card.command:
+        parts.append(f"## Command\n\n    {card.command}")
+    parts += [f"## Use\n\n{_use(model)}", f"## Citation\n\n```bibtex\n{CITATION}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+SHOWN = (
+    "kind",
+    "mixer",
+    "prior",
+    "parts",
+    "causal",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "image_size",
+    "patch_size",
+    "channels",
+    "lookback",
+    "horizon",
+)
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> str:
+    return "\n".join(f"| {a} | {b} |" for a, b in [head, ("---", "---"), *rows])
+
+
+def _use(model: Any) -> str:
+    found = {name: auto for auto, name in CLASSES[model.config.model_type].items()}
+    auto = found.get(type(model).__name__, "AutoModel")
+    lines = [
+        'Install it with `pip install "femixer[lm]"`.',
+        "",
+        "```python",
+        f"from transformers import {auto}",
+        "",
+        f"model = {auto}.from_pretrained(path, trust_remote_code=True)",
+        "```",
+    ]
+    return "\n".join(lines)
