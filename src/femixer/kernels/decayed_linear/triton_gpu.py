@@ -1,5 +1,5 @@
-"""Decayed linear attention as Triton kernels, parallel over the chunks: three launches forward, five and a sum backward,
-one for a single token. The kernels are in triton_forward.py and triton_backward.py."""
+"""Decayed linear attention as Triton kernels, parallel over the chunks: four launches forward, five and a sum backward,
+one for a single token. The kernels are in triton_forward.py, triton_backward.py and triton_step.py."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from femixer.kernels.decayed_linear import triton_step as one_token
 from femixer.kernels.triton_launch import launch, target_of
 
 WIDEST = 128
+# Value channels at a time.
+VALUES = 16
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -71,10 +73,11 @@ def _rounded(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-def _plan(given: Inputs) -> Plan:
+def _plan(given: Inputs, backward: bool = False) -> Plan:
+    """Registers decide: Triton puts all warps of an exact product along the tokens; each holds its second factor."""
     length, width, target = given.q.shape[1], given.v.shape[3], target_of(given.q)
     channels, groups = given.k.shape[3], given.v.shape[2]
-    chunk, tile, warps = _tile(_rounded(channels), given.per_channel)
+    chunk, warps = (32, 4) if backward or given.per_channel else (64, 8)
     chunk = chunk if length > 16 else 16
     flags = {
         "GATED": given.gate is not None,
@@ -88,17 +91,12 @@ def _plan(given: Inputs) -> Plan:
         triton.cdiv(length, chunk),
         chunk,
         _rounded(channels),
-        min(_rounded(width), tile),
+        VALUES,
         _rounded(channels) if given.per_channel else 1,
         {"G": groups, "E": channels, "D": width},
         flags,
         warps,
     )
-
-
-def _tile(channels: int, per_channel: bool) -> tuple[int, int, int]:
-    """Tokens of a chunk, value channels at a time, warps."""
-    return (32, 16, 2) if per_channel else (64, 16, 4)
 
 
 class States(NamedTuple):
@@ -179,12 +177,12 @@ def _read_token(given: Inputs, plan: Plan, found: tuple[Tensor, ...]) -> None:
     operands = q, k, gate, v, beta, marks, first.contiguous(), top.contiguous(), *found[:3], exact, last, last_top
     launch(
         one_token.step,
-        (triton.cdiv(v.shape[3], 16), q.shape[0] * v.shape[2]),
+        (triton.cdiv(v.shape[3], VALUES), q.shape[0] * v.shape[2]),
         *operands,
         *(step for i, step in enumerate(strides) if i % 3 != 1),
         H=q.shape[2],
         BE=plan.BE,
-        BD=16,
+        BD=VALUES,
         W=plan.W,
         STATE=given.sums is not None,
         EXCLUSIVE=given.exclusive,
@@ -215,12 +213,12 @@ def _states(given: Inputs, plan: Plan, last: Tensor, last_top: Tensor) -> States
     last, last_top = (last, last_top) if given.keep else (added, added)
     launch(
         kernels.carry,
-        (triton.cdiv(width, 16), batch * groups),
+        (triton.cdiv(width, VALUES), batch * groups),
         *(*states, first.contiguous(), top.contiguous(), last, last_top, n),
         E=channels,
         D=width,
         BE=plan.BE,
-        BD=16,
+        BD=VALUES,
         STATE=given.sums is not None,
         ENERGETIC=given.beta is not None,
         KEEP=given.keep,
@@ -232,7 +230,7 @@ def _states(given: Inputs, plan: Plan, last: Tensor, last_top: Tensor) -> States
 def backward(
     grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    given, plan = Inputs(*arguments), _plan(Inputs(*arguments))
+    given, plan = Inputs(*arguments), _plan(Inputs(*arguments), backward=True)
     (q, k, gate, v, beta, marks), strides = _operands(given)
     mean, free, log_total, _, _, exact = results
     batch, heads, n = q.shape[0], q.shape[2], plan.chunks
@@ -257,12 +255,12 @@ def backward(
         top = mean if given.top is None else given.top.contiguous()
         launch(
             gradients.carry_back,
-            (triton.cdiv(width, 16), batch * groups),
+            (triton.cdiv(width, VALUES), batch * groups),
             *(*states[1:], read_n, *to_states, top, to[3], mean if to_sums is None else to_sums, n),
             E=channels,
             D=width,
             BE=plan.BE,
-            BD=16,
+            BD=VALUES,
             STATE=to_sums is not None,
             ENERGETIC=given.beta is not None,
             BY_LAST=by_last,
@@ -270,27 +268,17 @@ def backward(
         )
     d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     d_gate = None if given.gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=q.device)
-    wide = (
-        x if x is None else x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
-        for x in (d_k, d_gate, d_v)
+    # Sums of parts, in float32.
+    sum_q, sum_k, sum_gate, sum_v = (
+        x if x is None or x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
+        for x in (d_q, d_k, d_gate, d_v)
     )
-    sum_k, sum_gate, sum_v = wide
     sum_beta = torch.empty(batch, groups, n, width, dtype=torch.float32, device=q.device)
     before = (mean,) * 3 if states is None else states[2:]
     operands = q, k, gate, v, beta, marks, *before, *read, *to_states
-    found = (
-        d_q,
-        d_k,
-        d_q if d_gate is None else d_gate,
-        d_v,
-        sum_k,
-        sum_k if sum_gate is None else sum_gate,
-        sum_v,
-        sum_beta,
-        plan.length,
-        n,
-    )
-    options |= {"STATE": stateful, "EXCLUSIVE": given.exclusive}
+    to_gate = (d_k, sum_k) if d_gate is None else (d_gate, sum_gate)
+    found = d_q, d_k, to_gate[0], d_v, sum_q, sum_k, to_gate[1], sum_v, sum_beta, plan.length, n
+    options |= {"STATE": stateful, "EXCLUSIVE": given.exclusive, "num_warps": 8}
     launch(gradients.token_gradients, (n * batch * groups,), *operands, *found, *strides, **options)
     d_beta = None if given.beta is None else sum_beta.sum((0, 2), dtype=torch.float32).to(given.beta.dtype)
     return d_q, d_k, d_gate, d_v, d_beta, None, to_sums, None
