@@ -68,6 +68,28 @@ class Plan(NamedTuple):
     def tiles(self) -> dict[str, Any]:
         return {"C": self.C, "BE": self.BE, "BD": self.BD, "W": self.W, "num_warps": self.warps, "num_stages": 1}
 
+    @property
+    def streams(self) -> int:
+        """Of v alone, or of v and exp(beta v)."""
+        return 2 if self.flags["ENERGETIC"] else 1
+
+    def products(self, rows: int, stateful: bool) -> int:
+        """Flops of the scores of a chunk, of their products with the streams, and of those with the state."""
+        channels, width = self.shape["E"], self.shape["D"] * self.streams
+        between = 2 * self.C * (channels + width)
+        return rows * self.length * (between + (2 * channels * width if stateful else 0))
+
+    def powers(self, rows: int) -> int:
+        """Exponentials and logarithms of the decays, the streams, the state's rows and the results."""
+        channels, width = self.shape["E"], self.shape["D"]
+        decays = self.C if self.W == 1 else 16 * channels
+        return rows * self.length * (decays + 2 * channels + 8 * width + channels * width // self.C)
+
+
+def _bytes(operands: Any) -> int:
+    """Of every tensor once."""
+    return sum(x.numel() * x.element_size() for x in {id(x): x for x in operands if isinstance(x, Tensor)}.values())
+
 
 def _rounded(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
@@ -77,8 +99,8 @@ def _plan(given: Inputs, backward: bool = False) -> Plan:
     """Registers decide: Triton puts all warps of an exact product along the tokens; each holds its second factor."""
     length, width, target = given.q.shape[1], given.v.shape[3], target_of(given.q)
     channels, groups = given.k.shape[3], given.v.shape[2]
-    chunk, warps = (32, 4) if backward or given.per_channel else (64, 8)
-    chunk = chunk if length > 16 else 16
+    chunk, warps = (32, 4) if given.per_channel else (64, 8)
+    chunk, warps = (16, 4) if backward or length <= 16 else (chunk, warps)
     flags = {
         "GATED": given.gate is not None,
         "MARKED": given.marks is not None,
@@ -165,7 +187,20 @@ def _read(given: Inputs, found: tuple[Tensor, ...]) -> None:
     options = {"STATE": stateful, "EXCLUSIVE": given.exclusive, "HALF": exact.numel() > 0}
     for kernel in (kernels.read, kernels.read_again):
         operands = q, k, gate, v, beta, marks, *read, *strides
-        launch(kernel, (programs,), *operands, H=q.shape[2], **options, **plan.shape, **plan.flags, **plan.tiles)
+        again_only = kernel is kernels.read_again  # which finds nothing to do, as a rule
+        launch(
+            kernel,
+            (programs,),
+            *operands,
+            moved=4 * programs if again_only else _bytes(operands),
+            flops=0 if again_only else plan.products(q.shape[0] * q.shape[2], stateful),
+            exponentials=0 if again_only else plan.powers(q.shape[0] * q.shape[2]),
+            H=q.shape[2],
+            **options,
+            **plan.shape,
+            **plan.flags,
+            **plan.tiles,
+        )
 
 
 def _read_token(given: Inputs, plan: Plan, found: tuple[Tensor, ...]) -> None:
@@ -180,6 +215,8 @@ def _read_token(given: Inputs, plan: Plan, found: tuple[Tensor, ...]) -> None:
         (triton.cdiv(v.shape[3], VALUES), q.shape[0] * v.shape[2]),
         *operands,
         *(step for i, step in enumerate(strides) if i % 3 != 1),
+        moved=_bytes(operands),
+        exponentials=6 * q.shape[0] * q.shape[2] * plan.shape["E"] * plan.shape["D"],
         H=q.shape[2],
         BE=plan.BE,
         BD=VALUES,
@@ -208,13 +245,25 @@ def _states(given: Inputs, plan: Plan, last: Tensor, last_top: Tensor) -> States
     states = States(added, decay, ln, average, energy)
     options = {**plan.shape, **plan.flags, **plan.tiles}
     operands = k, gate, v, beta, marks, added, decay, average, energy, plan.length, n
-    launch(kernels.sum_chunks, (n * batch * groups,), *operands, *strides[3:], **options)
+    rows = batch * groups
+    launch(
+        kernels.sum_chunks,
+        (n * rows,),
+        *operands,
+        *strides[3:],
+        moved=_bytes(operands),
+        flops=2 * rows * plan.length * channels * width * plan.streams,
+        exponentials=rows * (plan.length * (channels + width) + n * channels * width),
+        **options,
+    )
     first, top = (added, added) if given.sums is None or given.top is None else (given.sums, given.top)
     last, last_top = (last, last_top) if given.keep else (added, added)
     launch(
         kernels.carry,
         (triton.cdiv(width, VALUES), batch * groups),
         *(*states, first.contiguous(), top.contiguous(), last, last_top, n),
+        moved=2 * _bytes(states),
+        exponentials=6 * rows * n * channels * width,
         E=channels,
         D=width,
         BE=plan.BE,
@@ -250,13 +299,23 @@ def backward(
         to_states = to_n, to_average, to_energy
         operands = q, gate, beta, marks, states.ln, states.energy, *read, read_n, to_average, to_energy
         steps = plan.length, n, *strides[:3], *strides[9:]
-        launch(gradients.read_gradients, (n * batch * groups,), *operands, *steps, **options)
+        launch(
+            gradients.read_gradients,
+            (n * batch * groups,),
+            *(*operands, *steps),
+            moved=_bytes(operands),
+            flops=2 * batch * heads * plan.length * channels * width * plan.streams,
+            exponentials=batch * heads * plan.length * (channels + width),
+            **options,
+        )
         to_sums = None if given.sums is None else torch.empty_like(given.sums, memory_format=torch.contiguous_format)
         top = mean if given.top is None else given.top.contiguous()
         launch(
             gradients.carry_back,
             (triton.cdiv(width, VALUES), batch * groups),
             *(*states[1:], read_n, *to_states, top, to[3], mean if to_sums is None else to_sums, n),
+            moved=_bytes((*states[1:], *to_states)) + _bytes(to_states),
+            exponentials=2 * batch * groups * n * channels * width,
             E=channels,
             D=width,
             BE=plan.BE,
@@ -279,6 +338,14 @@ def backward(
     to_gate = (d_k, sum_k) if d_gate is None else (d_gate, sum_gate)
     found = d_q, d_k, to_gate[0], d_v, sum_q, sum_k, to_gate[1], sum_v, sum_beta, plan.length, n
     options |= {"STATE": stateful, "EXCLUSIVE": given.exclusive, "num_warps": 8}
-    launch(gradients.token_gradients, (n * batch * groups,), *operands, *found, *strides, **options)
+    launch(
+        gradients.token_gradients,
+        (n * batch * groups,),
+        *(*operands, *found, *strides),
+        moved=_bytes((*operands, *found)),
+        flops=3 * plan.products(batch * heads, stateful),
+        exponentials=2 * plan.powers(batch * heads),
+        **options,
+    )
     d_beta = None if given.beta is None else sum_beta.sum((0, 2), dtype=torch.float32).to(given.beta.dtype)
     return d_q, d_k, d_gate, d_v, d_beta, None, to_sums, None
