@@ -18,6 +18,7 @@ from femixer.kernels.triton_launch import launch, target_of
 WIDEST = 128
 # Value channels at a time.
 VALUES = 16
+WARPS = 4
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -62,11 +63,10 @@ class Plan(NamedTuple):
     W: int
     shape: dict[str, int]
     flags: dict[str, Any]
-    warps: int
 
     @property
     def tiles(self) -> dict[str, Any]:
-        return {"C": self.C, "BE": self.BE, "BD": self.BD, "W": self.W, "num_warps": self.warps, "num_stages": 1}
+        return {"C": self.C, "BE": self.BE, "BD": self.BD, "W": self.W, "num_warps": WARPS, "num_stages": 1}
 
     @property
     def streams(self) -> int:
@@ -99,8 +99,7 @@ def _plan(given: Inputs, backward: bool = False) -> Plan:
     """Registers decide: Triton puts all warps of an exact product along the tokens; each holds its second factor."""
     length, width, target = given.q.shape[1], given.v.shape[3], target_of(given.q)
     channels, groups = given.k.shape[3], given.v.shape[2]
-    chunk, warps = (32, 4) if given.per_channel else (64, 8)
-    chunk, warps = (16, 4) if backward or length <= 16 else (chunk, warps)
+    chunk = 16 if backward or length <= 16 else 32
     flags = {
         "GATED": given.gate is not None,
         "MARKED": given.marks is not None,
@@ -117,7 +116,6 @@ def _plan(given: Inputs, backward: bool = False) -> Plan:
         _rounded(channels) if given.per_channel else 1,
         {"G": groups, "E": channels, "D": width},
         flags,
-        warps,
     )
 
 
@@ -225,7 +223,7 @@ def _read_token(given: Inputs, plan: Plan, found: tuple[Tensor, ...]) -> None:
         EXCLUSIVE=given.exclusive,
         KEEP=given.keep,
         HALF=exact.numel() > 0,
-        num_warps=4,
+        num_warps=WARPS,
         **plan.shape,
         **flags,
     )
@@ -271,7 +269,7 @@ def _states(given: Inputs, plan: Plan, last: Tensor, last_top: Tensor) -> States
         STATE=given.sums is not None,
         ENERGETIC=given.beta is not None,
         KEEP=given.keep,
-        num_warps=4,
+        num_warps=WARPS,
     )
     return states
 
@@ -323,7 +321,7 @@ def backward(
             STATE=to_sums is not None,
             ENERGETIC=given.beta is not None,
             BY_LAST=by_last,
-            num_warps=4,
+            num_warps=WARPS,
         )
     d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     d_gate = None if given.gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=q.device)
