@@ -87,6 +87,17 @@ def test_three_launches_each_way(length: int, causal: bool) -> None:
     assert kept.nbytes <= features.nbytes / 2
 
 
+def test_compiled_it_is_the_same_and_another_length_is_not_compiled_anew() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(lambda y: condition(y, None, None, True, 1e-5)[0], fullgraph=True, backend="aot_eager")
+    with use_backend("triton"), torch.no_grad():
+        for length in (17, 19, 23, 67):
+            y = torch.randn(1, length, 9)
+            torch.testing.assert_close(compiled(y), condition(y, None, None, True, 1e-5)[0])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the first length, and any
+
+
 def test_one_launch_for_a_token() -> None:
     with use_backend("triton"), recorded() as launches, torch.no_grad():
         condition(torch.empty(3, 1, 48, device="meta"), None, torch.empty(3, 16, device="meta"), True, 1e-5)

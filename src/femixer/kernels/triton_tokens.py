@@ -7,7 +7,6 @@ from there. Chunks are about as many as tokens in one of them, so no chain of ro
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -53,10 +52,11 @@ class Chunks:
 
     def __init__(self, batch: int, length: int, channels: int) -> None:
         self.batch, self.channels = batch, channels
-        tokens = length
-        if length > SHORTEST:
-            tokens = max(SHORTEST, triton.next_power_of_2(math.isqrt(length - 1) + 1) // 2)
-        self.count = triton.cdiv(length, tokens)
+        tokens = SHORTEST
+        while 4 * tokens * tokens < length:  # not a root: a compiler's trace has lengths that can only be compared
+            tokens *= 2
+        self.count = (length + tokens - 1) // tokens
+        tokens = tokens if self.count > 1 else length
         # As kernels take them: tokens of a sequence, tokens of a chunk, chunks of a sequence and of all, channels.
         self.sizes = length, tokens, self.count, batch * self.count, channels
 
