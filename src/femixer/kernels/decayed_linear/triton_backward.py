@@ -1,6 +1,6 @@
-"""Triton kernels of the backward of decayed linear attention. The states before the chunks are made again by the forward
-kernels; then the gradients of what tokens read of them (`read_gradients`), of the states themselves (`carry_back`), and
-of the tokens (`token_gradients`).
+"""Triton kernels of the backward of decayed linear attention. The forward kernels make the states before the chunks
+again; then come the gradients of what tokens read of them (`read_gradients`), of the states themselves (`carry_back`),
+and of the tokens (`token_gradients`).
 
 With s_t(i) the weights, W_t their total, c_t = to_log - sum_d (slope + to_mean mean) and slope = to_free / beta,
 
@@ -138,15 +138,15 @@ def read_gradients(
         q = load_rows(Q + b * q_b + h * q_h, c * C, q_t, real & (segment == 0), E, BE)
         total, there = _log_totals(LOG, EXACT, b, h, t, length, real, H, D, HALF)
         common = _common(
-            TO_MEAN, TO_FREE, TO_LOG, MEAN, FREE, EXACT, BETA, b, h, g, c * C, length, there, H, D, C, BD, ENERGETIC, HALF,
-            BY_MEAN, BY_FREE, BY_LOG,
+            TO_MEAN, TO_FREE, TO_LOG, MEAN, FREE, EXACT, BETA, b, h, g, c * C, length, there, H, D, C, BD, ENERGETIC,
+            HALF, BY_MEAN, BY_FREE, BY_LOG,
         )  # fmt: skip
         share = tl.where(there[:, None], q * exp_of(level - total[:, None]), 0.0)
         total_n += tl.sum(share * common[:, None], 0)
         for first in range(0, D, BD):
             to_mean, slope, energy, more, through = _cotangents(
-                TO_MEAN, TO_FREE, MEAN, FREE, EXACT, BETA, b, h, g, c * C, length, there, first, H, D, BD, ENERGETIC, HALF,
-                BY_MEAN, BY_FREE,
+                TO_MEAN, TO_FREE, MEAN, FREE, EXACT, BETA, b, h, g, c * C, length, there, first, H, D, BD, ENERGETIC,
+                HALF, BY_MEAN, BY_FREE,
             )  # fmt: skip
             before = row < tl.where(r > 0, E, 0)
             at = place * E * D
@@ -259,7 +259,7 @@ def _pair_terms(
 
 @triton.jit
 def _through_scores(own, q, k, reach, rest, C: tl.constexpr, W: tl.constexpr, PRECISION: tl.constexpr):
-    """Gradients of q and k [C, KEYS] from those of the scores; for one gate per head the decays are in `own` already."""
+    """Gradients of q and k [C, KEYS] from those of the scores; one gate per head has its decays in `own` already."""
     if W == 1:
         to_q = tl.dot(own, k, input_precision=PRECISION)
         to_k = tl.dot(tl.trans(own), q, input_precision=PRECISION)
@@ -294,7 +294,7 @@ def _through_channels(H, q, k, reach, rest, C: tl.constexpr, PRECISION: tl.const
 
 @triton.jit
 def _from_state(
-    DA, AVG, LME, LN, to_mean, slope, energy, there, e, first, E: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+    AVG, LME, LN, to_mean, slope, energy, there, e, first, E: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
     BD: tl.constexpr, ENERGETIC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """<to_mean, mean of row m> + sum_d slope exp(lme_m - energy) [C, KEYS] over BD channels of KEYS rows of a state."""
@@ -313,8 +313,8 @@ def _from_state(
 @triton.jit(do_not_specialize=["length", "chunks", "q_b", "k_b", "v_b", "g_b"])
 def token_gradients(
     Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, EXACT, TO_MEAN, TO_FREE, TO_LOG, DN, DA, DE, DQ, DK, DG,
-    DV, SUM_K, SUM_G, SUM_V, SUM_BETA, length, chunks, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h,
-    H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BE: tl.constexpr,
+    DV, SUM_Q, SUM_K, SUM_G, SUM_V, SUM_BETA, length, chunks, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t,
+    g_h, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BE: tl.constexpr,
     BD: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr, MARKED: tl.constexpr, ENERGETIC: tl.constexpr,
     STATE: tl.constexpr, EXCLUSIVE: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr, BY_MEAN: tl.constexpr,
     BY_FREE: tl.constexpr, BY_LOG: tl.constexpr,
@@ -346,6 +346,23 @@ def token_gradients(
             TO_MEAN, TO_FREE, TO_LOG, MEAN, FREE, EXACT, BETA, b, h, g, c * C, length, there, H, D, C, BD, ENERGETIC,
             HALF, BY_MEAN, BY_FREE, BY_LOG,
         )  # fmt: skip
+        if STATE:
+            for e in range(0, E, KEYS):
+                past = tl.zeros([C, KEYS], tl.float32) + common[:, None]
+                for first in range(0, D, BD):
+                    to_mean, slope, energy, more, through = _cotangents(
+                        TO_MEAN, TO_FREE, MEAN, FREE, EXACT, BETA, b, h, g, c * C, length, there, first, H, D, BD,
+                        ENERGETIC, HALF, BY_MEAN, BY_FREE,
+                    )  # fmt: skip
+                    past += _from_state(
+                        AVG + place * E * D, LME + place * E * D, LN + place * E, to_mean, slope, energy, there, e,
+                        first, E, D, C, BD, ENERGETIC, PRECISION,
+                    )  # fmt: skip
+                coarse, fine, lowest = slice_gates(GATE, c * C, g_t, real, reach, rest, e, E, C, W)
+                level = state_levels(LN + place * E, coarse, fine, e, E)
+                past = tl.where((there & (segment == 0))[:, None], past * exp_of(level - total[:, None]), 0.0)
+                store_rows(SUM_Q + (b * length * H + h) * E, c * C, H * E, inside, past, E, KEYS, e)
+            tl.debug_barrier()
         seen = visibility(real, segment, EXCLUSIVE, C) & there[:, None]
         p = chunk_scores(QH, K, GATE, c * C, q_t, k_t, g_t, real, reach, rest, seen, E, C, W, PRECISION)
         p *= exp_of(-total)[:, None]
@@ -375,25 +392,13 @@ def token_gradients(
         else:
             own *= exp_of(-total)[:, None]
         own = tl.where(seen, own, 0.0)
-        heard = there & (segment == 0)
         for e in range(0, E, KEYS):
             q = load_rows(QH, c * C, q_t, real, E, KEYS, e)
             k = load_rows(K, c * C, k_t, real, E, KEYS, e)
             coarse, fine, lowest = slice_gates(GATE, c * C, g_t, real, reach, rest, e, E, C, W)
             to_q, to_k = _through_scores(own, q, k, coarse, fine, C, W, PRECISION)
             if STATE:
-                past = tl.zeros([C, KEYS], tl.float32) + common[:, None]
-                for first in range(0, D, BD):
-                    to_mean, slope, energy, more, through = _cotangents(
-                        TO_MEAN, TO_FREE, MEAN, FREE, EXACT, BETA, b, h, g, c * C, length, there, first, H, D, BD,
-                        ENERGETIC, HALF, BY_MEAN, BY_FREE,
-                    )  # fmt: skip
-                    past += _from_state(
-                        DA, AVG + place * E * D, LME + place * E * D, LN + place * E, to_mean, slope, energy, there, e,
-                        first, E, D, C, BD, ENERGETIC, PRECISION,
-                    )  # fmt: skip
-                level = state_levels(LN + place * E, coarse, fine, e, E)
-                to_q += tl.where(heard[:, None], past * exp_of(level - total[:, None]), 0.0)
+                to_q += load_rows(SUM_Q + (b * length * H + h) * E, c * C, H * E, inside, E, KEYS, e)
             store_rows(DQ + (b * length * H + h) * E, c * C, H * E, inside, to_q, E, KEYS, e)
             held = t < tl.where(r > 0, length, 0)
             to_k += load_rows(SUM_K, c * C, G * E, held, E, KEYS, e)

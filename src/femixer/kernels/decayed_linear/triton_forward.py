@@ -185,12 +185,12 @@ def store_state(
 
 @triton.jit(do_not_specialize=["length", "chunks", "q_b", "k_b", "v_b", "g_b"])
 def read(
-    Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, EXACT, AGAIN, length, chunks, q_b, q_t, q_h, k_b, k_t, k_h, v_b,
-    v_t, v_h, g_b, g_t, g_h, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
-    BE: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr, MARKED: tl.constexpr,
+    Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, EXACT, AGAIN, length, chunks, q_b, q_t, q_h, k_b, k_t,
+    k_h, v_b, v_t, v_h, g_b, g_t, g_h, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, D: tl.constexpr,
+    C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr, MARKED: tl.constexpr,
     ENERGETIC: tl.constexpr, STATE: tl.constexpr, EXCLUSIVE: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Mean, free energy and log total of a chunk's tokens, from the tokens up to them and the state before the chunk."""
+    """Mean, free energy and log total of a chunk's tokens, from tokens up to them and the state before the chunk."""
     c, bh = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
     b, h = bh // H, bh % H
     g = h // (H // G)
@@ -318,9 +318,9 @@ def _store_total(LOG, EXACT, b, h, t, length, weight, H: tl.constexpr, D: tl.con
 
 @triton.jit(do_not_specialize=["length", "chunks", "q_b", "k_b", "v_b", "g_b"])
 def read_again(
-    Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, EXACT, AGAIN, length, chunks, q_b, q_t, q_h, k_b, k_t, k_h, v_b,
-    v_t, v_h, g_b, g_t, g_h, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
-    BE: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr, MARKED: tl.constexpr,
+    Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, EXACT, AGAIN, length, chunks, q_b, q_t, q_h, k_b, k_t,
+    k_h, v_b, v_t, v_h, g_b, g_t, g_h, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, D: tl.constexpr,
+    C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr, MARKED: tl.constexpr,
     ENERGETIC: tl.constexpr, STATE: tl.constexpr, EXCLUSIVE: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """The same as `read`, for chunks that it marked."""

@@ -1,5 +1,5 @@
-"""Decayed linear attention as Triton kernels, parallel over the chunks: three launches forward, five and a sum backward,
-one for a single token. The kernels are in triton_forward.py and triton_backward.py."""
+"""Decayed linear attention as Triton kernels, parallel over the chunks: four launches forward, five and a sum backward,
+one for a single token. The kernels are in triton_forward.py, triton_backward.py and triton_step.py."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from femixer.kernels.decayed_linear import triton_step as one_token
 from femixer.kernels.triton_launch import launch, target_of
 
 WIDEST = 128
+# Value channels at a time.
+VALUES = 16
+WARPS = 4
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -60,22 +63,43 @@ class Plan(NamedTuple):
     W: int
     shape: dict[str, int]
     flags: dict[str, Any]
-    warps: int
 
     @property
     def tiles(self) -> dict[str, Any]:
-        return {"C": self.C, "BE": self.BE, "BD": self.BD, "W": self.W, "num_warps": self.warps, "num_stages": 1}
+        return {"C": self.C, "BE": self.BE, "BD": self.BD, "W": self.W, "num_warps": WARPS, "num_stages": 1}
+
+    @property
+    def streams(self) -> int:
+        """Of v alone, or of v and exp(beta v)."""
+        return 2 if self.flags["ENERGETIC"] else 1
+
+    def products(self, rows: int, stateful: bool) -> int:
+        """Flops of the scores of a chunk, of their products with the streams, and of those with the state."""
+        channels, width = self.shape["E"], self.shape["D"] * self.streams
+        between = 2 * self.C * (channels + width)
+        return rows * self.length * (between + (2 * channels * width if stateful else 0))
+
+    def powers(self, rows: int) -> int:
+        """Exponentials and logarithms of the decays, the streams, the state's rows and the results."""
+        channels, width = self.shape["E"], self.shape["D"]
+        decays = self.C if self.W == 1 else 16 * channels
+        return rows * self.length * (decays + 2 * channels + 8 * width + channels * width // self.C)
+
+
+def _bytes(operands: Any) -> int:
+    """Of every tensor once."""
+    return sum(x.numel() * x.element_size() for x in {id(x): x for x in operands if isinstance(x, Tensor)}.values())
 
 
 def _rounded(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-def _plan(given: Inputs) -> Plan:
+def _plan(given: Inputs, backward: bool = False) -> Plan:
+    """Registers decide: Triton puts all warps of an exact product along the tokens; each holds its second factor."""
     length, width, target = given.q.shape[1], given.v.shape[3], target_of(given.q)
     channels, groups = given.k.shape[3], given.v.shape[2]
-    chunk, tile, warps = _tile(_rounded(channels), given.per_channel)
-    chunk = chunk if length > 16 else 16
+    chunk = 16 if backward or length <= 16 else 32
     flags = {
         "GATED": given.gate is not None,
         "MARKED": given.marks is not None,
@@ -88,17 +112,11 @@ def _plan(given: Inputs) -> Plan:
         triton.cdiv(length, chunk),
         chunk,
         _rounded(channels),
-        min(_rounded(width), tile),
+        VALUES,
         _rounded(channels) if given.per_channel else 1,
         {"G": groups, "E": channels, "D": width},
         flags,
-        warps,
     )
-
-
-def _tile(channels: int, per_channel: bool) -> tuple[int, int, int]:
-    """Tokens of a chunk, value channels at a time, warps."""
-    return (32, 16, 2) if per_channel else (64, 16, 4)
 
 
 class States(NamedTuple):
@@ -167,7 +185,20 @@ def _read(given: Inputs, found: tuple[Tensor, ...]) -> None:
     options = {"STATE": stateful, "EXCLUSIVE": given.exclusive, "HALF": exact.numel() > 0}
     for kernel in (kernels.read, kernels.read_again):
         operands = q, k, gate, v, beta, marks, *read, *strides
-        launch(kernel, (programs,), *operands, H=q.shape[2], **options, **plan.shape, **plan.flags, **plan.tiles)
+        again_only = kernel is kernels.read_again  # which finds nothing to do, as a rule
+        launch(
+            kernel,
+            (programs,),
+            *operands,
+            moved=4 * programs if again_only else _bytes(operands),
+            flops=0 if again_only else plan.products(q.shape[0] * q.shape[2], stateful),
+            exponentials=0 if again_only else plan.powers(q.shape[0] * q.shape[2]),
+            H=q.shape[2],
+            **options,
+            **plan.shape,
+            **plan.flags,
+            **plan.tiles,
+        )
 
 
 def _read_token(given: Inputs, plan: Plan, found: tuple[Tensor, ...]) -> None:
@@ -179,18 +210,20 @@ def _read_token(given: Inputs, plan: Plan, found: tuple[Tensor, ...]) -> None:
     operands = q, k, gate, v, beta, marks, first.contiguous(), top.contiguous(), *found[:3], exact, last, last_top
     launch(
         one_token.step,
-        (triton.cdiv(v.shape[3], 16), q.shape[0] * v.shape[2]),
+        (triton.cdiv(v.shape[3], VALUES), q.shape[0] * v.shape[2]),
         *operands,
         *(step for i, step in enumerate(strides) if i % 3 != 1),
+        moved=_bytes(operands),
+        exponentials=6 * q.shape[0] * q.shape[2] * plan.shape["E"] * plan.shape["D"],
         H=q.shape[2],
         BE=plan.BE,
-        BD=16,
+        BD=VALUES,
         W=plan.W,
         STATE=given.sums is not None,
         EXCLUSIVE=given.exclusive,
         KEEP=given.keep,
         HALF=exact.numel() > 0,
-        num_warps=4,
+        num_warps=WARPS,
         **plan.shape,
         **flags,
     )
@@ -210,21 +243,33 @@ def _states(given: Inputs, plan: Plan, last: Tensor, last_top: Tensor) -> States
     states = States(added, decay, ln, average, energy)
     options = {**plan.shape, **plan.flags, **plan.tiles}
     operands = k, gate, v, beta, marks, added, decay, average, energy, plan.length, n
-    launch(kernels.sum_chunks, (n * batch * groups,), *operands, *strides[3:], **options)
+    rows = batch * groups
+    launch(
+        kernels.sum_chunks,
+        (n * rows,),
+        *operands,
+        *strides[3:],
+        moved=_bytes(operands),
+        flops=2 * rows * plan.length * channels * width * plan.streams,
+        exponentials=rows * (plan.length * (channels + width) + n * channels * width),
+        **options,
+    )
     first, top = (added, added) if given.sums is None or given.top is None else (given.sums, given.top)
     last, last_top = (last, last_top) if given.keep else (added, added)
     launch(
         kernels.carry,
-        (triton.cdiv(width, 16), batch * groups),
+        (triton.cdiv(width, VALUES), batch * groups),
         *(*states, first.contiguous(), top.contiguous(), last, last_top, n),
+        moved=2 * _bytes(states),
+        exponentials=6 * rows * n * channels * width,
         E=channels,
         D=width,
         BE=plan.BE,
-        BD=16,
+        BD=VALUES,
         STATE=given.sums is not None,
         ENERGETIC=given.beta is not None,
         KEEP=given.keep,
-        num_warps=4,
+        num_warps=WARPS,
     )
     return states
 
@@ -232,7 +277,7 @@ def _states(given: Inputs, plan: Plan, last: Tensor, last_top: Tensor) -> States
 def backward(
     grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    given, plan = Inputs(*arguments), _plan(Inputs(*arguments))
+    given, plan = Inputs(*arguments), _plan(Inputs(*arguments), backward=True)
     (q, k, gate, v, beta, marks), strides = _operands(given)
     mean, free, log_total, _, _, exact = results
     batch, heads, n = q.shape[0], q.shape[2], plan.chunks
@@ -252,45 +297,53 @@ def backward(
         to_states = to_n, to_average, to_energy
         operands = q, gate, beta, marks, states.ln, states.energy, *read, read_n, to_average, to_energy
         steps = plan.length, n, *strides[:3], *strides[9:]
-        launch(gradients.read_gradients, (n * batch * groups,), *operands, *steps, **options)
+        launch(
+            gradients.read_gradients,
+            (n * batch * groups,),
+            *(*operands, *steps),
+            moved=_bytes(operands),
+            flops=2 * batch * heads * plan.length * channels * width * plan.streams,
+            exponentials=batch * heads * plan.length * (channels + width),
+            **options,
+        )
         to_sums = None if given.sums is None else torch.empty_like(given.sums, memory_format=torch.contiguous_format)
         top = mean if given.top is None else given.top.contiguous()
         launch(
             gradients.carry_back,
-            (triton.cdiv(width, 16), batch * groups),
+            (triton.cdiv(width, VALUES), batch * groups),
             *(*states[1:], read_n, *to_states, top, to[3], mean if to_sums is None else to_sums, n),
+            moved=_bytes((*states[1:], *to_states)) + _bytes(to_states),
+            exponentials=2 * batch * groups * n * channels * width,
             E=channels,
             D=width,
             BE=plan.BE,
-            BD=16,
+            BD=VALUES,
             STATE=to_sums is not None,
             ENERGETIC=given.beta is not None,
             BY_LAST=by_last,
-            num_warps=4,
+            num_warps=WARPS,
         )
     d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     d_gate = None if given.gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=q.device)
-    wide = (
-        x if x is None else x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
-        for x in (d_k, d_gate, d_v)
+    # Sums of parts, in float32.
+    sum_q, sum_k, sum_gate, sum_v = (
+        x if x is None or x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
+        for x in (d_q, d_k, d_gate, d_v)
     )
-    sum_k, sum_gate, sum_v = wide
     sum_beta = torch.empty(batch, groups, n, width, dtype=torch.float32, device=q.device)
     before = (mean,) * 3 if states is None else states[2:]
     operands = q, k, gate, v, beta, marks, *before, *read, *to_states
-    found = (
-        d_q,
-        d_k,
-        d_q if d_gate is None else d_gate,
-        d_v,
-        sum_k,
-        sum_k if sum_gate is None else sum_gate,
-        sum_v,
-        sum_beta,
-        plan.length,
-        n,
+    to_gate = (d_k, sum_k) if d_gate is None else (d_gate, sum_gate)
+    found = d_q, d_k, to_gate[0], d_v, sum_q, sum_k, to_gate[1], sum_v, sum_beta, plan.length, n
+    options |= {"STATE": stateful, "EXCLUSIVE": given.exclusive, "num_warps": 8}
+    launch(
+        gradients.token_gradients,
+        (n * batch * groups,),
+        *(*operands, *found, *strides),
+        moved=_bytes((*operands, *found)),
+        flops=3 * plan.products(batch * heads, stateful),
+        exponentials=2 * plan.powers(batch * heads),
+        **options,
     )
-    options |= {"STATE": stateful, "EXCLUSIVE": given.exclusive}
-    launch(gradients.token_gradients, (n * batch * groups,), *operands, *found, *strides, **options)
     d_beta = None if given.beta is None else sum_beta.sum((0, 2), dtype=torch.float32).to(given.beta.dtype)
     return d_q, d_k, d_gate, d_v, d_beta, None, to_sums, None

@@ -1,8 +1,8 @@
 """Device code of the softmax read's backward: flash backward on the streams v and e = exp(beta (v - top)).
 
 With F = top + log(total) / beta, the gradient of a row's total is g_F / (beta total) = g_F / beta exp(beta (top - F)).
-`inner` forms it once per row, relative to the top that ROWS rows share; for a block of keys whose own top is lower it
-shrinks by exp(beta (top of the keys - top of the rows)) <= 1, a factor per channel. Flagged rows take no part (their
+`inner` forms it once per row, relative to the top that ROWS rows share; for ROWS keys whose top is lower it shrinks by
+exp(beta (top of the keys - top of the rows)) <= 1, a factor per channel. Flagged rows take no part (their
 log-normalizer is set to infinity): `triton_exact_backward` adds them.
 """
 
@@ -12,12 +12,16 @@ import triton
 import triton.language as tl
 
 from femixer.kernels.softmax.triton_kernels import (
+    GATE_STRIDES,
     INF,
     LOG2E,
     ROWS,
+    STRIDES,
     key_range,
     load_bias,
-    load_columns,
+    load_block,
+    load_block_columns,
+    load_numbers,
     load_tile,
     place,
     visible,
@@ -31,9 +35,7 @@ def load_top(tops, block, J, width, WIDTH: tl.constexpr):
     return tl.load(tops + tl.minimum(block, J - 1) * width + channel, mask=channel < width, other=0)
 
 
-@triton.jit(do_not_specialize=[
-    "T", "J", "P", "tiles", "H", "repeats", "offset", "lam_b", "lam_t", "lam_h", "gate_b", "gate_t", "gate_h",
-])  # fmt: skip
+@triton.jit(do_not_specialize=["T", "J", "P", "tiles", "H", "repeats", "offset", *GATE_STRIDES])
 def inner(
     BY_MEAN, BY_FREE, MEAN, FREE, LOG_Z, FLAGS, BETAS, TOPS, LAMS, GATES,
     TO_MEAN, TO_TOTAL, DELTA, LOG_Z_USED, TO_LAM, TO_GATE, PARTS,
@@ -130,10 +132,9 @@ def join_rows(
     from middle on see all keys."""
     for first in range(start, stop, TILE):
         query = first + tl.arange(0, TILE)
-        row = query - offset
-        here = (row >= 0) & (row < T)
-        q = load_tile(queries, row, T, q_t, key_width, UNIT, KEY_WIDTH)
-        x = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2E)
+        row = first - offset
+        q = load_block_columns(queries, row, T, q_t, key_width, UNIT, TILE, KEY_WIDTH)
+        x = tl.dot(k, q, input_precision=PRECISION) * (scale * LOG2E)
         if HAS_BIAS:
             x += load_bias(BIAS, query[None, :], key[:, None], offset, T, S, bias_t, bias_s)
         if first < middle:
@@ -141,15 +142,18 @@ def join_rows(
                 query[None, :], key[:, None], SEG_Q, SEG_K, RANK, offset, T, S, window, CAUSAL, WINDOW, SEGMENTS
             )
             x = tl.where(seen, x, -INF)
-        p = tl.exp2(x - tl.load(log_zs + row, mask=here, other=INF)[None, :])
-        by_mean = load_tile(to_mean, row, T, width, width, 1, WIDTH)
+        p = tl.exp2(x - load_numbers(log_zs, row, T, INF, TILE)[None, :])
+        by_mean = load_block(to_mean, row, T, width, width, 1, TILE, WIDTH)
         dv = tl.dot(p.to(by_mean.dtype), by_mean, dv, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(by_mean), input_precision=PRECISION)
+        by_mean = load_block_columns(to_mean, row, T, width, width, 1, TILE, WIDTH)
+        dp = tl.dot(v, by_mean, input_precision=PRECISION)
         if BETA:
-            by_total = load_tile(to_total, row, T, width, width, 1, WIDTH)
+            by_total = load_block(to_total, row, T, width, width, 1, TILE, WIDTH)
             de = tl.dot(p.to(e.dtype), by_total, de, input_precision=PRECISION)
-            dp = tl.dot(e, tl.trans(by_total), dp, input_precision=PRECISION)
-        ds = p * (dp - tl.load(deltas + row, mask=here, other=0)[None, :])
+            by_total = load_block_columns(to_total, row, T, width, width, 1, TILE, WIDTH)
+            dp = tl.dot(e, by_total, dp, input_precision=PRECISION)
+        ds = p * (dp - load_numbers(deltas, row, T, 0.0, TILE)[None, :])
+        q = load_block(queries, row, T, q_t, key_width, UNIT, TILE, KEY_WIDTH)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv, de
 
@@ -178,10 +182,7 @@ def row_range(
     return start // TILE * TILE, stop
 
 
-@triton.jit(do_not_specialize=[
-    "T", "S", "J", "P", "first_part", "tiles", "H", "repeats", "offset", "window", "q_b", "q_t", "q_h", "k_b", "k_t", "k_h",
-    "v_b", "v_t", "v_h", "bias_b", "bias_h", "bias_t", "bias_s", "seg_q", "seg_k",
-])  # fmt: skip
+@triton.jit(do_not_specialize=["T", "S", "J", "P", "first_part", "tiles", "H", "repeats", "offset", "window", *STRIDES])
 def to_keys(
     Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, TOPS, TO_MEAN, TO_TOTAL, DELTA, LOG_Z, TO_K, TO_V, EXPS, PARTS,
     T, S, J, P, first_part, tiles, H, repeats, offset, window, scale,
@@ -192,7 +193,7 @@ def to_keys(
     key_width: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """TO_K [B, S, G, E], TO_V [B, S, G, D] of SIDE keys from all rows and heads that see them; PARTS of beta;
-    EXPS [B, G, S, D], the exponentials relative to the top of their block."""
+    EXPS [B, G, S, D], the exponentials relative to the top that ROWS keys share."""
     program = tl.program_id(0)
     pair, side = program // tiles, program % tiles
     G = H // repeats
@@ -210,20 +211,18 @@ def to_keys(
     e = v.to(TO_TOTAL.dtype.element_ty)
     if BETA:
         tops = TOPS + pair.to(tl.int64) * (J + 1) * width
-        top = load_top(tops, side * SIDE // KEYS, J, width, WIDTH)
+        top = load_top(tops, (side * SIDE // ROWS * ROWS + ROWS - 1) // KEYS, J, width, WIDTH)
         e = exponentials(values, betas, key, top, S, v_t, width, UNIT, WIDTH).to(e.dtype)
         tl.store(EXPS + (pair.to(tl.int64) * S + key)[:, None] * width + channel[None, :], e, mask=inside)
     dk = tl.zeros([SIDE, KEY_WIDTH], tl.float32)
     dv = tl.zeros([SIDE, WIDTH], tl.float32)
     to_beta = tl.zeros([WIDTH], tl.float32)
-    start, stop = row_range(
-        side * SIDE, side * SIDE + SIDE - 1, T, S, offset, window, CAUSAL, WINDOW, SEGMENTS, TILE
-    )
+    start, stop = row_range(side * SIDE, side * SIDE + SIDE - 1, T, S, offset, window, CAUSAL, WINDOW, SEGMENTS, TILE)
     middle = stop
     if not WINDOW and not SEGMENTS:
         middle = side * SIDE + SIDE - 1 if CAUSAL else start
     blocks = tl.cdiv(stop, ROWS) - start // ROWS
-    for each in range(0, repeats):
+    for each in range(repeats):
         head = group * repeats + each
         of_rows = (batch * H + head).to(tl.int64) * T
         queries = place(Q, batch, head, q_b, q_h, UNIT)
@@ -231,7 +230,7 @@ def to_keys(
         de = tl.zeros([SIDE, WIDTH], tl.float32)
         last_top = tl.zeros([WIDTH], tl.float32)
         # From the last rows, whose top is the highest, to the first: `de` is relative to the top of its rows.
-        for block in range(0, blocks):
+        for block in range(blocks):
             first = (start // ROWS + blocks - 1 - block) * ROWS
             if BETA:
                 top = load_top(tops, (first + ROWS - 1) // KEYS, J, width, WIDTH)
@@ -263,45 +262,42 @@ def to_keys(
 
 @triton.jit
 def join_keys(
-    q, by_mean, by_total, top, slope, log_z, delta, keys, values, exps, tops, BIAS, SEG_Q, SEG_K, RANK, TO_BIAS, dq, query,
-    start, stop, T, S, J, offset, window, scale, k_t, v_t, bias_t, bias_s, key_width, width,
-    MASKED: tl.constexpr, BETA: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, SEGMENTS: tl.constexpr,
+    q, by_mean, by_total, log_z, delta, keys, values, exps, BIAS, SEG_Q, SEG_K, RANK, TO_BIAS, dq, query,
+    start, middle, stop, T, S, offset, window, scale, k_t, v_t, bias_t, bias_s, key_width, width,
+    BETA: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, SEGMENTS: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
-    SIDE: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    SIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys from start to stop add to the gradient of the queries [M, E], and have one of their score's bias."""
+    """Keys from start to stop add to the gradient of the queries [M, E], and have one of their score's bias. Those
+    before middle are seen by all rows."""
     for first in range(start, stop, SIDE):
         key = first + tl.arange(0, SIDE)
-        k = load_columns(keys, key, S, k_t, key_width, UNIT, KEY_WIDTH)
+        k = load_block_columns(keys, first, S, k_t, key_width, UNIT, SIDE, KEY_WIDTH)
         x = tl.dot(q, k, input_precision=PRECISION) * (scale * LOG2E)
         if HAS_BIAS:
             x += load_bias(BIAS, query[:, None], key[None, :], offset, T, S, bias_t, bias_s)
-        p = tl.exp2(x - log_z[:, None])
-        if MASKED:
+        if first >= middle:
             seen = visible(
                 query[:, None], key[None, :], SEG_Q, SEG_K, RANK, offset, T, S, window, CAUSAL, WINDOW, SEGMENTS
             )
-            p = tl.where(seen, p, 0.0)
-        v = load_columns(values, key, S, v_t, width, UNIT, WIDTH)
+            x = tl.where(seen, x, -INF)
+        p = tl.exp2(x - log_z[:, None])
+        v = load_block_columns(values, first, S, v_t, width, UNIT, SIDE, WIDTH)
         dp = tl.dot(by_mean, v, input_precision=PRECISION)
         if BETA:
-            e = load_columns(exps, key, S, width, width, 1, WIDTH)
-            shrink = tl.exp2(tl.minimum(slope * (load_top(tops, first // KEYS, J, width, WIDTH) - top), 0.0))
-            shrunk = (by_total.to(tl.float32) * shrink[None, :]).to(e.dtype)
-            dp = tl.dot(shrunk, e, dp, input_precision=PRECISION)
+            e = load_block_columns(exps, first, S, width, width, 1, SIDE, WIDTH)
+            dp = tl.dot(by_total, e, dp, input_precision=PRECISION)
         ds = p * (dp - delta[:, None])
         if BIAS_GRAD:
             row = (query - offset).to(tl.int64)
             inside = ((row >= 0) & (row < T))[:, None] & (key < S)[None, :]
             tl.store(TO_BIAS + row[:, None] * S + key[None, :], ds, mask=inside)
-        dq = tl.dot(ds.to(k.dtype), tl.trans(k), dq, input_precision=PRECISION)
+        k = load_block(keys, first, S, k_t, key_width, UNIT, SIDE, KEY_WIDTH)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq
 
 
-@triton.jit(do_not_specialize=[
-    "T", "S", "J", "tiles", "H", "repeats", "offset", "window", "q_b", "q_t", "q_h", "k_b", "k_t", "k_h", "v_b", "v_t", "v_h",
-    "bias_b", "bias_h", "bias_t", "bias_s", "seg_q", "seg_k",
-])  # fmt: skip
+@triton.jit(do_not_specialize=["T", "S", "J", "tiles", "H", "repeats", "offset", "window", *STRIDES])
 def to_queries(
     Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, TOPS, TO_MEAN, TO_TOTAL, DELTA, LOG_Z, EXPS, TO_Q, TO_BIAS,
     T, S, J, tiles, H, repeats, offset, window, scale,
@@ -331,34 +327,33 @@ def to_queries(
     log_z = tl.load(LOG_Z + of_rows + row, mask=here, other=INF)
     delta = tl.load(DELTA + of_rows + row, mask=here, other=0)
     channel = tl.arange(0, WIDTH)
-    by_total = by_mean
-    slope = tl.full([WIDTH], LOG2E, tl.float32)
-    top = tl.zeros([WIDTH], tl.float32)
+    by_total = by_mean.to(TO_TOTAL.dtype.element_ty)
     tops, exps = TOPS, EXPS
     if BETA:
-        by_total = load_tile(TO_TOTAL + of_rows * width, row, T, width, width, 1, WIDTH)
-        slope = tl.load(BETAS + group * width + channel, mask=channel < width, other=1).to(tl.float32) * LOG2E
         of_keys = (batch * (H // repeats) + group).to(tl.int64)
         tops, exps = TOPS + of_keys * (J + 1) * width, EXPS + of_keys * S * width
-        top = load_top(tops, ((tile * TILE) // ROWS * ROWS + ROWS - 1) // KEYS, J, width, WIDTH)
     keys, values = place(K, batch, group, k_b, k_h, UNIT), place(V, batch, group, v_b, v_h, UNIT)
     dq = tl.zeros([TILE, KEY_WIDTH], tl.float32)
-    start, stop = key_range(
-        tile * TILE, tile * TILE + TILE - 1, S, offset, window, CAUSAL, WINDOW, SEGMENTS, SIDE
-    )
+    start, stop = key_range(tile * TILE, tile * TILE + TILE - 1, S, offset, window, CAUSAL, WINDOW, SEGMENTS, SIDE)
     middle = start
     if not WINDOW and not SEGMENTS:
         middle = tl.minimum(tile * TILE, S) // SIDE * SIDE if CAUSAL else S // SIDE * SIDE
+    for block in range(start // ROWS, tl.cdiv(stop, ROWS)):
+        first = block * ROWS
+        if BETA:
+            slope = tl.load(BETAS + group * width + channel, mask=channel < width, other=1).to(tl.float32) * LOG2E
+            top = load_top(tops, ((tile * TILE) // ROWS * ROWS + ROWS - 1) // KEYS, J, width, WIDTH)
+            of_block = load_top(tops, (first + ROWS - 1) // KEYS, J, width, WIDTH)
+            # At most one for all pairs that see each other.
+            shrink = tl.exp2(tl.minimum(slope * (of_block - top), 0.0))
+            by_total = load_tile(TO_TOTAL + of_rows * width, row, T, width, width, 1, WIDTH)
+            by_total = (by_total * shrink[None, :]).to(TO_TOTAL.dtype.element_ty)
         dq = join_keys(
-            q, by_mean, by_total, top, slope, log_z, delta, keys, values, exps, tops, BIAS, SEG_Q, SEG_K, RANK, to_bias,
-            dq, query, start, middle, T, S, J, offset, window, scale, k_t, v_t, bias_t, bias_s, key_width, width,
-            False, BETA, HAS_BIAS, BIAS_GRAD, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, WIDTH, SIDE, KEYS, PRECISION,
+            q, by_mean, by_total, log_z, delta, keys, values, exps, BIAS, SEG_Q, SEG_K, RANK, to_bias, dq, query,
+            tl.maximum(start, first), middle, tl.minimum(stop, first + ROWS), T, S, offset, window, scale, k_t, v_t,
+            bias_t, bias_s, key_width, width, BETA, HAS_BIAS, BIAS_GRAD, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH,
+            WIDTH, SIDE, PRECISION,
         )  # fmt: skip
-    dq = join_keys(
-        q, by_mean, by_total, top, slope, log_z, delta, keys, values, exps, tops, BIAS, SEG_Q, SEG_K, RANK, to_bias,
-        dq, query, middle, stop, T, S, J, offset, window, scale, k_t, v_t, bias_t, bias_s, key_width, width,
-        True, BETA, HAS_BIAS, BIAS_GRAD, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, WIDTH, SIDE, KEYS, PRECISION,
-    )  # fmt: skip
     wide = tl.arange(0, KEY_WIDTH)
     at = ((batch.to(tl.int64) * T + row) * H + head)[:, None] * key_width + wide[None, :]
     tl.store(TO_Q + at, dq * scale, mask=here[:, None] & (wide < key_width)[None, :])
