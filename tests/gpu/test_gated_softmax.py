@@ -1,4 +1,4 @@
-"""The gated softmax read's GPU kernels in Triton's interpreter, against the definition; and what they launch and keep."""
+"""The gated softmax read's GPU kernels in Triton's interpreter, against the definition; launches and kept memory."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def on_meta(length: int, dtype: torch.dtype = torch.float32, **options: Any) -> 
         assert free is not None
         launches.append(None)  # type: ignore[arg-type]
         torch.autograd.backward([mean, free], [torch.empty_like(mean), torch.empty_like(free)])
-    assert all(each is None or each.flops >= 0 and each.bytes > 0 for each in launches)
+    assert all(each is None or (each.flops >= 0 and each.bytes > 0) for each in launches)
     return ["|" if each is None else each.name for each in launches]
 
 

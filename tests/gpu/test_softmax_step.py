@@ -37,7 +37,9 @@ def test_tokens_one_by_one_are_the_whole_read(window: int | None, segments: bool
     of = (ids[:, -1:], ids) if segments else None
     cache = keys, data, data[:, :, : length - 1].amax(2, keepdim=True)
     with use_backend("triton"), recorded() as launches:
-        mean, free, shift, doubt = softmax_step(q, (k[:, -1:], v[:, -1:]), cache, beta, length, window=window, segments=of)
+        mean, free, shift, doubt = softmax_step(
+            q, (k[:, -1:], v[:, -1:]), cache, beta, length, window=window, segments=of
+        )
     assert [each.name for each in launches] == ["read_splits", "combine"]
     assert window or segments or launches[0].grid == (2 * 3,)
     seen = (ids[:, -1:], ids) if segments else (None, None)

@@ -12,12 +12,16 @@ import triton
 import triton.language as tl
 
 from femixer.kernels.softmax.triton_kernels import (
+    GATE_STRIDES,
     INF,
     LOG2E,
     ROWS,
+    STRIDES,
     key_range,
     load_bias,
-    load_columns,
+    load_block,
+    load_block_columns,
+    load_numbers,
     load_tile,
     place,
     visible,
@@ -31,9 +35,7 @@ def load_top(tops, block, J, width, WIDTH: tl.constexpr):
     return tl.load(tops + tl.minimum(block, J - 1) * width + channel, mask=channel < width, other=0)
 
 
-@triton.jit(do_not_specialize=[
-    "T", "J", "P", "tiles", "H", "repeats", "offset", "lam_b", "lam_t", "lam_h", "gate_b", "gate_t", "gate_h",
-])  # fmt: skip
+@triton.jit(do_not_specialize=["T", "J", "P", "tiles", "H", "repeats", "offset"] + GATE_STRIDES)
 def inner(
     BY_MEAN, BY_FREE, MEAN, FREE, LOG_Z, FLAGS, BETAS, TOPS, LAMS, GATES,
     TO_MEAN, TO_TOTAL, DELTA, LOG_Z_USED, TO_LAM, TO_GATE, PARTS,
@@ -130,10 +132,9 @@ def join_rows(
     from middle on see all keys."""
     for first in range(start, stop, TILE):
         query = first + tl.arange(0, TILE)
-        row = query - offset
-        here = (row >= 0) & (row < T)
-        q = load_tile(queries, row, T, q_t, key_width, UNIT, KEY_WIDTH)
-        x = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2E)
+        row = first - offset
+        q = load_block_columns(queries, row, T, q_t, key_width, UNIT, TILE, KEY_WIDTH)
+        x = tl.dot(k, q, input_precision=PRECISION) * (scale * LOG2E)
         if HAS_BIAS:
             x += load_bias(BIAS, query[None, :], key[:, None], offset, T, S, bias_t, bias_s)
         if first < middle:
@@ -141,15 +142,18 @@ def join_rows(
                 query[None, :], key[:, None], SEG_Q, SEG_K, RANK, offset, T, S, window, CAUSAL, WINDOW, SEGMENTS
             )
             x = tl.where(seen, x, -INF)
-        p = tl.exp2(x - tl.load(log_zs + row, mask=here, other=INF)[None, :])
-        by_mean = load_tile(to_mean, row, T, width, width, 1, WIDTH)
+        p = tl.exp2(x - load_numbers(log_zs, row, T, INF, TILE)[None, :])
+        by_mean = load_block(to_mean, row, T, width, width, 1, TILE, WIDTH)
         dv = tl.dot(p.to(by_mean.dtype), by_mean, dv, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(by_mean), input_precision=PRECISION)
+        by_mean = load_block_columns(to_mean, row, T, width, width, 1, TILE, WIDTH)
+        dp = tl.dot(v, by_mean, input_precision=PRECISION)
         if BETA:
-            by_total = load_tile(to_total, row, T, width, width, 1, WIDTH)
+            by_total = load_block(to_total, row, T, width, width, 1, TILE, WIDTH)
             de = tl.dot(p.to(e.dtype), by_total, de, input_precision=PRECISION)
-            dp = tl.dot(e, tl.trans(by_total), dp, input_precision=PRECISION)
-        ds = p * (dp - tl.load(deltas + row, mask=here, other=0)[None, :])
+            by_total = load_block_columns(to_total, row, T, width, width, 1, TILE, WIDTH)
+            dp = tl.dot(e, by_total, dp, input_precision=PRECISION)
+        ds = p * (dp - load_numbers(deltas, row, T, 0.0, TILE)[None, :])
+        q = load_block(queries, row, T, q_t, key_width, UNIT, TILE, KEY_WIDTH)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv, de
 
@@ -178,10 +182,7 @@ def row_range(
     return start // TILE * TILE, stop
 
 
-@triton.jit(do_not_specialize=[
-    "T", "S", "J", "P", "first_part", "tiles", "H", "repeats", "offset", "window", "q_b", "q_t", "q_h", "k_b", "k_t", "k_h",
-    "v_b", "v_t", "v_h", "bias_b", "bias_h", "bias_t", "bias_s", "seg_q", "seg_k",
-])  # fmt: skip
+@triton.jit(do_not_specialize=["T", "S", "J", "P", "first_part", "tiles", "H", "repeats", "offset", "window"] + STRIDES)
 def to_keys(
     Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, TOPS, TO_MEAN, TO_TOTAL, DELTA, LOG_Z, TO_K, TO_V, EXPS, PARTS,
     T, S, J, P, first_part, tiles, H, repeats, offset, window, scale,
@@ -216,14 +217,12 @@ def to_keys(
     dk = tl.zeros([SIDE, KEY_WIDTH], tl.float32)
     dv = tl.zeros([SIDE, WIDTH], tl.float32)
     to_beta = tl.zeros([WIDTH], tl.float32)
-    start, stop = row_range(
-        side * SIDE, side * SIDE + SIDE - 1, T, S, offset, window, CAUSAL, WINDOW, SEGMENTS, TILE
-    )
+    start, stop = row_range(side * SIDE, side * SIDE + SIDE - 1, T, S, offset, window, CAUSAL, WINDOW, SEGMENTS, TILE)
     middle = stop
     if not WINDOW and not SEGMENTS:
         middle = side * SIDE + SIDE - 1 if CAUSAL else start
     blocks = tl.cdiv(stop, ROWS) - start // ROWS
-    for each in range(0, repeats):
+    for each in range(repeats):
         head = group * repeats + each
         of_rows = (batch * H + head).to(tl.int64) * T
         queries = place(Q, batch, head, q_b, q_h, UNIT)
@@ -231,7 +230,7 @@ def to_keys(
         de = tl.zeros([SIDE, WIDTH], tl.float32)
         last_top = tl.zeros([WIDTH], tl.float32)
         # From the last rows, whose top is the highest, to the first: `de` is relative to the top of its rows.
-        for block in range(0, blocks):
+        for block in range(blocks):
             first = (start // ROWS + blocks - 1 - block) * ROWS
             if BETA:
                 top = load_top(tops, (first + ROWS - 1) // KEYS, J, width, WIDTH)
@@ -263,8 +262,8 @@ def to_keys(
 
 @triton.jit
 def join_keys(
-    q, by_mean, by_total, top, slope, log_z, delta, keys, values, exps, tops, BIAS, SEG_Q, SEG_K, RANK, TO_BIAS, dq, query,
-    start, stop, T, S, J, offset, window, scale, k_t, v_t, bias_t, bias_s, key_width, width,
+    q, by_mean, by_total, top, slope, log_z, delta, keys, values, exps, tops, BIAS, SEG_Q, SEG_K, RANK, TO_BIAS,
+    dq, query, start, stop, T, S, J, offset, window, scale, k_t, v_t, bias_t, bias_s, key_width, width,
     MASKED: tl.constexpr, BETA: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, SEGMENTS: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
     SIDE: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
@@ -272,7 +271,7 @@ def join_keys(
     """Keys from start to stop add to the gradient of the queries [M, E], and have one of their score's bias."""
     for first in range(start, stop, SIDE):
         key = first + tl.arange(0, SIDE)
-        k = load_columns(keys, key, S, k_t, key_width, UNIT, KEY_WIDTH)
+        k = load_block_columns(keys, first, S, k_t, key_width, UNIT, SIDE, KEY_WIDTH)
         x = tl.dot(q, k, input_precision=PRECISION) * (scale * LOG2E)
         if HAS_BIAS:
             x += load_bias(BIAS, query[:, None], key[None, :], offset, T, S, bias_t, bias_s)
@@ -282,10 +281,10 @@ def join_keys(
                 query[:, None], key[None, :], SEG_Q, SEG_K, RANK, offset, T, S, window, CAUSAL, WINDOW, SEGMENTS
             )
             p = tl.where(seen, p, 0.0)
-        v = load_columns(values, key, S, v_t, width, UNIT, WIDTH)
+        v = load_block_columns(values, first, S, v_t, width, UNIT, SIDE, WIDTH)
         dp = tl.dot(by_mean, v, input_precision=PRECISION)
         if BETA:
-            e = load_columns(exps, key, S, width, width, 1, WIDTH)
+            e = load_block_columns(exps, first, S, width, width, 1, SIDE, WIDTH)
             shrink = tl.exp2(tl.minimum(slope * (load_top(tops, first // KEYS, J, width, WIDTH) - top), 0.0))
             shrunk = (by_total.to(tl.float32) * shrink[None, :]).to(e.dtype)
             dp = tl.dot(shrunk, e, dp, input_precision=PRECISION)
@@ -294,14 +293,12 @@ def join_keys(
             row = (query - offset).to(tl.int64)
             inside = ((row >= 0) & (row < T))[:, None] & (key < S)[None, :]
             tl.store(TO_BIAS + row[:, None] * S + key[None, :], ds, mask=inside)
-        dq = tl.dot(ds.to(k.dtype), tl.trans(k), dq, input_precision=PRECISION)
+        k = load_block(keys, first, S, k_t, key_width, UNIT, SIDE, KEY_WIDTH)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq
 
 
-@triton.jit(do_not_specialize=[
-    "T", "S", "J", "tiles", "H", "repeats", "offset", "window", "q_b", "q_t", "q_h", "k_b", "k_t", "k_h", "v_b", "v_t", "v_h",
-    "bias_b", "bias_h", "bias_t", "bias_s", "seg_q", "seg_k",
-])  # fmt: skip
+@triton.jit(do_not_specialize=["T", "S", "J", "tiles", "H", "repeats", "offset", "window"] + STRIDES)
 def to_queries(
     Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, TOPS, TO_MEAN, TO_TOTAL, DELTA, LOG_Z, EXPS, TO_Q, TO_BIAS,
     T, S, J, tiles, H, repeats, offset, window, scale,
@@ -343,9 +340,7 @@ def to_queries(
         top = load_top(tops, ((tile * TILE) // ROWS * ROWS + ROWS - 1) // KEYS, J, width, WIDTH)
     keys, values = place(K, batch, group, k_b, k_h, UNIT), place(V, batch, group, v_b, v_h, UNIT)
     dq = tl.zeros([TILE, KEY_WIDTH], tl.float32)
-    start, stop = key_range(
-        tile * TILE, tile * TILE + TILE - 1, S, offset, window, CAUSAL, WINDOW, SEGMENTS, SIDE
-    )
+    start, stop = key_range(tile * TILE, tile * TILE + TILE - 1, S, offset, window, CAUSAL, WINDOW, SEGMENTS, SIDE)
     middle = start
     if not WINDOW and not SEGMENTS:
         middle = tl.minimum(tile * TILE, S) // SIDE * SIDE if CAUSAL else S // SIDE * SIDE

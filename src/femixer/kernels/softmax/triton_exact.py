@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 
 from femixer.kernels.softmax.triton_kernels import (
+    GATE_STRIDES,
     INF,
     LOG2E,
+    STRIDES,
     gated,
     key_range,
     load_bias,
@@ -49,10 +51,7 @@ def load_chunk(base, token, count, stride, first, width, UNIT: tl.constexpr):
     return tl.load(base + at, mask=inside, other=0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=[
-    "T", "S", "tiles", "H", "repeats", "offset", "window", "q_b", "q_t", "q_h", "k_b", "k_t", "k_h", "v_b", "v_t", "v_h",
-    "lam_b", "lam_t", "lam_h", "gate_b", "gate_t", "gate_h", "bias_b", "bias_h", "bias_t", "bias_s", "seg_q", "seg_k",
-])  # fmt: skip
+@triton.jit(do_not_specialize=["T", "S", "tiles", "H", "repeats", "offset", "window"] + STRIDES + GATE_STRIDES)
 def read_exactly(
     Q, K, V, BETAS, LAMS, GATES, BIAS, SEG_Q, SEG_K, RANK, MEAN, FREE, LOG_Z, FLAGS, OUT,
     T, S, tiles, H, repeats, offset, window, scale, eps,
@@ -81,9 +80,7 @@ def read_exactly(
         q = load_tile(place(Q, batch, head, q_b, q_h, UNIT), row, T, q_t, key_width, UNIT, KEY_WIDTH)
         keys, values = place(K, batch, group, k_b, k_h, UNIT), place(V, batch, group, v_b, v_h, UNIT)
         log_z = tl.load(LOG_Z + at_row, mask=here, other=INF)
-        start, stop = key_range(
-            tl.min(query, 0), tl.max(query, 0), S, offset, window, CAUSAL, WINDOW, SEGMENTS, SIDE
-        )
+        start, stop = key_range(tl.min(query, 0), tl.max(query, 0), S, offset, window, CAUSAL, WINDOW, SEGMENTS, SIDE)
         to_row = (batch.to(tl.int64) * T + row) * H + head
         for first in range(0, width, SIDE):
             channel = first + tl.arange(0, SIDE)

@@ -2,8 +2,8 @@
 
     r = p exp(beta (v - F)),   dF/dv = r,   dF/dscore = (r - p) / beta,   dF/dbeta = (E_r[v] - F) / beta
 
-F is rounded, so r sums to exp(beta (F - rounded F)): rows are divided by that sum first. Programs leave at once where no
-row is flagged.
+F is rounded, so r sums to exp(beta (F - rounded F)): rows are divided by that sum first. Programs leave at once where
+no row is flagged.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from femixer.kernels.softmax.triton_backward import row_range
 from femixer.kernels.softmax.triton_exact import SIDE, load_chunk, scores
-from femixer.kernels.softmax.triton_kernels import INF, LOG2E, key_range, load_columns, load_tile, place
+from femixer.kernels.softmax.triton_kernels import INF, LOG2E, STRIDES, key_range, load_columns, load_tile, place
 
 
 @triton.jit
@@ -58,10 +58,7 @@ def score_gradient(
     return ds
 
 
-@triton.jit(do_not_specialize=[
-    "T", "S", "P", "tiles", "H", "repeats", "offset", "window",
-    "q_b", "q_t", "q_h", "k_b", "k_t", "k_h", "v_b", "v_t", "v_h", "bias_b", "bias_h", "bias_t", "bias_s", "seg_q", "seg_k",
-])  # fmt: skip
+@triton.jit(do_not_specialize=["T", "S", "P", "tiles", "H", "repeats", "offset", "window"] + STRIDES)
 def flagged_rows(
     Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, FREE, FLAGS, LOG_Z, TO_MEAN, TO_TOTAL, DELTA, TO_Q, TO_BIAS, PARTS,
     T, S, P, tiles, H, repeats, offset, window, scale,
@@ -139,10 +136,7 @@ def flagged_rows(
         tl.store(PARTS + part * width + channel, tl.zeros([WIDTH], tl.float32), mask=channel < width)
 
 
-@triton.jit(do_not_specialize=[
-    "T", "S", "tiles", "H", "repeats", "offset", "window",
-    "q_b", "q_t", "q_h", "k_b", "k_t", "k_h", "v_b", "v_t", "v_h", "bias_b", "bias_h", "bias_t", "bias_s", "seg_q", "seg_k",
-])  # fmt: skip
+@triton.jit(do_not_specialize=["T", "S", "tiles", "H", "repeats", "offset", "window"] + STRIDES)
 def flagged_keys(
     Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, FREE, FLAGS, LOG_Z, TO_MEAN, TO_TOTAL, DELTA, TO_K, TO_V,
     T, S, tiles, H, repeats, offset, window, scale,
@@ -160,7 +154,7 @@ def flagged_keys(
         tile * BLOCK, tile * BLOCK + BLOCK - 1, T, S, offset, window, CAUSAL, WINDOW, SEGMENTS, SIDE
     )
     found = tl.zeros([1024], tl.int32)
-    for each in range(0, repeats):
+    for each in range(repeats):
         flags = FLAGS + (batch * H + group * repeats + each).to(tl.int64) * T
         for first in range(start, stop, 1024):
             row = first - offset + tl.arange(0, 1024)
@@ -171,10 +165,10 @@ def flagged_keys(
         RANK += batch.to(tl.int64) * S
         keys, values = place(K, batch, group, k_b, k_h, UNIT), place(V, batch, group, v_b, v_h, UNIT)
         betas = BETAS + group * width
-        for side in range(0, BLOCK // SIDE):
+        for side in range(BLOCK // SIDE):
             key = tile * BLOCK + side * SIDE + tl.arange(0, SIDE)
             dk = tl.zeros([SIDE, KEY_WIDTH], tl.float32)
-            for each in range(0, repeats):
+            for each in range(repeats):
                 head = group * repeats + each
                 of_rows = (batch * H + head).to(tl.int64) * T
                 queries = place(Q, batch, head, q_b, q_h, UNIT)
@@ -197,12 +191,16 @@ def flagged_keys(
                         dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)
             wide = tl.arange(0, KEY_WIDTH)
             token = (batch.to(tl.int64) * S + key) * G + group
-            add(TO_K + token[:, None] * key_width + wide[None, :], dk * scale, (key < S)[:, None] & (wide < key_width)[None, :])
+            add(
+                TO_K + token[:, None] * key_width + wide[None, :],
+                dk * scale,
+                (key < S)[:, None] & (wide < key_width)[None, :],
+            )
             for part in range(0, width, SIDE):
                 channel = part + tl.arange(0, SIDE)
                 beta = tl.load(betas + channel, mask=channel < width, other=1).to(tl.float32)
                 dv = tl.zeros([SIDE, SIDE], tl.float32)
-                for each in range(0, repeats):
+                for each in range(repeats):
                     head = group * repeats + each
                     of_rows = (batch * H + head).to(tl.int64) * T
                     queries = place(Q, batch, head, q_b, q_h, UNIT)
@@ -226,4 +224,8 @@ def flagged_keys(
                             by_total = load_chunk(TO_TOTAL + of_rows * width, row, T, width, part, width, 1)
                             by_value = r * (beta[None, :] * by_total)[:, None, :]
                             dv += tl.sum(tl.exp2(log_p)[:, :, None] * by_mean[:, None, :] + by_value, 0)
-                add(TO_V + token[:, None] * width + channel[None, :], dv, (key < S)[:, None] & (channel < width)[None, :])
+                add(
+                    TO_V + token[:, None] * width + channel[None, :],
+                    dv,
+                    (key < S)[:, None] & (channel < width)[None, :],
+                )

@@ -127,7 +127,13 @@ def make_streams(call: Call, tops: Tensor) -> tuple[Tensor, Tensor]:
     segments = call.masks[2]
     strides = *call.strides(v), call.mask_strides[5]
     sizes = call.keys, blocks, chunks, call.groups
-    options = {"UNIT": call.unit, "WIDTH": call.flags["WIDTH"], "KEYS": call.tiles.keys, "BLOCKS": CHUNK, "width": call.width}
+    options = {
+        "UNIT": call.unit,
+        "WIDTH": call.flags["WIDTH"],
+        "KEYS": call.tiles.keys,
+        "BLOCKS": CHUNK,
+        "width": call.width,
+    }
     options["SEGMENTS"] = call.flags["SEGMENTS"]
     operands = v, segments, local, high, low, *sizes, *strides
     launch(triton_kernels.block_ranges, (pairs * chunks,), *operands, moved=call.bytes(v, local), **options)

@@ -59,9 +59,7 @@ def tiles_of(call: Call) -> tuple[Tiles, Tiles]:
     return Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)
 
 
-def backward(
-    call: Call, by_mean: Tensor | None, by_free: Tensor | None, found: Found, bias_grad: bool
-) -> Gradients:
+def backward(call: Call, by_mean: Tensor | None, by_free: Tensor | None, found: Found, bias_grad: bool) -> Gradients:
     """by_mean: of the gated read if the call has gates."""
     nothing, beta = call.nothing, call.beta
     of_keys, of_rows = tiles_of(call)

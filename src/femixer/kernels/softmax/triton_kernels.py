@@ -17,6 +17,10 @@ from femixer.kernels.triton_math import expm1, log1p, softplus
 
 LOG2E = tl.constexpr(1.4426950408889634)
 INF = tl.constexpr(float("inf"))
+# Strides are given as numbers like sizes: nothing is compiled anew for others.
+STRIDES = ["q_b", "q_t", "q_h", "k_b", "k_t", "k_h", "v_b", "v_t", "v_h"]
+STRIDES += ["bias_b", "bias_h", "bias_t", "bias_s", "seg_q", "seg_k"]
+GATE_STRIDES = ["lam_b", "lam_t", "lam_h", "gate_b", "gate_t", "gate_h"]
 # Rows that share the top to which their gradients are relative.
 ROWS = tl.constexpr(128)
 # F is exact where it lies at most this many nats below the top.
@@ -35,8 +39,10 @@ def place(base, batch, head, stride_b, stride_h, UNIT: tl.constexpr):
 
 @triton.jit
 def load_tile(base, token, count, stride, width, UNIT: tl.constexpr, WIDTH: tl.constexpr):
-    """Tokens [N] of a head -> [N, WIDTH], zero outside of count tokens and width channels. Within a sequence 32 bits are
-    enough: `triton_call.refuse`."""
+    """Tokens [N] of a head -> [N, WIDTH], zero outside of count tokens and width channels.
+
+    Within a sequence 32 bits are enough: `triton_call.refuse`.
+    """
     channel = tl.arange(0, WIDTH)
     inside = ((token >= 0) & (token < count))[:, None] & (channel < width)[None, :]
     return tl.load(base + token[:, None] * stride * UNIT + channel[None, :], mask=inside, other=0)
@@ -48,6 +54,31 @@ def load_columns(base, token, count, stride, width, UNIT: tl.constexpr, WIDTH: t
     channel = tl.arange(0, WIDTH)
     inside = ((token >= 0) & (token < count))[None, :] & (channel < width)[:, None]
     return tl.load(base + token[None, :] * stride * UNIT + channel[:, None], mask=inside, other=0)
+
+
+@triton.jit
+def load_block(base, first, count, stride, width, UNIT: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr):
+    """N tokens from `first` of a head -> [N, WIDTH], addressed from the first by small numbers."""
+    token, channel = tl.arange(0, N), tl.arange(0, WIDTH)
+    inside = ((token >= -first) & (token < count - first))[:, None] & (channel < width)[None, :]
+    start = base + first.to(tl.int64) * stride * UNIT
+    return tl.load(start + (token[:, None] * stride * UNIT + channel[None, :]), mask=inside, other=0)
+
+
+@triton.jit
+def load_block_columns(base, first, count, stride, width, UNIT: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr):
+    """The same transposed, [WIDTH, N]."""
+    token, channel = tl.arange(0, N), tl.arange(0, WIDTH)
+    inside = ((token >= -first) & (token < count - first))[None, :] & (channel < width)[:, None]
+    start = base + first.to(tl.int64) * stride * UNIT
+    return tl.load(start + (token[None, :] * stride * UNIT + channel[:, None]), mask=inside, other=0)
+
+
+@triton.jit
+def load_numbers(base, first, count, other, N: tl.constexpr):
+    """One number each of N tokens from `first`."""
+    token = tl.arange(0, N)
+    return tl.load(base + first + token, mask=(token >= -first) & (token < count - first), other=other)
 
 
 @triton.jit
@@ -156,10 +187,7 @@ def streams(
     beta = tl.load(BETA + group * width + channel, mask=inside, other=1).to(tl.float32)
     some = whole >= bottom
     narrow = beta * (tl.where(some, whole, 0.0) - tl.where(some, bottom, 0.0)) <= NARROW
-    if CAUSAL:
-        top = tl.where(narrow, whole, top)
-    else:
-        top = whole
+    top = tl.where(narrow, whole, top) if CAUSAL else whole
     known = top > -INF
     top = tl.where(known, top, 0.0)
     grown = CAUSAL & (narrow == 0) & (previous > -INF)
@@ -183,18 +211,18 @@ def streams(
 
 @triton.jit
 def attend(
-    q, keys, values, exps, shrinks, BIAS, SEG_Q, SEG_K, RANK, m, l, mean, total, query, start, stop,
+    q, keys, values, exps, shrinks, BIAS, SEG_Q, SEG_K, RANK, m, weight, mean, total, query, start, stop,
     T, S, offset, window, scale, k_t, v_t, bias_t, bias_s, key_width, width,
     MASKED: tl.constexpr, BETA: tl.constexpr, HAS_BIAS: tl.constexpr, SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The keys from start to stop join the running maximum m and sums l [M] of weights, mean and total [M, D] of
+    """The keys from start to stop join the running maximum m and sums weight [M] of weights, mean and total [M, D] of
     weighted values and exponentials."""
     channel = tl.arange(0, WIDTH)
     for first in range(start, stop, KEYS):
         key = first + tl.arange(0, KEYS)
-        k = load_columns(keys, key, S, k_t, key_width, UNIT, KEY_WIDTH)
+        k = load_block_columns(keys, first, S, k_t, key_width, UNIT, KEYS, KEY_WIDTH)
         x = tl.dot(q, k, input_precision=PRECISION) * scale
         if HAS_BIAS:
             x += load_bias(BIAS, query[:, None], key[None, :], offset, T, S, bias_t, bias_s)
@@ -208,16 +236,14 @@ def attend(
         p = tl.exp2(x - finite[:, None])
         kept = tl.exp2(m - finite)
         m = higher
-        l = l * kept + tl.sum(p, 1)
-        v = load_tile(values, key, S, v_t, width, UNIT, WIDTH)
+        weight = weight * kept + tl.sum(p, 1)
+        v = load_block(values, first, S, v_t, width, UNIT, KEYS, WIDTH)
         mean = tl.dot(p.to(v.dtype), v, mean * kept[:, None], input_precision=PRECISION)
         if BETA:
-            e = load_tile(exps, key, S, width, width, 1, WIDTH)
+            e = load_block(exps, first, S, width, width, 1, KEYS, WIDTH)
             shrink = tl.load(shrinks + (first // KEYS) * width + channel, mask=channel < width, other=1)
-            total = tl.dot(
-                p.to(e.dtype), e, total * (kept[:, None] * shrink[None, :]), input_precision=PRECISION
-            )
-    return m, l, mean, total
+            total = tl.dot(p.to(e.dtype), e, total * (kept[:, None] * shrink[None, :]), input_precision=PRECISION)
+    return m, weight, mean, total
 
 
 @triton.jit
@@ -247,10 +273,7 @@ def is_doubtful(free, top, beta, narrow, EXACT: tl.constexpr):
     return doubtful
 
 
-@triton.jit(do_not_specialize=[
-    "T", "S", "J", "tiles", "H", "repeats", "offset", "window", "q_b", "q_t", "q_h", "k_b", "k_t", "k_h", "v_b", "v_t", "v_h",
-    "lam_b", "lam_t", "lam_h", "gate_b", "gate_t", "gate_h", "bias_b", "bias_h", "bias_t", "bias_s", "seg_q", "seg_k",
-])  # fmt: skip
+@triton.jit(do_not_specialize=["T", "S", "J", "tiles", "H", "repeats", "offset", "window"] + STRIDES + GATE_STRIDES)
 def read(
     Q, K, V, BETAS, LAMS, GATES, BIAS, SEG_Q, SEG_K, RANK, EXPS, TOPS, SHRINK, MEAN, FREE, LOG_Z, FLAGS, OUT,
     T, S, J, tiles, H, repeats, offset, window, scale, eps,
@@ -280,32 +303,30 @@ def read(
     keys, values = place(K, batch, group, k_b, k_h, UNIT), place(V, batch, group, v_b, v_h, UNIT)
     exps, shrinks = EXPS + of_keys * S * width, SHRINK + of_keys * J * width
     m = tl.full([TILE], -INF, tl.float32)
-    l = tl.zeros([TILE], tl.float32)
+    weight = tl.zeros([TILE], tl.float32)
     mean = tl.zeros([TILE, WIDTH], tl.float32)
     total = tl.zeros([TILE, WIDTH], tl.float32)
-    start, stop = key_range(
-        tile * TILE, tile * TILE + TILE - 1, S, offset, window, CAUSAL, WINDOW, SEGMENTS, KEYS
-    )
+    start, stop = key_range(tile * TILE, tile * TILE + TILE - 1, S, offset, window, CAUSAL, WINDOW, SEGMENTS, KEYS)
     scores = scale * LOG2E
     middle = start
     if not WINDOW and not SEGMENTS:
         middle = tl.minimum(tile * TILE, S) // KEYS * KEYS if CAUSAL else S // KEYS * KEYS
-        m, l, mean, total = attend(
-            q, keys, values, exps, shrinks, BIAS, SEG_Q, SEG_K, RANK, m, l, mean, total, query, start, middle,
+        m, weight, mean, total = attend(
+            q, keys, values, exps, shrinks, BIAS, SEG_Q, SEG_K, RANK, m, weight, mean, total, query, start, middle,
             T, S, offset, window, scores, k_t, v_t, bias_t, bias_s, key_width, width,
             False, BETA, HAS_BIAS, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, WIDTH, KEYS, PRECISION,
         )  # fmt: skip
-    m, l, mean, total = attend(
-        q, keys, values, exps, shrinks, BIAS, SEG_Q, SEG_K, RANK, m, l, mean, total, query, middle, stop,
+    m, weight, mean, total = attend(
+        q, keys, values, exps, shrinks, BIAS, SEG_Q, SEG_K, RANK, m, weight, mean, total, query, middle, stop,
         T, S, offset, window, scores, k_t, v_t, bias_t, bias_s, key_width, width,
         True, BETA, HAS_BIAS, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, WIDTH, KEYS, PRECISION,
     )  # fmt: skip
-    some = l > 0
-    share = 1 / tl.where(some, l, 1.0)
+    some = weight > 0
+    share = 1 / tl.where(some, weight, 1.0)
     mean = mean * share[:, None]
     at_row = pair.to(tl.int64) * T + row
     here = (row >= 0) & (row < T)
-    tl.store(LOG_Z + at_row, tl.where(some, m + tl.log2(tl.where(some, l, 1.0)), INF), mask=here)
+    tl.store(LOG_Z + at_row, tl.where(some, m + tl.log2(tl.where(some, weight, 1.0)), INF), mask=here)
     channel = tl.arange(0, WIDTH)
     inside = here[:, None] & (channel < width)[None, :]
     at = ((batch.to(tl.int64) * T + row) * H + head)[:, None] * width + channel[None, :]
@@ -319,7 +340,9 @@ def read(
         total = total * share[:, None]
         positive = total + narrow > 0
         total = tl.where(positive, total, 1.0)
-        logarithm = tl.where(narrow > 0, log1p(tl.where(narrow > 0, total, 0.0)), tl.log(tl.where(narrow > 0, 1.0, total)))
+        logarithm = tl.where(
+            narrow > 0, log1p(tl.where(narrow > 0, total, 0.0)), tl.log(tl.where(narrow > 0, 1.0, total))
+        )
         free = tl.where(positive, top + logarithm / beta, -INF)
         shared = tl.minimum(((tile * TILE) // ROWS * ROWS + ROWS - 1) // KEYS, J - 1)
         highest = tl.load(tops + shared * width, mask=channel < width, other=0)[None, :]

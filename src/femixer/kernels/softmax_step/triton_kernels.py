@@ -15,18 +15,35 @@ from femixer.kernels.softmax.triton_kernels import INF, LOG2E, load_tile, visibl
 LEAST = tl.constexpr(1e-27)
 
 
-@triton.jit(do_not_specialize=[
-    "S", "G", "splits", "start", "blocks", "window", "key_b", "key_g", "data_b", "data_g", "q_b", "k_b", "v_b", "bias_b", "seg_q", "seg_k",
-])  # fmt: skip
+SIZES = [
+    "S",
+    "G",
+    "splits",
+    "start",
+    "blocks",
+    "window",
+    "key_b",
+    "key_g",
+    "data_b",
+    "data_g",
+    "q_b",
+    "k_b",
+    "v_b",
+    "bias_b",
+]
+
+
+@triton.jit(do_not_specialize=[*SIZES, "seg_q", "seg_k"])
 def read_splits(
-    Q, K, V, KEY_CACHE, DATA_CACHE, SHIFT, BETAS, BIAS, SEG_Q, SEG_K, RANK, NEXT_SHIFT, TOPS, LOG_MAX, WEIGHT, MEAN, TOTAL,
-    S, G, repeats, splits, start, blocks, window, key_width, width, scale,
+    Q, K, V, KEY_CACHE, DATA_CACHE, SHIFT, BETAS, BIAS, SEG_Q, SEG_K, RANK,
+    NEXT_SHIFT, TOPS, LOG_MAX, WEIGHT, MEAN, TOTAL, S, G, repeats, splits, start, blocks, window, key_width, width, scale,
     q_b, q_h, k_b, k_g, v_b, v_g, key_b, key_g, data_b, data_g, bias_b, bias_h, bias_s, seg_q, seg_k,
     BETA: tl.constexpr, WRITE: tl.constexpr, HAS_BIAS: tl.constexpr, SEGMENTS: tl.constexpr, WINDOW: tl.constexpr,
     KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program reads `blocks` blocks of keys, those of all begin at `start`, for the heads of one key/value head: LOG_MAX, WEIGHT [B, splits, H], MEAN,
-    TOTAL [B, splits, H, D], TOPS [B, splits, G, D]. The last one writes the token to the cache."""
+    """A program reads `blocks` blocks of keys for the heads of one key/value head; those of all programs begin at
+    `start`. LOG_MAX, WEIGHT [B, splits, H], MEAN, TOTAL [B, splits, H, D], TOPS [B, splits, G, D]. The last program writes
+    the token to the cache."""
     program = tl.program_id(0)
     pair, split = program // splits, program % splits
     batch, group = pair // G, pair % G
@@ -57,7 +74,7 @@ def read_splits(
             shift = tl.maximum(shift, new_value.to(shift.dtype))
             tl.store(NEXT_SHIFT + pair.to(tl.int64) * width + channel, shift, mask=channel < width)
     m = tl.full([HEADS], -INF, tl.float32)
-    l = tl.zeros([HEADS], tl.float32)
+    weight = tl.zeros([HEADS], tl.float32)
     top = tl.full([WIDTH], -INF, tl.float32)
     mean = tl.zeros([HEADS, WIDTH], tl.float32)
     total = tl.zeros([HEADS, WIDTH], tl.float32)
@@ -83,7 +100,7 @@ def read_splits(
         p = tl.exp2(x - finite[:, None])
         kept = tl.exp2(m - finite)
         m = higher
-        l = l * kept + tl.sum(p, 1)
+        weight = weight * kept + tl.sum(p, 1)
         value = v.to(tl.float32)
         mean = tl.dot(p, value, mean * kept[:, None], input_precision=PRECISION)
         if BETA:
@@ -96,7 +113,7 @@ def read_splits(
     at = (batch * splits + split).to(tl.int64) * H + head
     here = each < repeats
     tl.store(LOG_MAX + at, m, mask=here)
-    tl.store(WEIGHT + at, l, mask=here)
+    tl.store(WEIGHT + at, weight, mask=here)
     inside = here[:, None] & (channel < width)[None, :]
     tl.store(MEAN + at[:, None] * width + channel[None, :], mean, mask=inside)
     if BETA:
