@@ -1,8 +1,8 @@
 """Device code of the softmax read's backward: flash backward on the streams v and e = exp(beta (v - top)).
 
 With F = top + log(total) / beta, the gradient of a row's total is g_F / (beta total) = g_F / beta exp(beta (top - F)).
-`inner` forms it once per row, relative to the top that ROWS rows share; for a block of keys whose own top is lower it
-shrinks by exp(beta (top of the keys - top of the rows)) <= 1, a factor per channel. Flagged rows take no part (their
+`inner` forms it once per row, relative to the top that ROWS rows share; for ROWS keys whose top is lower it shrinks by
+exp(beta (top of the keys - top of the rows)) <= 1, a factor per channel. Flagged rows take no part (their
 log-normalizer is set to infinity): `triton_exact_backward` adds them.
 """
 
@@ -35,7 +35,7 @@ def load_top(tops, block, J, width, WIDTH: tl.constexpr):
     return tl.load(tops + tl.minimum(block, J - 1) * width + channel, mask=channel < width, other=0)
 
 
-@triton.jit(do_not_specialize=["T", "J", "P", "tiles", "H", "repeats", "offset"] + GATE_STRIDES)
+@triton.jit(do_not_specialize=["T", "J", "P", "tiles", "H", "repeats", "offset", *GATE_STRIDES])
 def inner(
     BY_MEAN, BY_FREE, MEAN, FREE, LOG_Z, FLAGS, BETAS, TOPS, LAMS, GATES,
     TO_MEAN, TO_TOTAL, DELTA, LOG_Z_USED, TO_LAM, TO_GATE, PARTS,
@@ -182,7 +182,7 @@ def row_range(
     return start // TILE * TILE, stop
 
 
-@triton.jit(do_not_specialize=["T", "S", "J", "P", "first_part", "tiles", "H", "repeats", "offset", "window"] + STRIDES)
+@triton.jit(do_not_specialize=["T", "S", "J", "P", "first_part", "tiles", "H", "repeats", "offset", "window", *STRIDES])
 def to_keys(
     Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, TOPS, TO_MEAN, TO_TOTAL, DELTA, LOG_Z, TO_K, TO_V, EXPS, PARTS,
     T, S, J, P, first_part, tiles, H, repeats, offset, window, scale,
@@ -193,7 +193,7 @@ def to_keys(
     key_width: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """TO_K [B, S, G, E], TO_V [B, S, G, D] of SIDE keys from all rows and heads that see them; PARTS of beta;
-    EXPS [B, G, S, D], the exponentials relative to the top of their block."""
+    EXPS [B, G, S, D], the exponentials relative to the top that ROWS keys share."""
     program = tl.program_id(0)
     pair, side = program // tiles, program % tiles
     G = H // repeats
@@ -211,7 +211,7 @@ def to_keys(
     e = v.to(TO_TOTAL.dtype.element_ty)
     if BETA:
         tops = TOPS + pair.to(tl.int64) * (J + 1) * width
-        top = load_top(tops, side * SIDE // KEYS, J, width, WIDTH)
+        top = load_top(tops, (side * SIDE // ROWS * ROWS + ROWS - 1) // KEYS, J, width, WIDTH)
         e = exponentials(values, betas, key, top, S, v_t, width, UNIT, WIDTH).to(e.dtype)
         tl.store(EXPS + (pair.to(tl.int64) * S + key)[:, None] * width + channel[None, :], e, mask=inside)
     dk = tl.zeros([SIDE, KEY_WIDTH], tl.float32)
@@ -262,32 +262,31 @@ def to_keys(
 
 @triton.jit
 def join_keys(
-    q, by_mean, by_total, top, slope, log_z, delta, keys, values, exps, tops, BIAS, SEG_Q, SEG_K, RANK, TO_BIAS,
-    dq, query, start, stop, T, S, J, offset, window, scale, k_t, v_t, bias_t, bias_s, key_width, width,
-    MASKED: tl.constexpr, BETA: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, SEGMENTS: tl.constexpr,
+    q, by_mean, by_total, log_z, delta, keys, values, exps, BIAS, SEG_Q, SEG_K, RANK, TO_BIAS, dq, query,
+    start, middle, stop, T, S, offset, window, scale, k_t, v_t, bias_t, bias_s, key_width, width,
+    BETA: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, SEGMENTS: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
-    SIDE: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    SIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys from start to stop add to the gradient of the queries [M, E], and have one of their score's bias."""
+    """Keys from start to stop add to the gradient of the queries [M, E], and have one of their score's bias. Those
+    before middle are seen by all rows."""
     for first in range(start, stop, SIDE):
         key = first + tl.arange(0, SIDE)
         k = load_block_columns(keys, first, S, k_t, key_width, UNIT, SIDE, KEY_WIDTH)
         x = tl.dot(q, k, input_precision=PRECISION) * (scale * LOG2E)
         if HAS_BIAS:
             x += load_bias(BIAS, query[:, None], key[None, :], offset, T, S, bias_t, bias_s)
-        p = tl.exp2(x - log_z[:, None])
-        if MASKED:
+        if first >= middle:
             seen = visible(
                 query[:, None], key[None, :], SEG_Q, SEG_K, RANK, offset, T, S, window, CAUSAL, WINDOW, SEGMENTS
             )
-            p = tl.where(seen, p, 0.0)
+            x = tl.where(seen, x, -INF)
+        p = tl.exp2(x - log_z[:, None])
         v = load_block_columns(values, first, S, v_t, width, UNIT, SIDE, WIDTH)
         dp = tl.dot(by_mean, v, input_precision=PRECISION)
         if BETA:
             e = load_block_columns(exps, first, S, width, width, 1, SIDE, WIDTH)
-            shrink = tl.exp2(tl.minimum(slope * (load_top(tops, first // KEYS, J, width, WIDTH) - top), 0.0))
-            shrunk = (by_total.to(tl.float32) * shrink[None, :]).to(e.dtype)
-            dp = tl.dot(shrunk, e, dp, input_precision=PRECISION)
+            dp = tl.dot(by_total, e, dp, input_precision=PRECISION)
         ds = p * (dp - delta[:, None])
         if BIAS_GRAD:
             row = (query - offset).to(tl.int64)
@@ -298,7 +297,7 @@ def join_keys(
     return dq
 
 
-@triton.jit(do_not_specialize=["T", "S", "J", "tiles", "H", "repeats", "offset", "window"] + STRIDES)
+@triton.jit(do_not_specialize=["T", "S", "J", "tiles", "H", "repeats", "offset", "window", *STRIDES])
 def to_queries(
     Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, TOPS, TO_MEAN, TO_TOTAL, DELTA, LOG_Z, EXPS, TO_Q, TO_BIAS,
     T, S, J, tiles, H, repeats, offset, window, scale,
@@ -328,32 +327,33 @@ def to_queries(
     log_z = tl.load(LOG_Z + of_rows + row, mask=here, other=INF)
     delta = tl.load(DELTA + of_rows + row, mask=here, other=0)
     channel = tl.arange(0, WIDTH)
-    by_total = by_mean
-    slope = tl.full([WIDTH], LOG2E, tl.float32)
-    top = tl.zeros([WIDTH], tl.float32)
+    by_total = by_mean.to(TO_TOTAL.dtype.element_ty)
     tops, exps = TOPS, EXPS
     if BETA:
-        by_total = load_tile(TO_TOTAL + of_rows * width, row, T, width, width, 1, WIDTH)
-        slope = tl.load(BETAS + group * width + channel, mask=channel < width, other=1).to(tl.float32) * LOG2E
         of_keys = (batch * (H // repeats) + group).to(tl.int64)
         tops, exps = TOPS + of_keys * (J + 1) * width, EXPS + of_keys * S * width
-        top = load_top(tops, ((tile * TILE) // ROWS * ROWS + ROWS - 1) // KEYS, J, width, WIDTH)
     keys, values = place(K, batch, group, k_b, k_h, UNIT), place(V, batch, group, v_b, v_h, UNIT)
     dq = tl.zeros([TILE, KEY_WIDTH], tl.float32)
     start, stop = key_range(tile * TILE, tile * TILE + TILE - 1, S, offset, window, CAUSAL, WINDOW, SEGMENTS, SIDE)
     middle = start
     if not WINDOW and not SEGMENTS:
         middle = tl.minimum(tile * TILE, S) // SIDE * SIDE if CAUSAL else S // SIDE * SIDE
+    for block in range(start // ROWS, tl.cdiv(stop, ROWS)):
+        first = block * ROWS
+        if BETA:
+            slope = tl.load(BETAS + group * width + channel, mask=channel < width, other=1).to(tl.float32) * LOG2E
+            top = load_top(tops, ((tile * TILE) // ROWS * ROWS + ROWS - 1) // KEYS, J, width, WIDTH)
+            of_block = load_top(tops, (first + ROWS - 1) // KEYS, J, width, WIDTH)
+            # At most one for all pairs that see each other.
+            shrink = tl.exp2(tl.minimum(slope * (of_block - top), 0.0))
+            by_total = load_tile(TO_TOTAL + of_rows * width, row, T, width, width, 1, WIDTH)
+            by_total = (by_total * shrink[None, :]).to(TO_TOTAL.dtype.element_ty)
         dq = join_keys(
-            q, by_mean, by_total, top, slope, log_z, delta, keys, values, exps, tops, BIAS, SEG_Q, SEG_K, RANK, to_bias,
-            dq, query, start, middle, T, S, J, offset, window, scale, k_t, v_t, bias_t, bias_s, key_width, width,
-            False, BETA, HAS_BIAS, BIAS_GRAD, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, WIDTH, SIDE, KEYS, PRECISION,
+            q, by_mean, by_total, log_z, delta, keys, values, exps, BIAS, SEG_Q, SEG_K, RANK, to_bias, dq, query,
+            tl.maximum(start, first), middle, tl.minimum(stop, first + ROWS), T, S, offset, window, scale, k_t, v_t,
+            bias_t, bias_s, key_width, width, BETA, HAS_BIAS, BIAS_GRAD, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH,
+            WIDTH, SIDE, PRECISION,
         )  # fmt: skip
-    dq = join_keys(
-        q, by_mean, by_total, top, slope, log_z, delta, keys, values, exps, tops, BIAS, SEG_Q, SEG_K, RANK, to_bias,
-        dq, query, middle, stop, T, S, J, offset, window, scale, k_t, v_t, bias_t, bias_s, key_width, width,
-        True, BETA, HAS_BIAS, BIAS_GRAD, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, WIDTH, SIDE, KEYS, PRECISION,
-    )  # fmt: skip
     wide = tl.arange(0, KEY_WIDTH)
     at = ((batch.to(tl.int64) * T + row) * H + head)[:, None] * key_width + wide[None, :]
     tl.store(TO_Q + at, dq * scale, mask=here[:, None] & (wide < key_width)[None, :])

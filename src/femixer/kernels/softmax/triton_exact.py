@@ -51,7 +51,7 @@ def load_chunk(base, token, count, stride, first, width, UNIT: tl.constexpr):
     return tl.load(base + at, mask=inside, other=0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["T", "S", "tiles", "H", "repeats", "offset", "window"] + STRIDES + GATE_STRIDES)
+@triton.jit(do_not_specialize=["T", "S", "tiles", "H", "repeats", "offset", "window", *STRIDES, *GATE_STRIDES])
 def read_exactly(
     Q, K, V, BETAS, LAMS, GATES, BIAS, SEG_Q, SEG_K, RANK, MEAN, FREE, LOG_Z, FLAGS, OUT,
     T, S, tiles, H, repeats, offset, window, scale, eps,

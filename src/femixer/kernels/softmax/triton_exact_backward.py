@@ -58,7 +58,7 @@ def score_gradient(
     return ds
 
 
-@triton.jit(do_not_specialize=["T", "S", "P", "tiles", "H", "repeats", "offset", "window"] + STRIDES)
+@triton.jit(do_not_specialize=["T", "S", "P", "tiles", "H", "repeats", "offset", "window", *STRIDES])
 def flagged_rows(
     Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, FREE, FLAGS, LOG_Z, TO_MEAN, TO_TOTAL, DELTA, TO_Q, TO_BIAS, PARTS,
     T, S, P, tiles, H, repeats, offset, window, scale,
@@ -136,7 +136,7 @@ def flagged_rows(
         tl.store(PARTS + part * width + channel, tl.zeros([WIDTH], tl.float32), mask=channel < width)
 
 
-@triton.jit(do_not_specialize=["T", "S", "tiles", "H", "repeats", "offset", "window"] + STRIDES)
+@triton.jit(do_not_specialize=["T", "S", "tiles", "H", "repeats", "offset", "window", *STRIDES])
 def flagged_keys(
     Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, FREE, FLAGS, LOG_Z, TO_MEAN, TO_TOTAL, DELTA, TO_K, TO_V,
     T, S, tiles, H, repeats, offset, window, scale,

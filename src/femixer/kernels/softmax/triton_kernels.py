@@ -61,7 +61,7 @@ def load_block(base, first, count, stride, width, UNIT: tl.constexpr, N: tl.cons
     """N tokens from `first` of a head -> [N, WIDTH], addressed from the first by small numbers."""
     token, channel = tl.arange(0, N), tl.arange(0, WIDTH)
     inside = ((token >= -first) & (token < count - first))[:, None] & (channel < width)[None, :]
-    start = base + first.to(tl.int64) * stride * UNIT
+    start = base + tl.cast(first, tl.int64) * stride * UNIT
     return tl.load(start + (token[:, None] * stride * UNIT + channel[None, :]), mask=inside, other=0)
 
 
@@ -70,7 +70,7 @@ def load_block_columns(base, first, count, stride, width, UNIT: tl.constexpr, N:
     """The same transposed, [WIDTH, N]."""
     token, channel = tl.arange(0, N), tl.arange(0, WIDTH)
     inside = ((token >= -first) & (token < count - first))[None, :] & (channel < width)[:, None]
-    start = base + first.to(tl.int64) * stride * UNIT
+    start = base + tl.cast(first, tl.int64) * stride * UNIT
     return tl.load(start + (token[None, :] * stride * UNIT + channel[:, None]), mask=inside, other=0)
 
 
@@ -273,7 +273,7 @@ def is_doubtful(free, top, beta, narrow, EXACT: tl.constexpr):
     return doubtful
 
 
-@triton.jit(do_not_specialize=["T", "S", "J", "tiles", "H", "repeats", "offset", "window"] + STRIDES + GATE_STRIDES)
+@triton.jit(do_not_specialize=["T", "S", "J", "tiles", "H", "repeats", "offset", "window", *STRIDES, *GATE_STRIDES])
 def read(
     Q, K, V, BETAS, LAMS, GATES, BIAS, SEG_Q, SEG_K, RANK, EXPS, TOPS, SHRINK, MEAN, FREE, LOG_Z, FLAGS, OUT,
     T, S, J, tiles, H, repeats, offset, window, scale, eps,

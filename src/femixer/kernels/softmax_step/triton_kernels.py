@@ -15,34 +15,20 @@ from femixer.kernels.softmax.triton_kernels import INF, LOG2E, load_tile, visibl
 LEAST = tl.constexpr(1e-27)
 
 
-SIZES = [
-    "S",
-    "G",
-    "splits",
-    "start",
-    "blocks",
-    "window",
-    "key_b",
-    "key_g",
-    "data_b",
-    "data_g",
-    "q_b",
-    "k_b",
-    "v_b",
-    "bias_b",
-]
+SIZES = ["S", "G", "splits", "start", "blocks", "window", "key_b", "key_g", "data_b", "data_g"]
 
 
-@triton.jit(do_not_specialize=[*SIZES, "seg_q", "seg_k"])
+@triton.jit(do_not_specialize=[*SIZES, "q_b", "k_b", "v_b", "bias_b", "seg_q", "seg_k"])
 def read_splits(
     Q, K, V, KEY_CACHE, DATA_CACHE, SHIFT, BETAS, BIAS, SEG_Q, SEG_K, RANK,
-    NEXT_SHIFT, TOPS, LOG_MAX, WEIGHT, MEAN, TOTAL, S, G, repeats, splits, start, blocks, window, key_width, width, scale,
+    NEXT_SHIFT, TOPS, LOG_MAX, WEIGHT, MEAN, TOTAL,
+    S, G, repeats, splits, start, blocks, window, key_width, width, scale,
     q_b, q_h, k_b, k_g, v_b, v_g, key_b, key_g, data_b, data_g, bias_b, bias_h, bias_s, seg_q, seg_k,
     BETA: tl.constexpr, WRITE: tl.constexpr, HAS_BIAS: tl.constexpr, SEGMENTS: tl.constexpr, WINDOW: tl.constexpr,
     KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A program reads `blocks` blocks of keys for the heads of one key/value head; those of all programs begin at
-    `start`. LOG_MAX, WEIGHT [B, splits, H], MEAN, TOTAL [B, splits, H, D], TOPS [B, splits, G, D]. The last program writes
+    `start`. LOG_MAX, WEIGHT [B, splits, H], MEAN, TOTAL [B, splits, H, D], TOPS [B, splits, G, D]. The last one writes
     the token to the cache."""
     program = tl.program_id(0)
     pair, split = program // splits, program % splits
