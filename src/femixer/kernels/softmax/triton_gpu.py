@@ -110,7 +110,7 @@ def read(call: Call, mean: Tensor, free: Tensor, log_z: Tensor, flags: Tensor, t
         *(call.rows, call.keys, size, *sizes),
         *strides,
         moved=call.bytes(flags),
-        num_warps=4,
+        num_warps=8,
         **call.flags,
         **call.gate_flags,
     )

@@ -177,7 +177,7 @@ def _add_flagged(call: Call, found: Found, inner: Inner, results: Gradients, blo
         *strides,
         moved=call.bytes(found.flags),
         BIAS_GRAD=results.bias is not None,
-        num_warps=4,
+        num_warps=8,
         **call.flags,
     )
     launch(
@@ -188,6 +188,6 @@ def _add_flagged(call: Call, found: Found, inner: Inner, results: Gradients, blo
         *strides,
         moved=call.bytes(found.flags) * ((key_tiles + 1) // 2),
         BLOCK=block,
-        num_warps=4,
+        num_warps=8,
         **call.flags,
     )
