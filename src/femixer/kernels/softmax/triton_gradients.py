@@ -10,7 +10,7 @@ from torch import Tensor
 from femixer.kernels.softmax import triton_backward, triton_exact_backward
 from femixer.kernels.softmax.triton_call import Call, Tiles, padded
 from femixer.kernels.softmax.triton_exact import SIDE
-from femixer.kernels.triton_launch import launch
+from femixer.kernels.triton_launch import launch, target_of
 
 
 class Found(NamedTuple):
@@ -51,9 +51,11 @@ def tiles_of(call: Call) -> tuple[Tiles, Tiles]:
     """For the gradients of keys and values, and for those of queries: the largest of a few that spill no registers on
     sm_80, by the width of what a token has."""
     wide = max(padded(call.key_width), 2 * padded(call.width))
+    # With four warps an AMD GPU has twice the registers for each.
+    warps = 4 if target_of(call.q).startswith("gfx") else 8
     if call.stream_dtype == torch.float32:
-        return Tiles(16, 32 if wide <= 64 else 16, 8, 1), Tiles(16, 32 if wide <= 128 else 16, 8, 1)
-    return Tiles(32 if wide <= 128 else 16, 32, 8, 1), Tiles(32, 32, 8, 1)
+        return Tiles(16, 32 if wide <= 64 else 16, warps, 1), Tiles(16, 32 if wide <= 128 else 16, warps, 1)
+    return Tiles(32 if wide <= 128 else 16, 32, warps, 1), Tiles(32, 32, warps, 1)
 
 
 def backward(call: Call, by_mean: Tensor | None, by_free: Tensor | None, found: Found, bias_grad: bool) -> Gradients:
