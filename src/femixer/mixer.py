@@ -170,6 +170,9 @@ class FreeEnergyMixer(MixerLayer):
         features = None
         if self.conditioner is not None:
             features, context = self.conditioner(x, layout, context)
+        return self._columns(x, features, context)
+
+    def _columns(self, x: Tensor, features: Tensor | None, context: Tensor | None) -> Projected:
         inputs = {} if self.prior_proj is None else self.prior_proj(x, features)
         values = self.value_proj(x, features)
         heads = {name: columns.unflatten(-1, (-1, self.widths.value)) for name, columns in values.items()}

@@ -89,3 +89,15 @@ class Cut:
     def of_stretches(self, x: list[Tensor]) -> Tensor:
         """One tensor [B, ...] for each of this rank's stretches, as the folded batch [B stretches, ...]."""
         return x[0] if self.stretches == 1 else torch.stack(x, 1).flatten(0, 1)
+
+
+def whole_sequence(model: Any, x: Tensor) -> Tensor:
+    """Of a parallelized model, what it computed for all tokens, [B, T, ...], from this rank's x [B, T / ranks, ...]."""
+    cut: Cut | None = getattr(model, "cut", None)
+    return x if cut is None else cut.whole(x)
+
+
+def own_tokens(model: Any, x: Tensor) -> Tensor:
+    """Of a parallelized model, this rank's tokens [B, T / ranks, ...] of x [B, T, ...]."""
+    cut: Cut | None = getattr(model, "cut", None)
+    return x if cut is None else cut.take(x)
