@@ -60,8 +60,8 @@ class CutMixer(FreeEnergyMixer):
         self.check_inputs(x, mask, segments, None, False)
         if x.shape[1] % self.cut.stretches:
             raise ValueError(f"x has {x.shape[1]} tokens on this rank; allowed is a multiple of {self.cut.stretches}")
-        x, mask, segments = (None if given is None else self.cut.fold(given) for given in (x, mask, segments))
-        assert x is not None
+        x = self.cut.fold(x)
+        mask, segments = (None if given is None else self.cut.fold(given) for given in (mask, segments))
         y, _ = self._mix(x, mask, segments, State.start(self._owner, x), False)
         return self.cut.unfold(y)
 

@@ -28,7 +28,7 @@ def summed(x: Tensor, group: Any) -> Tensor:
 
 
 def shared(x: Tensor, group: Any) -> Tensor:
-    """x itself, which all ranks hold, before they go on with it in different ways: its gradient is the sum of theirs."""
+    """x itself, which all ranks hold, before each goes on with it in its own way: its gradient is the sum of theirs."""
     return _Shared.apply(x, group)
 
 
@@ -41,7 +41,7 @@ class _Gathered(torch.autograd.Function):
         return flat.view(-1, *x.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         own = grad.new_empty(ctx.shape.numel())
         _reduce_scatter(own, grad.contiguous().view(-1), group=ctx.group)
         return own.view(ctx.shape), None
@@ -59,7 +59,7 @@ class _Summed(torch.autograd.Function):
         return _sum(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -70,5 +70,5 @@ class _Shared(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _sum(grad, ctx.group), None

@@ -58,7 +58,9 @@ def cut_width(mlp: Any, mesh: DeviceMesh, known: Known) -> None:
     """The width of a SwiGLU over the ranks."""
     width, ranks = mlp.gate_proj.weight.shape[0], mesh.size()
     if width % ranks:
-        raise ValueError(f"intermediate_size={width} cannot be divided among {ranks} ranks of 'tp'")
+        raise ValueError(
+            f"intermediate_size={width} cannot be divided among {ranks} ranks of 'tp'; allowed is a multiple"
+        )
     for linear in (mlp.gate_proj, mlp.up_proj):
         divide(linear, mesh, lambda name: 0, known)
     cut_inputs(mlp.down_proj, mesh, known)

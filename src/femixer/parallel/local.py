@@ -24,9 +24,9 @@ class OwnPart(nn.Module):
     """Its parameters are this rank's parts while `forward` runs."""
 
     def forward(self, *given: Any, **options: Any) -> Any:
-        whole = {name: p for name, p in self._parameters.items() if isinstance(p, DTensor)}
+        whole: dict[str, Any] = {name: p for name, p in self._parameters.items() if isinstance(p, DTensor)}
         try:
-            self._parameters.update({name: p.to_local() for name, p in whole.items()})  # type: ignore[misc]
+            self._parameters.update({name: p.to_local() for name, p in whole.items()})
             return super().forward(*given, **options)
         finally:
             self._parameters.update(whole)

@@ -100,7 +100,7 @@ def _cut_context(model: nn.Module, mixers: list[FreeEnergyMixer], cut: Cut) -> N
     from femixer.models.language import FEMModel
     from femixer.parallel.language import CutLanguageModel, CutModel
 
-    body = model if isinstance(model, FEMModel) else model.model
+    body: Any = model if isinstance(model, FEMModel) else model.model
     swapped(body, CutModel).cut = cut
     if body is not model:
         swapped(model, CutLanguageModel).cut = cut
@@ -182,13 +182,16 @@ def _shard(model: nn.Module, mesh: DeviceMesh, replicas: list[str], mean_over: i
 @torch.no_grad()
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The weights as one rank would have them, by their usual names, on every rank; all ranks must call it."""
-    state = {}
+    state: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
         dot = f"{prefix}." if prefix else ""
         if isinstance(module, CutProjection):
             state |= {dot + name: value for name, value in module.whole_state().items()}
             continue
-        held = {**module._parameters, **{n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}}
+        held = {
+            **module._parameters,
+            **{n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set},
+        }
         state |= {dot + name: whole(value) for name, value in held.items() if value is not None}
     return state
 

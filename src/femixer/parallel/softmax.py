@@ -69,9 +69,7 @@ class CutSoftmax(SoftmaxPrior):
         if position is not None:
             bias = self._bias(F.pad(places, (0, missing)), position, q.dtype)
         q = F.pad(q, (0, 0, 0, 0, 0, missing))
-        mean, free = softmax_read(
-            q, k, v, beta, causal=self.causal, window=self.window, bias=bias, segments=segments
-        )
+        mean, free = softmax_read(q, k, v, beta, causal=self.causal, window=self.window, bias=bias, segments=segments)
         return mean[:, :length], None if free is None else free[:, :length]
 
 
