@@ -141,3 +141,88 @@ def test_compiled_code_takes_constants_from_files_that_the_stamp_covers(path: Pa
         found = [str(p) for p in (module.with_suffix(".py"), module / "__init__.py") if p.is_file()]
         package_only = module == KERNELS or not found
         assert package_only or found[0] in covered, f"{name} is not stamped"
+
+
+def modules_of(package: Path) -> dict[str, Path]:
+    """Name of every module -> its file."""
+    found = {}
+    for path in package.rglob("*.py"):
+        parts = [package.name, *path.relative_to(package).with_suffix("").parts]
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules_of(PACKAGE)
+
+
+def top(module: str) -> str:
+    """The package or module directly in femixer."""
+    return ".".join(module.split(".")[:2])
+
+
+def dependencies(path: Path) -> set[str]:
+    """Modules of femixer that a file imports anywhere, inside functions too, or names for a later import.
+
+    What only a type checker reads is not among them: it is never imported. `from femixer import name` is the module
+    that the name comes from.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    found = set()
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{name.name}" for name in node.names]
+            names = [name if name in MODULES else EXPORTED.get(name, node.module) for name in names]
+        elif isinstance(node, ast.Import):
+            names = [name.name for name in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value.partition(":")[0]]
+        found |= {name for name in names if name in MODULES and name != "femixer"}
+    return found
+
+
+EXPORTED: dict[str, str] = {
+    f"femixer.{name.name}": node.module
+    for node in ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8")).body
+    if isinstance(node, ast.ImportFrom) and node.module
+    for name in node.names
+}
+"""What femixer itself offers -> where it is defined."""
+
+
+def graph() -> dict[str, set[str]]:
+    """package or module of femixer -> those that it depends on."""
+    edges: dict[str, set[str]] = {}
+    for name, path in MODULES.items():
+        if name == "femixer":
+            continue
+        edges.setdefault(top(name), set()).update(top(other) for other in dependencies(path))
+    return {name: others - {name} for name, others in edges.items()}
+
+
+def cycle(edges: dict[str, set[str]]) -> list[str]:
+    """Packages that depend on each other in a circle, if there are any."""
+    left = dict(edges)
+    while free := [name for name, others in left.items() if not others & {*left}]:
+        for name in free:
+            del left[name]
+    while used := [name for name in left if not any(name in others for others in left.values())]:
+        for name in used:
+            del left[name]
+    return sorted(left)
+
+
+def test_packages_do_not_depend_on_each_other_in_a_circle() -> None:
+    """Also not lazily: whoever reads a package needs only those below it."""
+    edges = graph()
+    assert {"femixer.reporting", "femixer.training", "femixer.models"} <= edges["femixer.tasks"]
+    assert "femixer.mixer" in edges["femixer.bench"]  # which it imports from femixer itself
+    assert cycle(edges) == []
+
+
+def test_a_circle_of_packages_is_found() -> None:
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"a"}}) == ["a", "b", "c"]
+    assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []

@@ -14,9 +14,7 @@ from femixer import cli
 from femixer.bench.cli import BENCHES
 from femixer.cli import main
 from femixer.optional import MissingExtra, require
-from femixer.tasks.mad.cli import COMMANDS as MAD
-from femixer.tasks.series.cli import COMMANDS as FORECAST
-from femixer.tasks.text.cli import COMMANDS as LM
+from femixer.tasks import TASKS, forecast, lm, mad, vision
 
 
 def femixer(*args, **options):
@@ -33,11 +31,12 @@ def femixer(*args, **options):
 def test_help_lists_the_commands(capsys, args):
     assert main(args) == 0
     shown = capsys.readouterr().out
-    assert all(f"\n  {name} " in shown for name in cli.COMMANDS)
+    assert all(f"\n  {name} " in shown for name in {**TASKS, **cli.COMMANDS})
 
 
-NESTED = {"bench": BENCHES, "forecast": FORECAST, "lm": LM, "mad": MAD}
-EVERY = [*([name] for name in cli.COMMANDS), *([name, inner] for name, table in NESTED.items() for inner in table)]
+COMMANDS = {**TASKS, **cli.COMMANDS}
+NESTED = {"bench": BENCHES, "lm": lm.COMMANDS, **{one.TASK.name: one.TASK.commands for one in (forecast, mad, vision)}}
+EVERY = [*([name] for name in COMMANDS), *([name, inner] for name, table in NESTED.items() for inner in table)]
 
 
 @pytest.mark.parametrize("command", EVERY, ids=" ".join)

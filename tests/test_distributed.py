@@ -29,9 +29,11 @@ from torch.nn import functional
 from femixer.cli import main
 from femixer.training import (
     EngineOptions,
+    Fit,
     Part,
     Results,
     RunOptions,
+    TrainOptions,
     adamw,
     checkpoint,
     cosine,
@@ -129,14 +131,15 @@ def learn(
     run = RunOptions(folder, resume=folder.exists(), threads=1)
     run.apply()
     model = build()
-    train(
-        model,
-        lambda model: adamw(model, lr, betas=(0.9, 0.95)),
+    fit = Fit(
+        model=model,
+        optimizer=lambda model: adamw(model, lr, betas=(0.9, 0.95)),
         batch=watched,
         losses=losses,
         items=lambda data: int((data[1] >= 0).sum()),
         evaluate=evaluate,
-        results=Results("language", Nothing(), run),
+    )
+    options = TrainOptions(
         steps=STEPS,
         evaluate_every=3,
         seed=0,
@@ -145,6 +148,7 @@ def learn(
         log_every=1,
         engine=EngineOptions(**engine),
     )
+    train(fit, options, Results("language", Nothing(), run))
     return full_weights(model)
 
 

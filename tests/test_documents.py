@@ -1,20 +1,28 @@
 """Worked examples in the documentation run, and its links lead somewhere."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from femixer import FreeEnergyMixer
+from femixer.cli import main
 from femixer.priors import PRIORS
+from femixer.tasks import TASKS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("src/**/README.md")])
 
 
+def blocks(name: str, language: str) -> list[str]:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
 def python_blocks(name: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return blocks(name, "python")
 
 
 @pytest.fixture
@@ -33,6 +41,26 @@ def test_the_example_of_a_new_prior_runs() -> None:
     assert isinstance(namespace["mixer"], FreeEnergyMixer)
     inspection = namespace["mixer"].inspect(namespace["x"])
     assert inspection.prior.shape == (2, 3, 11, 11, namespace["v"].shape[-1])
+
+
+def test_the_example_of_a_new_task_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, registration = python_blocks("docs/add-a-task.md")
+    (tmp_path / "first.py").write_text(module, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(TASKS, "first", ("", ""))  # what the example puts there leaves it with the test
+    exec(compile(registration, "docs/add-a-task.md", "exec"), {})
+    (shell,) = blocks("docs/add-a-task.md", "sh")
+    for line in shell.splitlines():
+        assert main(shlex.split(line)[1:]) == 0, line
+    shown = capsys.readouterr()
+    assert "2 jobs, 0 of them finished before" in shown.err
+    assert "2 jobs, 1 in part 1/2" in shown.out and "2 records are in first.json" in shown.out
+    table = (tmp_path / "results/first-table/table.md").read_text(encoding="utf-8")
+    assert table in shown.out and re.search(r"^\| softmax \| \*\*\d+\.\d\*\* \|$", table, re.MULTILINE)
+    assert (tmp_path / "results/first-table/table.tex").exists()
 
 
 def test_examples_of_architecture_run() -> None:

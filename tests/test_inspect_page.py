@@ -294,7 +294,7 @@ def test_tokens_are_readable():
 
 
 def test_bytes_that_are_no_character_are_shown_as_bytes():
-    from femixer.tasks.text.tokenizer import byte_tokenizer
+    from femixer.tasks.lm.data.tokenizer import byte_tokenizer
 
     tokenizer = byte_tokenizer()
     ids = tokenizer("a é\n")["input_ids"]
@@ -308,7 +308,7 @@ def test_bytes_that_are_no_character_are_shown_as_bytes():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    from femixer.tasks.text.tokenizer import byte_tokenizer
+    from femixer.tasks.lm.data.tokenizer import byte_tokenizer
 
     folder = tmp_path_factory.mktemp("checkpoint") / "small"
     language_model(mixer=["fem", "attention", "fem"], prior=["softmax", "softmax", "decay"]).save_pretrained(folder)

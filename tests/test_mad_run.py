@@ -17,17 +17,16 @@ from torch import nn
 
 from femixer.cli import main
 from femixer.models.named import NAMED
-from femixer.tasks.mad import IGNORE, TASKS, job, scoring
-from femixer.tasks.mad.job import Batches, Job
-from femixer.tasks.mad.jobs import Experiment
+from femixer.tasks.mad import IGNORE, TASK, TASKS, fit
+from femixer.tasks.mad.fit import Batches, Examples, MadJob, macro_accuracy, score
 from femixer.tasks.mad.model import build, positions
 from femixer.tasks.mad.protocol import PROTOCOLS, Plan, Protocol
-from femixer.tasks.mad.scoring import Examples, macro_accuracy, score
-from femixer.tasks.mad.store import KIND, load
+from femixer.tasks.mad.task import Experiment
 from femixer.training import Part, RunOptions
-from femixer.training.jobs import Store, divided, engines, store, work
-from femixer.training.jobs.work import Assignment, attempt
-from femixer.training.workers import carried_out
+from femixer.training.jobs import Store, divided, engines, store
+from femixer.training.jobs import job as work
+from femixer.training.jobs.job import Assignment, attempt
+from femixer.training.processes import carried_out
 
 SIZES = {"width": 12, "heads": 2, "layers": 1, "inner": 11, "validation": 5, "test": 7, "resumable": False}
 TINY = Protocol(
@@ -57,7 +56,7 @@ def run(out, *options):
 
 
 def records(out):
-    return [timeless(record) for record in load(out)]
+    return [timeless(record) for record in TASK.load(out)]
 
 
 def timeless(record):
@@ -158,8 +157,8 @@ def test_no_two_jobs_share_a_name_whatever_they_differ_in():
         float: lambda value: value + 1e-9,
         dict: lambda value: {**value, next(iter(value)): 17},
     }
-    changed = [replace(one, **{f.name: other[type(v)](v)}) for f in fields(Job) for v in (getattr(one, f.name),)]
-    assert len({job.name for job in (one, *changed)}) == 1 + len(fields(Job))
+    changed = [replace(one, **{f.name: other[type(v)](v)}) for f in fields(MadJob) for v in (getattr(one, f.name),)]
+    assert len({job.name for job in (one, *changed)}) == 1 + len(fields(MadJob))
     assert tiny_job().name == one.name
 
 
@@ -202,10 +201,10 @@ def test_a_job_records_both_splits_and_stops_once_both_are_solved(tmp_path, monk
     assert steps == [*range(0, steps[-1] + 1, 20)] and 20 <= steps[-1] < 160
     solved = [at["validation"]["accuracy"] > 0.999 and at["test"]["accuracy"] > 0.999 for at in record["evaluations"]]
     assert solved == [False] * (len(steps) - 1) + [True]
-    assert not job.solved([{"accuracy": 1.0}, {"accuracy": 0.999}])
+    assert not fit.solved([{"accuracy": 1.0}, {"accuracy": 0.999}])
     assert record["steps"] == 400 and record["parameter_count"] > 0
     # Killed after the last evaluation, it does not go on when it is resumed.
-    monkeypatch.setattr(job, "summed_loss", None)
+    monkeypatch.setattr(fit, "summed_loss", None)
     assert timeless(hard.carry_out(options)) == timeless(record)
 
 
@@ -219,7 +218,7 @@ def test_a_resumable_job_that_was_stopped_goes_on_to_the_same_numbers(tmp_path, 
     whole = tiny_job(steps=6, evaluate_every=2)
     expected = whole.carry_out(RunOptions(tmp_path / "whole", keep=0))
     assert not (tmp_path / "whole/checkpoints").exists()
-    asked, original = [], scoring.score
+    asked, original = [], fit.score
 
     def stopping(model, examples):
         asked.append(len(examples.inputs))
@@ -227,7 +226,7 @@ def test_a_resumable_job_that_was_stopped_goes_on_to_the_same_numbers(tmp_path, 
             raise KeyboardInterrupt
         return original(model, examples)
 
-    monkeypatch.setattr(job, "score", stopping)
+    monkeypatch.setattr(fit, "score", stopping)
     options = RunOptions(tmp_path / "stopped", resume=True, keep=1)
     with pytest.raises(KeyboardInterrupt):
         whole.carry_out(options)
@@ -248,7 +247,7 @@ def test_finished_jobs_are_not_repeated(tmp_path, monkeypatch, capsys):
     assert run(tmp_path, "--models", "SMAttn", "FEM-SM", "--seeds", 2, "--dry-run") == 0
     assert capsys.readouterr().out == "8 jobs, 2 of them finished\n"
     with monkeypatch.context() as patch:
-        patch.setattr(Job, "carry_out", None)
+        patch.setattr(MadJob, "carry_out", None)
         assert run(tmp_path, "--select", "test") == 0
     assert {path: path.read_text() for path in tmp_path.glob("jobs/*")} == first
     before, written = records(tmp_path), {path: path.stat().st_mtime_ns for path in first}
@@ -258,13 +257,13 @@ def test_finished_jobs_are_not_repeated(tmp_path, monkeypatch, capsys):
 
 
 def test_a_failing_job_stops_no_other_and_is_named(tmp_path, capsys, monkeypatch):
-    original = Job.carry_out
+    original = MadJob.carry_out
 
     def failing(job, options):
         return original(job, options) if job.weight_decay else 1 / 0
 
     with monkeypatch.context() as patch:
-        patch.setattr(Job, "carry_out", failing)
+        patch.setattr(MadJob, "carry_out", failing)
         assert run(tmp_path) == 1
     shown = capsys.readouterr()
     assert "FAILED: ZeroDivisionError" in shown.err
@@ -278,14 +277,14 @@ def test_a_failing_job_stops_no_other_and_is_named(tmp_path, capsys, monkeypatch
 def test_a_job_that_another_process_is_at_is_left_to_it(tmp_path):
     from filelock import FileLock
 
-    assignment = Assignment(tiny_job(), Store(tmp_path, KIND).folder, False, "cpu", 1)
+    assignment = Assignment(tiny_job(), Store(tmp_path, TASK.kind).folder, False, "cpu", 1)
     (tmp_path / "running").mkdir()
     with FileLock(tmp_path / "running" / f"{assignment.job.name}.lock"):
         assert attempt(assignment) == work.Outcome(assignment.job)
     assert attempt(assignment).record is not None
     # A command that began before another one finished the job has it still on its list.
     assert attempt(assignment) == work.Outcome(assignment.job)
-    assert len(load(tmp_path)) == 1 and not [*(tmp_path / "running").iterdir()]
+    assert len(TASK.load(tmp_path)) == 1 and not [*(tmp_path / "running").iterdir()]
 
 
 def test_a_machine_that_does_not_see_the_store_works_on_its_own_disk(tmp_path, monkeypatch):
@@ -298,10 +297,10 @@ def test_an_exported_file_reads_like_the_store(tmp_path, capsys):
     assert run(tmp_path / "a") == 0
     assert main(["mad", "export", "--results", str(tmp_path / "a"), "--out", str(tmp_path / "b/all.json")]) == 0
     assert "2 records" in capsys.readouterr().out
-    assert load(tmp_path / "b/all.json") == load(tmp_path / "a") != []
+    assert TASK.load(tmp_path / "b/all.json") == TASK.load(tmp_path / "a") != []
 
 
-@pytest.mark.parametrize("content", [json.dumps({"format": KIND.format + 1, "records": []}), "[]", "{", None])
+@pytest.mark.parametrize("content", [json.dumps({"format": TASK.kind.format + 1, "records": []}), "[]", "{", None])
 def test_results_of_another_version_or_kind_are_refused(tmp_path, content, capsys):
     folder, file = tmp_path / "store", tmp_path / "all.json"
     folder.mkdir()
@@ -310,7 +309,7 @@ def test_results_of_another_version_or_kind_are_refused(tmp_path, content, capsy
     told = "was written by another version of femixer" if content and len(content) > 2 else "not "
     for path in (folder, file):
         with pytest.raises(ValueError, match=told):
-            load(path)
+            TASK.load(path)
     if content is not None:
         assert run(folder) == 2
         assert told in capsys.readouterr().err and not (folder / "jobs").exists()

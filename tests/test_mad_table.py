@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from femixer.cli import main
-from femixer.tasks.mad import TASKS
-from femixer.tasks.mad.paper import FIGURES, GROUPS
-from femixer.tasks.mad.selection import average, rows
-from femixer.tasks.mad.store import KIND
-from femixer.tasks.mad.table import TITLES, as_csv, latex, markdown, tabulate
+from femixer.reporting import as_csv, as_latex, as_markdown
+from femixer.tasks.mad import TASK, TASKS
+from femixer.tasks.mad.table import FIGURES, GROUPS, average, rows, sizes, tabulate
 from femixer.training.jobs import export
 
 
@@ -51,13 +49,9 @@ def finished(models: tuple[str, ...], seeds: int = 1, accuracy: float = 0.5) -> 
 
 def entries(records: list[dict], select: str = "validation", all_rows: bool = False) -> dict:
     """(model, title) -> entry; of a row that stands twice, the second."""
-    groups = tabulate(records, select, all_rows).groups.values()
-    return {
-        (name, title): each
-        for group in groups
-        for name, line in group.items()
-        for title, each in zip(TITLES, line, strict=True)
-    }
+    table = tabulate(records, select, all_rows)
+    titles = [title.replace("\n", " ") for title in table.header]
+    return {(row[0], title): each for row in table.rows for title, each in zip(titles, row, strict=True)}
 
 
 EARLY = evaluation(1, (0.4, 0.7), (0.91, 2.0))
@@ -79,7 +73,7 @@ def test_the_best_learning_rate_and_weight_decay_are_those_of_the_selecting_spli
     ]
     assert rows(records)["SMAttn"]["recall"].mean == 0.6
     assert rows(records, "test")["SMAttn"]["recall"].mean == 0.9
-    assert any("best of 3 learning rates and weight decays" in text for text in tabulate(records, "test").legend)
+    assert any("best of 3 learning rates and weight decays" in text for text in tabulate(records, "test").notes)
 
 
 def test_a_job_that_diverged_counts_where_its_loss_was_finite() -> None:
@@ -126,7 +120,7 @@ def test_missing_seeds_and_unfinished_jobs_are_said_and_never_best() -> None:
     assert found["AFT", "In-Ctx Recall"].value == found["AFT", "Avg"].value == ""
     assert found["FEM-GLA", "Compress"].value == "90.0" and found["FEM-GLA", "Compress"].missing == "1 of 3 seeds"
     assert not found["FEM-GLA", "Compress"].best and found["FEM-SM", "Compress"].best  # 40.0, as SMAttn
-    lines = markdown(tabulate(records, "validation")).splitlines()
+    lines = as_markdown(tabulate(records, "validation")).splitlines()
     assert "40.0 ± 0.0 [2 of 3 seeds] (99.9)" in next(line for line in lines if line.startswith("| FEM-SM"))
     assert "| – (63.0) |" in next(line for line in lines if line.startswith("| AFT |"))
     assert any(line.startswith("In brackets") for line in lines)
@@ -137,19 +131,23 @@ def test_a_cell_with_too_few_learning_rates_has_no_value() -> None:
     found = entries(records)
     assert (found["FEM-SM", "In-Ctx Recall"].value, found["FEM-SM", "In-Ctx Recall"].missing) == ("", "1 of 2 jobs")
     assert found["SMAttn", "In-Ctx Recall"].value == "60.0" and found["FEM-SM", "Compress"].value == "50.0"
-    assert "[1 of 2 jobs] (99.9)" in markdown(tabulate(records, "validation"))
-    assert r"\makecell{\scriptsize [1 of 2 jobs]\\\scriptsize (99.9)}" in latex(tabulate(records, "validation"))
+    assert "[1 of 2 jobs] (99.9)" in as_markdown(tabulate(records, "validation"))
+    assert r"\makecell{\scriptsize [1 of 2 jobs]\\\scriptsize (99.9)}" in as_latex(tabulate(records, "validation"))
+
+
+def members(records: list[dict]) -> dict[str, list[str]]:
+    """Title -> models."""
+    return {group.title: [row[0] for row in group.rows] for group in tabulate(records, "validation").groups}
 
 
 def test_rows_stand_in_the_groups_of_the_paper() -> None:
     names = [*FIGURES, "RetNet", "GLA-published"]
-    groups = tabulate(finished((*reversed(names),)), "validation").groups
+    groups = members(finished((*reversed(names),)))
     assert [*groups] == [*GROUPS, "Not in the paper's table"]
-    for title, members in GROUPS.items():
-        assert [*groups[title]] == [*members]
+    for title, names in GROUPS.items():
+        assert groups[title] == [*names]
     assert {*groups["Not in the paper's table"]} == {"RetNet", "GLA-published"}
-    few = tabulate(finished(("FEM-SM", "AFT")), "validation").groups
-    assert {title: [*group] for title, group in few.items()} == {"Softmax attention": ["FEM-SM"], "AFT": ["AFT"]}
+    assert members(finished(("FEM-SM", "AFT"))) == {"Softmax attention": ["FEM-SM"], "AFT": ["AFT"]}
 
 
 def test_all_rows_are_those_of_the_registry() -> None:
@@ -166,16 +164,16 @@ def test_the_paper_s_averages_are_those_of_its_columns_but_for_one() -> None:
     off = {name for name, row in FIGURES.items() if abs(statistics.mean(row[:-1]) - row[-1]) > 0.051}
     assert off == {"FEM-GLA"} and statistics.mean(FIGURES["FEM-GLA"][:-1]) == pytest.approx(76.2)
     assert [*dict.fromkeys(name for names in GROUPS.values() for name in names)] == [*FIGURES]
-    assert any("76.2" in text for text in tabulate(finished(("FEM-GLA",)), "validation").legend)
+    assert any("76.2" in text for text in tabulate(finished(("FEM-GLA",)), "validation").notes)
 
 
 def test_what_is_bold_is_the_best_of_a_column_as_shown() -> None:
     records = [record("SMAttn", accuracy=0.50041), record("FEM-SM", accuracy=0.50039), record("AFT", accuracy=0.4)]
     found = entries(records)
     assert [found[name, "In-Ctx Recall"].best for name in ("SMAttn", "FEM-SM", "AFT")] == [True, True, False]
-    text = markdown(tabulate(records, "validation"))
+    text = as_markdown(tabulate(records, "validation"))
     assert text.count("**50.0**") == 2 and "| 40.0 (63.0) |" in text
-    assert latex(tabulate(records, "validation")).count(r"\textbf{50.0}") == 2
+    assert as_latex(tabulate(records, "validation")).count(r"\textbf{50.0}") == 2
 
 
 def test_the_csv_has_a_line_per_number() -> None:
@@ -219,7 +217,7 @@ def test_a_job_that_is_in_two_stores_counts_once() -> None:
 
 def test_the_command_writes_tables_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for number, models in enumerate((("SMAttn", "SMAttn+L"), ("FEM-SM", "RetNet"))):
-        export(finished(models, seeds=2), tmp_path / f"{number}.json", KIND)
+        export(finished(models, seeds=2), tmp_path / f"{number}.json", TASK.kind)
     out = tmp_path / "out"
     paths = [str(tmp_path / "0.json"), str(tmp_path / "1.json")]
     assert main(["mad", "table", "--results", *paths, "--out", str(out), "--select", "test"]) == 0
@@ -236,7 +234,7 @@ def test_the_command_writes_tables_and_figures(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_nothing_to_tabulate_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    export([], tmp_path / "none.json", KIND)
+    export([], tmp_path / "none.json", TASK.kind)
     assert main(["mad", "table", "--results", str(tmp_path / "none.json")]) == 2
     assert "finished" in capsys.readouterr().err
     assert main(["mad", "table", "--results", str(tmp_path / "nowhere")]) == 2
@@ -247,4 +245,4 @@ def test_sizes_are_relative_to_plain_attention_on_the_same_settings() -> None:
     records = finished(("SMAttn", "FEM-SM"))
     for record in records:
         record["parameter_count"] = 1000 if record["model"] == "SMAttn" else 1250
-    assert tabulate(records, "validation").sizes == {"SMAttn": "1.00", "FEM-SM": "1.25"}
+    assert sizes(records) == {"SMAttn": "1.00", "FEM-SM": "1.25"}

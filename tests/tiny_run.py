@@ -5,14 +5,25 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from femixer.training import EngineOptions, Part, Results, RunOptions, adamw, cosine, generator, train
+from femixer.training import (
+    EngineOptions,
+    Fit,
+    Part,
+    Results,
+    RunOptions,
+    TrainOptions,
+    adamw,
+    cosine,
+    generator,
+    train,
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,7 @@ ELABORATE: dict[str, Any] = {
     "samples": lambda model: [{"text": f"{torch.rand(()).item()} [bold]"}],
     "engine": EngineOptions(accumulate=3),
 }
-"""Arguments of `train` that use all of it."""
+"""Of `Fit` and `TrainOptions`, so that all of them is used."""
 
 
 def tiny_run(
@@ -58,18 +69,18 @@ def tiny_run(
         return (model(x)[:, 0] - x.sum(1)).square().sum()
 
     held_out = torch.randn(13, 3, generator=generator(experiment.seed, "validation"))
-    train(
-        model,
-        lambda model: adamw(model, experiment.lr),
+    fit = Fit(
+        model=model,
+        optimizer=lambda model: adamw(model, experiment.lr),
         batch=batch,
         losses=lambda model, x: {"line": error(model, x)},
+        items=len,
         evaluate=lambda model: [{"model": "line", "mse": error(model, held_out).item() / 13}],
-        results=results,
-        steps=experiment.steps,
-        evaluate_every=experiment.evaluate_every,
-        seed=experiment.seed,
-        **{"items": len, **(arguments or {})},
     )
+    how = TrainOptions(experiment.steps, experiment.evaluate_every, experiment.seed)
+    of_fit = {name: value for name, value in (arguments or {}).items() if hasattr(fit, name)}
+    of_options = {name: value for name, value in (arguments or {}).items() if name not in of_fit}
+    train(replace(fit, **of_fit), replace(how, **of_options), results)
     records = results.metrics()
     if (folder / "samples.jsonl").exists():
         records += map(json.loads, (folder / "samples.jsonl").read_text().splitlines())

@@ -8,21 +8,18 @@ from collections.abc import Sequence
 from femixer.kernels.dispatch import BackendError
 from femixer.optional import MissingExtra
 from femixer.subcommands import dispatch
-from femixer.training.interrupt import Interrupted
+from femixer.tasks import TASKS
+from femixer.training.processes import Interrupted
 
 COMMANDS = {
-    "argmax": ("femixer.tasks.argmax", "choose the largest value of each channel: FEM against softmax attention"),
-    "mad": ("femixer.tasks.mad.cli", "six synthetic tasks, from a laptop to a cluster: run, tabulate"),
-    "lm": ("femixer.tasks.text.cli", "language models: train, compare, prepare data, train a tokenizer, tabulate"),
-    "forecast": ("femixer.tasks.series.cli", "time series: train forecasters, compare them, tabulate, predict"),
-    "vision": ("femixer.tasks.images.cli", "images: train classifiers, compare them, tabulate, see what they read"),
-    "generate": ("femixer.tasks.text.generate", "continue a prompt with a trained model"),
-    "eval": ("femixer.evaluation.command", "lm-evaluation-harness on a trained model"),
+    "generate": ("femixer.tasks.lm.generate", "continue a prompt with a trained model"),
+    "eval": ("femixer.tasks.lm.evaluate", "lm-evaluation-harness on a trained model"),
     "upgrade": ("femixer.surgery.command", "put FEM into a transformers model that you already have"),
-    "inspect": ("femixer.inspection.command", "what a trained model reads: figures and a page to look around in"),
+    "inspect": ("femixer.tasks.lm.inspect", "what a trained model reads: figures and a page to look around in"),
     "bench": ("femixer.bench.cli", "speed and memory, as ratios measured in one run"),
     "doctor": ("femixer.doctor", "versions, backends, and whether every operator computes what its definition says"),
 }
+"""Besides the tasks."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -35,7 +32,7 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"femixer {__version__}")
         return 0
     try:
-        return dispatch("femixer", COMMANDS, args) or 0
+        return dispatch("femixer", {**TASKS, **COMMANDS}, args) or 0
     except BrokenPipeError:  # `femixer ... | head`: nobody reads any more, and Python would complain again when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

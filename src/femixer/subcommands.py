@@ -1,4 +1,4 @@
-"""Commands by name: one line in a table and a module with a function `main(args) -> int | None` for each.
+"""Commands by name: one line in a table for each, and a function `main(args) -> int | None` in a module.
 
 The module is imported only when its command is called, so `--help` stays fast and a missing extra concerns only who
 needs it.
@@ -7,13 +7,15 @@ needs it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-Table = Mapping[str, tuple[str, str]]
-"""name -> (module, one line of help)"""
+Main = Callable[[Sequence[str]], int | None]
+Commands = Mapping[str, tuple[str | Main, str]]
+"""name -> (`module`, `module:function` or the function itself, one line of help)"""
 
 
-def dispatch(command: str, table: Table, args: Sequence[str]) -> int | None:
+def dispatch(command: str, table: Commands, args: Sequence[str]) -> int | None:
     """Run the command of `table` that `args` starts with; `command` is what the user typed before it."""
     name, *rest = [*args] or ["--help"]
     if name in ("-h", "--help"):
@@ -21,10 +23,18 @@ def dispatch(command: str, table: Table, args: Sequence[str]) -> int | None:
         return 0
     if name not in table:
         raise ValueError(f"command={name!r} is unknown; choose one of {', '.join(table)}")
-    return importlib.import_module(table[name][0]).main(rest)
+    return named(table[name][0], "main")(rest)
 
 
-def usage(command: str, table: Table) -> str:
+def named(place: Any, default: str = "") -> Any:
+    """What `module:name` stands for, `default` where only a module is given; anything else is itself."""
+    if not isinstance(place, str):
+        return place
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name or default)
+
+
+def usage(command: str, table: Commands) -> str:
     lines = [f"  {name:<10}{text}" for name, (_, text) in table.items()]
     hint = f"`{command} <command> --help` lists a command's options."
     return "\n".join([f"usage: {command} <command> [options]", "", *lines, "", hint])

@@ -13,8 +13,6 @@ WORD_START = "▁"  # how sentencepiece spells the space before a word, which de
 
 def labels(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """A readable label per token; bytes that are no character of their own are shown as \\xNN."""
-    from femixer.tasks.text.tokenizer import byte_characters
-
     bytes_of = {character: byte for byte, character in enumerate(byte_characters())}
 
     def label(token: int, spelling: str) -> str:
@@ -26,6 +24,14 @@ def labels(tokenizer: Any, ids: Sequence[int]) -> list[str]:
         return readable(text)
 
     return [label(token, spelling) for token, spelling in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)]
+
+
+def byte_characters() -> list[str]:
+    """The printable character by which a byte-level tokenizer writes each byte: the byte's own where it is visible in
+    Latin-1, and the next one from U+0100 on where it is not."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = iter(range(0x100, 0x200))
+    return [chr(byte if byte in visible else next(hidden)) for byte in range(256)]
 
 
 def readable(text: str) -> str:

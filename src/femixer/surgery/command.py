@@ -15,8 +15,8 @@ from femixer.optional import require
 from femixer.options import check, parse
 from femixer.surgery.gates import PARTS
 from femixer.surgery.upgrading import check_parts, check_upgradable, load, upgrade
-from femixer.tasks.text.checkpoint import model_folder
 from femixer.training import atomic
+from femixer.training.results import model_folder
 
 transformers = require("transformers", "lm")
 tyro = require("tyro", "cli")

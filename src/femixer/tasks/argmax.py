@@ -18,7 +18,9 @@ from femixer.gates import inverse_temperature
 from femixer.kernels.softmax import softmax_read
 from femixer.optional import require
 from femixer.options import check, parse
-from femixer.training import Part, Results, RunOptions, adamw, distributed, generator, show_table, train
+from femixer.reporting import Table, as_markdown
+from femixer.reporting.figures import figure, looks, plain_log, quiet
+from femixer.training import Fit, Part, Results, RunOptions, TrainOptions, adamw, generator, show_table, train
 from femixer.training.results import Record
 
 MODELS = {"fem": "FEM", "attention": "softmax attention"}
@@ -203,73 +205,60 @@ def run(experiment: Experiment, options: RunOptions) -> Results:
         return results
     models = build(experiment)
     validation = validation_batches(experiment)
-    train(
-        models,
-        lambda models: adamw(models, experiment.lr, experiment.weight_decay),
+    fit = Fit(
+        model=models,
+        optimizer=lambda models: adamw(models, experiment.lr, experiment.weight_decay),
         batch=lambda step, part: share(training_batch(experiment, step), part),
         losses=losses,
         items=lambda data: data.winners.numel(),
         evaluate=lambda models: evaluate(models, validation),
-        results=results,
-        steps=experiment.steps,
-        evaluate_every=experiment.evaluate_every,
-        seed=experiment.seed,
     )
+    train(fit, TrainOptions(experiment.steps, experiment.evaluate_every, experiment.seed), results)
     metrics = results.metrics()
-    results.write_figure(figure(experiment, metrics))
-    results.finish(table(experiment, models, metrics))
+    results.write_figure(curves(experiment, metrics))
+    results.finish(as_markdown(table(experiment, models, metrics)))
     return results
 
 
-def table(experiment: Experiment, models: SideBySide, metrics: Sequence[Record]) -> str:
-    """The last evaluation of each model, in Markdown."""
+def table(experiment: Experiment, models: SideBySide, metrics: Sequence[Record]) -> Table:
+    """The last evaluation of each model."""
     last = {record["model"]: record for record in metrics}
-    lines = [
-        f"Channel-wise argmax: length {experiment.length}, {experiment.channels} channels, {experiment.heads} heads, "
-        f"{experiment.steps} steps, seed {experiment.seed}; {experiment.validation} validation sequences.",
-        "",
-        "| model | parameters | validation MSE | index accuracy | mean beta_max |",
-        "|---|---:|---:|---:|---:|",
-    ]
+    rows = []
     for name, label in MODELS.items():
         parameters = sum(p.numel() for p in models[name].parameters())
         mse, accuracy, beta = (last[name][key] for key in ("mse", "accuracy", "beta"))
         shown = "" if beta is None else f"{beta:.2f}"
-        lines.append(f"| {label} | {parameters} | {mse:.4f} | {accuracy:.2%} | {shown} |")
-    lines.append(f"| guessing | 0 | | {1 / experiment.length:.2%} | |")
-    return "\n".join(lines) + "\n"
+        rows.append([label, str(parameters), f"{mse:.4f}", f"{accuracy:.2%}", shown])
+    rows.append(["guessing", "0", "", f"{1 / experiment.length:.2%}", ""])
+    return Table.of(
+        ("model", "parameters", "validation MSE", "index accuracy", "mean beta_max"),
+        rows,
+        f"Channel-wise argmax: length {experiment.length}, {experiment.channels} channels, {experiment.heads} heads, "
+        f"{experiment.steps} steps, seed {experiment.seed}; {experiment.validation} validation sequences.",
+    )
 
 
-def figure(experiment: Experiment, metrics: Sequence[Record]) -> Any:
+def curves(experiment: Experiment, metrics: Sequence[Record]) -> Any:
     """Validation error (left) and index accuracy (right) against training steps, for both models."""
-    figures, ticker = require("matplotlib.figure", "plot"), require("matplotlib.ticker", "plot")
-    # Blue and vermilion of Okabe and Ito, told apart with every kind of colour vision; the marker helps in print.
-    styles = {
-        "fem": {"color": "#0072B2", "marker": "o"},
-        "attention": {"color": "#D55E00", "marker": "s"},
-    }
-    drawing = figures.Figure(figsize=(9.0, 3.8), dpi=120, layout="constrained")
+    drawing = figure(9.0, 3.8)
     error, accuracy = drawing.subplots(1, 2)
-    for name, label in MODELS.items():
+    for name, style in looks([*MODELS]).items():
         records = [record for record in metrics if record["model"] == name]
         steps = [record["step"] for record in records]
-        look = {**styles[name], "label": label, "linewidth": 2, "markersize": 4, "clip_on": False, "zorder": 3}
+        look = {**style, "label": MODELS[name], "linewidth": 2, "markersize": 4, "clip_on": False, "zorder": 3}
         error.plot(steps, [record["mse"] for record in records], **look)
         accuracy.plot(steps, [record["accuracy"] for record in records], **look)
     error.set(ylabel="mean squared error", yscale="log")
     error.set_title("Validation error", loc="left")
-    error.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-    error.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-    error.yaxis.set_minor_formatter(ticker.NullFormatter())
+    plain_log(error.yaxis)
     accuracy.set(ylabel="share of channels", ylim=(-0.03, 1.03))
     accuracy.set_title("Winner found (index accuracy)", loc="left")
-    accuracy.yaxis.set_major_formatter(ticker.PercentFormatter(1))
+    accuracy.yaxis.set_major_formatter(require("matplotlib.ticker", "plot").PercentFormatter(1))
     chance = 1 / experiment.length
     accuracy.axhline(chance, color="black", linestyle=":", zorder=4, label=f"guessing, 1/{experiment.length}")
     for axes in (error, accuracy):
         axes.set(xlabel="training steps", xlim=(0, experiment.steps))
-        axes.grid(color="0.9", linewidth=0.8)
-        axes.spines[["top", "right"]].set_visible(False)
+        quiet(axes)
     accuracy.legend(frameon=False, loc="center right")
     drawing.suptitle(
         f"One layer picks the largest of {experiment.length} values in each of {experiment.channels} channels "
@@ -296,8 +285,4 @@ def main(args: Sequence[str]) -> int:
     if "--paper" in args:  # another set of defaults, so it is looked for before the options are read
         default = replace(default, experiment=PAPER, run=RunOptions(Path("results/argmax-paper")))
     command = parse(Command, args, "argmax", default)
-    results = run(command.experiment, command.run)
-    show_table(results)
-    if distributed.is_main():
-        print(f"Results are in {results.folder}/")
-    return 0
+    return show_table(run(command.experiment, command.run))

@@ -3,19 +3,20 @@
 from femixer.training import distributed
 from femixer.training.distributed import Part
 from femixer.training.engine import EngineOptions, full_weights
-from femixer.training.interrupt import Interrupted
-from femixer.training.loop import train
-from femixer.training.optimizer import adamw
+from femixer.training.loop import Fit, TrainOptions, train
+from femixer.training.optimizer import adamw, constant, cosine
+from femixer.training.processes import Interrupted
 from femixer.training.results import Results, RunOptions, show_table
-from femixer.training.schedule import constant, cosine
 from femixer.training.seeding import derive, generator
 
 __all__ = [
     "EngineOptions",
+    "Fit",
     "Interrupted",
     "Part",
     "Results",
     "RunOptions",
+    "TrainOptions",
     "adamw",
     "constant",
     "cosine",

@@ -1,7 +1,5 @@
 """Early stopping, and the weights of the best evaluation, also across a crash."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

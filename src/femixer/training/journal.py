@@ -1,5 +1,8 @@
-"""What a run tells of itself, told everywhere at once: to the results folder, to TensorBoard and to whoever watches."""
+"""What a run tells of itself: to the results folder, to TensorBoard, and to whoever watches (a bar, or lines)."""
 
+from __future__ import annotations
+
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -7,10 +10,119 @@ from typing import Any
 
 from torch import Tensor
 
-from femixer.optional import require
+from femixer.optional import MissingExtra, require
 from femixer.training import distributed
-from femixer.training.progress import Display, display
+from femixer.training.checkpoint import Position
 from femixer.training.results import SAMPLES, TENSORBOARD, Record, Results
+
+Records = Sequence[Mapping[str, Any]]
+
+
+def terminal_bar(*texts: str, **options: Any) -> Any:
+    """A progress bar on standard error with these texts around it, or None where that is no terminal (or without rich).
+
+    options: of rich.progress.Progress.
+    """
+    if not sys.stderr.isatty():
+        return None
+    try:
+        rich, console = require("rich.progress", "cli"), require("rich.console", "cli").Console(stderr=True)
+    except MissingExtra:
+        return None
+    before, *after = map(rich.TextColumn, texts)
+    return rich.Progress(before, rich.BarColumn(), *after, rich.TimeRemainingColumn(), console=console, **options)
+
+
+@contextmanager
+def display(start: int, steps: int, shown: bool = True) -> Iterator[Display]:
+    """The display that suits standard error, for steps `start` to `steps`, or one that shows nothing."""
+    texts = ("{task.completed}/{task.total} steps", "{task.fields[loss]}", "{task.fields[rate]}")
+    bar = terminal_bar(*texts) if shown else None
+    if bar is None:
+        yield Lines(steps) if shown else Display()
+        return
+    with bar:
+        yield Bar(bar, start, steps)
+
+
+class Display:
+    """What the training loop tells its watcher; this one shows nothing."""
+
+    def stepped(self, step: int, losses: Callable[[], Mapping[str, Tensor]], rate: str) -> None:
+        pass
+
+    def trained(self, step: int, records: Records) -> None:
+        pass
+
+    def evaluated(self, step: int, records: Records) -> None:
+        pass
+
+    def sampled(self, samples: Records) -> None:
+        pass
+
+
+class Lines(Display):
+    """One line per record, and the samples."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def trained(self, step: int, records: Records) -> None:
+        print(record_line(step, self.steps, records), file=sys.stderr, flush=True)
+
+    evaluated = trained
+
+    def sampled(self, samples: Records) -> None:
+        for sample in samples:
+            print(sample_text(sample), file=sys.stderr, flush=True)
+
+
+class Bar(Display):
+    """A bar with the losses, the speed and the time left, below one line per evaluation and its samples."""
+
+    REFRESH_SECONDS = 0.25
+
+    def __init__(self, bar: Any, start: int, steps: int) -> None:
+        self.bar, self.steps = bar, steps
+        self.drawn = time.monotonic()
+        self.task = bar.add_task("", total=steps, completed=start, loss="", rate="")
+
+    def stepped(self, step: int, losses: Callable[[], Mapping[str, Tensor]], rate: str) -> None:
+        now = time.monotonic()
+        # Reading a loss waits for the device, so not at every step.
+        if now - self.drawn < self.REFRESH_SECONDS and step < self.steps:
+            return
+        self.drawn = now
+        loss = " ".join(f"{name} {float(value):.4g}" for name, value in losses().items())
+        self.bar.update(self.task, completed=step, loss=loss, rate=rate)
+
+    def evaluated(self, step: int, records: Records) -> None:
+        self.bar.console.print(record_line(step, self.steps, records), highlight=False, markup=False)
+
+    def sampled(self, samples: Records) -> None:
+        for sample in samples:
+            self.bar.console.print(sample_text(sample), highlight=False, markup=False)
+
+
+def record_line(step: int, steps: int, records: Records) -> str:
+    """`step 100/2000 | FEM mse 0.42 accuracy 0.07 | ...`: texts stand for themselves, numbers get their name."""
+
+    def words(record: Mapping[str, Any]) -> Iterator[str]:
+        for name, value in record.items():
+            if name not in ("step", "seconds") and value is not None:
+                yield value if isinstance(value, str) else f"{name} {number(value)}"
+
+    return " | ".join([f"step {step}/{steps}", *(" ".join(words(record)) for record in records)])
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
+def sample_text(sample: Mapping[str, Any]) -> str:
+    """`    name: its text`, indented throughout."""
+    lines = "\n".join(f"{name}: {value}" for name, value in sample.items() if value != "")
+    return "\n".join(f"    {line}" for line in lines.splitlines())
 
 
 class Journal:
@@ -35,7 +147,7 @@ class Journal:
             speed.add(time.monotonic() - began)
         self.shown.stepped(step, losses, self.rate(self.speed))
 
-    def rate(self, speed: "Speed") -> str:
+    def rate(self, speed: Speed) -> str:
         unit = self.tokens or 1
         return f"{speed.per_second() * unit:,.{0 if self.tokens else 1}f} {'tokens' if self.tokens else 'steps'}/s"
 
@@ -83,18 +195,18 @@ class Speed:
 
 
 @contextmanager
-def journal(results: Results, start: int, steps: int, before: float, tokens: int | None) -> Iterator[Journal]:
-    """The journal of steps `start` + 1 to `steps`."""
+def journal(results: Results, start: Position, steps: int, tokens: int | None) -> Iterator[Journal]:
+    """The journal of the steps after `start`, up to `steps`."""
     board = None
     if results.run.tensorboard and distributed.is_main():
         require("tensorboard", "lm")
         from torch.utils.tensorboard import SummaryWriter
 
         # What an interrupted run wrote after its last checkpoint will come again.
-        board = SummaryWriter(results.folder / TENSORBOARD, purge_step=start + 1)
+        board = SummaryWriter(results.folder / TENSORBOARD, purge_step=start.step + 1)
     try:
-        with display(start, steps, distributed.is_main()) as shown:
-            yield Journal(results, shown, board, before, tokens)
+        with display(start.step, steps, distributed.is_main()) as shown:
+            yield Journal(results, shown, board, start.seconds, tokens)
     finally:
         if board:
             board.close()

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,54 +14,68 @@ from femixer.training import checkpoint, distributed
 from femixer.training.checkpoint import Position
 from femixer.training.distributed import Part
 from femixer.training.engine import Engine, EngineOptions
-from femixer.training.interrupt import Interrupted, StopRequest
-from femixer.training.journal import journal
+from femixer.training.journal import Journal, journal
+from femixer.training.optimizer import Schedule, constant
+from femixer.training.processes import Interrupted, StopRequest
 from femixer.training.results import CHECKPOINTS, Record, Results
-from femixer.training.schedule import Schedule, constant
 from femixer.training.seeding import derive
 
 Batch = TypeVar("Batch")
 
 
-def train(
-    model: nn.Module,
-    optimizer: Callable[[nn.Module], Optimizer],
-    *,
-    batch: Callable[[int, Part], Batch],
-    losses: Callable[[Any, Batch], Mapping[str, Tensor]],
-    items: Callable[[Batch], int],
-    evaluate: Callable[[Any], Iterable[Record]],
-    results: Results,
-    steps: int,
-    evaluate_every: int,
-    seed: int,
-    schedule: Schedule = constant,
-    clip: float | None = None,
-    samples: Callable[[Any], Iterable[Record]] | None = None,
-    log_every: int | None = None,
-    tokens: int | None = None,
-    engine: EngineOptions | None = None,
-    blocks: Sequence[str] | None = None,
-    enough: Callable[[Sequence[Record]], bool] | None = None,
-) -> None:
-    """Minimise the mean loss for `steps` steps, from the newest checkpoint in `results` if there is one.
+@dataclass(frozen=True)
+class Fit(Generic[Batch]):
+    """A model, what it learns from, and how it is looked at."""
 
-    optimizer: model -> optimizer, called when the parameters are where they stay.
-    batch:     (step, part) -> one part of the global batch of a step, a pure function of both, so that a resumed run
-               sees what it would have seen, and several processes what one would.
-    losses:    (model, part) -> named scalars, each the *sum* of a loss over the items of the part.
-    items:     part -> how many those are (sequences, scored tokens, ...). Minimised is the sum of all losses of all
-               parts / the items of all parts: the mean over the global batch, however it is divided.
-    evaluate:  model -> records, run without gradients in evaluation mode at step 0, every `evaluate_every` steps and
-               at the end. Records get `step` and `seconds` and go to metrics.jsonl; then a checkpoint is saved.
-    seed:      of whatever the model itself draws (dropout, samples), anew for every step for the same reason.
-    schedule:  step -> factor of the optimizer's learning rates.
-    clip:      largest norm of all gradients together.
-    samples:   model -> records of text, after every evaluation, for samples.jsonl.
-    log_every: steps between two training records in metrics.jsonl.
-    tokens:    in one global batch, to show tokens per second.
-    blocks:    class names of what is sharded one by one, by default the model's `_no_split_modules`.
-    enough:    the records of one evaluation -> whether training may end there.
+    model: nn.Module
+    optimizer: Callable[[nn.Module], Optimizer]
+    """model -> optimizer, called when the parameters are where they stay."""
+    batch: Callable[[int, Part], Batch]
+    """(step, part) -> one part of the global batch of a step, a pure function of both, so that a resumed run sees what
+    it would have seen, and several processes what one would."""
+    losses: Callable[[Any, Batch], Mapping[str, Tensor]]
+    """(model, part) -> named scalars, each the *sum* of a loss over the items of the part."""
+    items: Callable[[Batch], int]
+    """part -> how many those are (sequences, scored tokens, ...). Minimised is the sum of all losses of all parts / the
+    items of all parts: the mean over the global batch, however it is divided."""
+    evaluate: Callable[[Any], Iterable[Record]]
+    """model -> records, without gradients and in evaluation mode."""
+    samples: Callable[[Any], Iterable[Record]] = lambda model: ()
+    """model -> records of text, after every evaluation, for samples.jsonl."""
+    enough: Callable[[Sequence[Record]], bool] = lambda records: False
+    """The records of one evaluation -> whether training may end there."""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How long a model is trained and how; what follows `seed` may be left out."""
+
+    steps: int
+    evaluate_every: int
+    """Steps between two evaluations; there is one before the first step and one after the last, too."""
+    seed: int
+    """Of whatever the model itself draws (dropout, samples), anew for every step, so that resuming repeats it."""
+    schedule: Schedule = constant
+    """step -> factor of the optimizer's learning rates."""
+    clip: float | None = None
+    """Largest norm of all gradients together."""
+    log_every: int | None = None
+    """Steps between two training records in metrics.jsonl."""
+    tokens: int | None = None
+    """In one global batch, to show tokens per second."""
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    blocks: Sequence[str] | None = None
+    """Class names of what is sharded one by one, by default the model's `_no_split_modules`."""
+
+    def validate(self) -> None:
+        check(self.steps > 0, "steps", self.steps, "a whole number above 0")
+        check(self.evaluate_every > 0, "evaluate_every", self.evaluate_every, "a whole number above 0")
+        check(self.log_every is None or self.log_every > 0, "log_every", self.log_every, "a whole number above 0")
+        check(self.clip is None or self.clip > 0, "clip", self.clip, "a number above 0")
+
+
+def train(fit: Fit[Any], options: TrainOptions, results: Results) -> None:
+    """Minimise the mean loss for `steps` steps, from the newest checkpoint in `results` if there is one.
 
     In several processes each calls this with the same arguments and the same initial weights. `evaluate` and `samples`
     run in all of them (`distributed.part` and `distributed.total` divide the work); the main one's records count.
@@ -68,76 +83,61 @@ def train(
     A run that was stopped, even by kill -9, and resumed with the same options ends with the same weights and records.
     Ctrl-C and SIGTERM, in any process, finish the step, save it and raise `Interrupted` in all of them.
     """
-    check(steps > 0, "steps", steps, "a whole number above 0")
-    check(evaluate_every > 0, "evaluate_every", evaluate_every, "a whole number above 0")
-    check(log_every is None or log_every > 0, "log_every", log_every, "a whole number above 0")
-    check(clip is None or clip > 0, "clip", clip, "a number above 0")
+    options.validate()
     run, checkpoints = results.run, results.folder / CHECKPOINTS
-    training = Training(model, optimizer, Engine(model, engine or EngineOptions(), blocks), losses, items, seed)
-    position = checkpoint.restore(checkpoints, model, training.optimizer)
+    training = Training(fit, options)
+    position = checkpoint.restore(checkpoints, fit.model, training.optimizer)
     results.rewind(position.step if position.step > 0 else -1)
 
-    with StopRequest() as stop, journal(results, position.step, steps, position.seconds, tokens) as told:
-
-        def record(step: int) -> bool:
-            records, texts = training.evaluated(step, evaluate, samples or (lambda model: ()))
-            told.evaluated(step, records, texts)
-            return enough is not None and enough(records)
-
-        if position.step == 0:
-            ended = record(0)
-        else:
-            last = [r for r in results.metrics() if r["step"] == position.step and r.get("split") != "train"]
-            ended = enough is not None and bool(last) and enough(last)
-        model.train()
-        for step in range(position.step + 1, steps + 1):
+    with StopRequest() as stop, journal(results, position, options.steps, options.tokens) as told:
+        ended = training.evaluate(0, told) if position.step == 0 else was_enough(fit, results, position.step)
+        fit.model.train()
+        for step in range(position.step + 1, options.steps + 1):
             if ended:
                 break
-            due = step % evaluate_every == 0 or step == steps
+            due = step % options.evaluate_every == 0 or step == options.steps
             saved = due or (run.save_every is not None and step % run.save_every == 0)
-            logged = log_every is not None and step % log_every == 0
+            logged = options.log_every is not None and step % options.log_every == 0
             with told.step(step, training.own_losses):
-                factor = schedule(step)
-                pieces = [batch(step, part) for part in training.engine.parts]
-                stopping = training.step(step, pieces, factor, clip, stop, measure=logged or saved)
+                stopping = training.step(step, stop, measure=logged or saved)
             if logged or saved or stopping:
                 means = training.mean_losses()  # raises if they are not finite: such weights replace no good ones
                 if logged:
-                    told.trained(step, means, training.rates[0] * factor, float(training.norm))
+                    told.trained(step, means, training.rate, float(training.norm))
             if due:
-                ended = record(step)
+                ended = training.evaluate(step, told)
             if (saved or stopping) and run.keep > 0:
-                checkpoint.save(checkpoints, model, training.optimizer, Position(step, told.seconds()), run.keep)
+                checkpoint.save(checkpoints, fit.model, training.optimizer, Position(step, told.seconds()), run.keep)
             if stopping:
-                raise Interrupted(step, steps, saved=run.keep > 0)
+                raise Interrupted(step, options.steps, saved=run.keep > 0)
+
+
+def was_enough(fit: Fit[Any], results: Results, step: int) -> bool:
+    """Whether training ended with the evaluation of a step, of which there may be none."""
+    last = [record for record in results.metrics() if record["step"] == step and record.get("split") != "train"]
+    return bool(last) and fit.enough(last)
 
 
 class Training:
     """A model, its optimizer, and the last step that was taken."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Callable[[nn.Module], Optimizer],
-        engine: Engine,
-        losses: Callable[[Any, Any], Mapping[str, Tensor]],
-        items: Callable[[Any], int],
-        seed: int,
-    ) -> None:
-        self.model, self.engine, self.losses, self.items, self.seed = model, engine, losses, items, seed
-        self.optimizer = optimizer(model)
+    def __init__(self, fit: Fit[Any], options: TrainOptions) -> None:
+        self.fit, self.options = fit, options
+        self.engine = Engine(fit.model, options.engine, options.blocks)
+        self.optimizer = fit.optimizer(fit.model)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.sums: dict[str, Tensor] = {}
         self.own, self.all = 0.0, 0.0
         self.norm: Tensor | float = 0.0
         self.taken = 0
 
-    def step(
-        self, step: int, pieces: Sequence[Any], factor: float, clip: float | None, stop: StopRequest, measure: bool
-    ) -> bool:
+    def step(self, step: int, stop: StopRequest, measure: bool) -> bool:
         """Take one step on the pieces of this process and those of all others. Returns whether it shall be the last."""
+        fit, clip = self.fit, self.options.clip
+        factor = self.options.schedule(step)
+        pieces = [fit.batch(step, part) for part in self.engine.parts]
         self.taken = step
-        self.own = sum(self.items(piece) for piece in pieces)
+        self.own = sum(fit.items(piece) for piece in pieces)
         # One exchange for both: the number of items must be known before the gradients are, and a request to stop
         # must be known to all before anyone goes on.
         self.all, requests = distributed.total(self.own, stop.requested)
@@ -145,12 +145,17 @@ class Training:
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
         self.optimizer.zero_grad()
-        seeds = [derive(self.seed, "step", step, part.index) for part in self.engine.parts]
-        self.sums = self.engine.backward(pieces, self.losses, 1 / self.all, seeds)
+        seeds = [derive(self.options.seed, "step", step, part.index) for part in self.engine.parts]
+        self.sums = self.engine.backward(pieces, fit.losses, 1 / self.all, seeds)
         if clip is not None or measure:
             self.norm = self.engine.clip(clip)
         self.optimizer.step()
         return stop.requested if distributed.world() == 1 else requests > 0
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the last step."""
+        return self.rates[0] * self.options.schedule(self.taken)
 
     def own_losses(self) -> dict[str, Tensor]:
         """The mean of each loss over this process's items: no other has to be asked."""
@@ -166,11 +171,13 @@ class Training:
                 )
         return {name: value / self.all for name, value in zip(self.sums, sums, strict=True)}
 
-    def evaluated(self, step: int, *questions: Callable[[Any], Iterable[Record]]) -> list[list[Record]]:
-        """What the model answers to each question."""
-        self.model.eval()
-        torch.manual_seed(derive(self.seed, "evaluation", step))
+    def evaluate(self, step: int, told: Journal) -> bool:
+        """Evaluate and sample the model, record both, and say whether training may end."""
+        fit, model = self.fit, self.fit.model
+        model.eval()
+        torch.manual_seed(derive(self.options.seed, "evaluation", step))
         with torch.no_grad(), self.engine.autocast():
-            answers = [[*question(self.model)] for question in questions]
-        self.model.train()
-        return answers
+            records, texts = [*fit.evaluate(model)], [*fit.samples(model)]
+        model.train()
+        told.evaluated(step, records, texts)
+        return fit.enough(records)

@@ -16,7 +16,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -30,6 +31,8 @@ from femixer.training import atomic, distributed
 
 CONFIG, METRICS, CHECKPOINTS, FIGURE, TABLE = "config.json", "metrics.jsonl", "checkpoints", "figure.png", "table.md"
 SAMPLES, TENSORBOARD, MODEL = "samples.jsonl", "tensorboard", "model"
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 Record = dict[str, Any]
 
@@ -161,18 +164,68 @@ class Results:
         return None
 
 
-def show_table(results: Results) -> None:
-    """Print table.md, drawn on a terminal and as it is elsewhere."""
+def show_table(results: Results) -> int:
+    """Print table.md, drawn on a terminal and as it is elsewhere, and where the rest is: the exit code of a command."""
     if not distributed.is_main():
-        return
+        return 0
     text = (results.folder / TABLE).read_text(encoding="utf-8")
-    if sys.stdout.isatty():
-        try:
-            require("rich", "cli").print(require("rich.markdown", "cli").Markdown(text))
-            return
-        except MissingExtra:
-            pass
-    print(text)
+    try:
+        drawn = require("rich.markdown", "cli").Markdown(text) if sys.stdout.isatty() else None
+    except MissingExtra:
+        drawn = None
+    if drawn is None:
+        print(text)
+    else:
+        require("rich", "cli").print(drawn)
+    model = f", the model in {results.folder / MODEL}/" if (results.folder / MODEL).is_dir() else ""
+    print(f"Results are in {results.folder}/{model}")
+    return 0
+
+
+@contextmanager
+def new_model(folder: Path) -> Iterator[Path]:
+    """A place to save a model in, which takes that of `folder` when all of it is there."""
+    try:
+        atomic.remove(folder)
+        with atomic.replacing(folder) as partial:
+            yield partial
+    except Exception as error:  # each library has its own for a full disk
+        raise OSError(f"{folder} could not be saved ({error}); training is, and --resume tries again") from error
+
+
+def model_folder(checkpoint: Path) -> Path:
+    """The model folder that `checkpoint` is, or that it holds if it is the results folder of a training.
+
+    Raises a ValueError that says what is missing. Pickles are refused: loading one runs whatever it contains.
+    """
+    shown = str(checkpoint)
+    if not checkpoint.is_dir():
+        state = "is a file" if checkpoint.exists() else "does not exist"
+        raise ValueError(
+            f"checkpoint={shown!r} {state}; choose a model folder or a results folder of `femixer lm train`"
+        )
+    folder = checkpoint / MODEL if (checkpoint / MODEL).is_dir() else checkpoint
+    config = _config(folder)
+    if config is None or "model_type" not in config:
+        reason = "has no config.json of a model in it"
+        if config is not None and "task" in config:
+            reason = f"is a results folder without {MODEL}/ in it: its run has not saved a model yet"
+        raise ValueError(f"checkpoint={shown!r} {reason}")
+    if not any((folder / name).is_file() for name in WEIGHTS):
+        pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
+        if pickles:
+            raise ValueError(
+                f"checkpoint={shown!r} has its weights as a pickle ({pickles[0]}), which can run any code when it is "
+                f"loaded; save it again as safetensors (save_pretrained does)"
+            )
+        raise ValueError(f"checkpoint={shown!r} has no weights: {folder / WEIGHTS[0]} is missing")
+    return folder
+
+
+def name_of(checkpoint: Path) -> str:
+    """What to call a checkpoint: the name of its folder, or of the results folder around `model/`."""
+    path = checkpoint.resolve()
+    return path.parent.name if path.name == MODEL else path.name
 
 
 def environment() -> dict[str, Any]:
@@ -199,3 +252,11 @@ def _step_of(line: str) -> int | None:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def _config(folder: Path) -> dict[str, Any] | None:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None

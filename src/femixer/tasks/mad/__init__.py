@@ -4,8 +4,17 @@
 really runs.
 """
 
-from femixer.tasks.mad.draw import IGNORE
-from femixer.tasks.mad.sampling import sample
-from femixer.tasks.mad.task import TASKS, Task
+from femixer.tasks.mad.data import TASKS, MadTask, sample
+from femixer.tasks.mad.data.generators import IGNORE
+from femixer.tasks.runner import Task
 
-__all__ = ["IGNORE", "TASKS", "Task", "sample"]
+TASK = Task(
+    "mad",
+    format=1,
+    run="femixer.tasks.mad.task:MadRun",
+    table="femixer.tasks.mad.table:MadTabulate",
+    run_help="train models on the tasks, here or on a cluster",
+)
+main = TASK.main
+
+__all__ = ["IGNORE", "TASK", "TASKS", "MadTask", "main", "sample"]

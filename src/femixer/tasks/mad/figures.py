@@ -1,17 +1,15 @@
 """The MAD scores as figures: a heat map of models by tasks, and what each part of FEM adds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from femixer.evaluation.cells import Cell
 from femixer.optional import require
-from femixer.tasks.mad.paper import FIGURES, GROUPS, WITHOUT_C
-from femixer.tasks.mad.selection import Row, average
-from femixer.tasks.mad.task import TASKS
+from femixer.reporting import Score
+from femixer.reporting.figures import figure
+from femixer.tasks.mad.data import TASKS
+from femixer.tasks.mad.table import FIGURES, GROUPS, WITHOUT_C, Row, average
 
 LADDERS = {
     "Softmax attention": GROUPS["Softmax attention"],
@@ -30,9 +28,7 @@ def heat_map(table: Mapping[str, Row]) -> Any:
     models = [*(name for name in order if name in table), *(name for name in table if name not in order)]
     cells = [[*table[model].values(), average(table[model])] for model in models]
     values = np.array([percent([cell.mean for cell in row]) for row in cells])
-    drawing = require("matplotlib.figure", "plot").Figure(
-        figsize=(8.5, 1.6 + 0.32 * len(models)), dpi=130, layout="constrained"
-    )
+    drawing = figure(8.5, 1.6 + 0.32 * len(models))
     axes = drawing.subplots()
     image = axes.imshow(np.ma.masked_invalid(values), cmap="Blues", vmin=0, vmax=100, aspect="auto")
     axes.set_xticks(range(len(COLUMNS)), COLUMNS, fontsize=9)
@@ -54,11 +50,11 @@ def heat_map(table: Mapping[str, Row]) -> Any:
     return drawing
 
 
-def partial(cell: Cell) -> bool:
+def partial(cell: Score) -> bool:
     return cell.mean is not None and not cell.complete
 
 
-def label(cell: Cell) -> str:
+def label(cell: Score) -> str:
     return "–" if cell.mean is None else f"{100 * cell.mean:.1f}" + "*" * partial(cell)
 
 
@@ -69,7 +65,7 @@ def ablation(table: Mapping[str, Row]) -> Any:
         del ladders[WITHOUT_C]  # both ends are those of the ladder with C
     ladders = {title: names for title, names in ladders.items() if len(names) > 1}
     count = max(1, len(ladders))
-    drawing = require("matplotlib.figure", "plot").Figure(figsize=(10, 2.9 * count), dpi=130, layout="constrained")
+    drawing = figure(10, 2.9 * count)
     panels = drawing.subplots(count, 1, squeeze=False)[:, 0]
     for axes, (title, names) in zip(panels, ladders.items(), strict=False):
         axes.set_title(title, fontsize=10, loc="left")
@@ -80,7 +76,7 @@ def ablation(table: Mapping[str, Row]) -> Any:
     return drawing
 
 
-def bars(axes: Any, ladder: Mapping[str, Sequence[Cell]]) -> None:
+def bars(axes: Any, ladder: Mapping[str, Sequence[Score]]) -> None:
     """Means with standard errors, hatched where seeds are missing; the paper's figures as diamonds."""
     shades = require("matplotlib", "plot").colormaps["viridis_r"](np.linspace(0.1, 0.9, len(ladder)))
     width = 0.8 / len(ladder)

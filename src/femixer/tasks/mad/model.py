@@ -1,7 +1,5 @@
 """The models of MAD: a language model, and for compression an autoencoder with the same stack as encoder."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from femixer.models import FEMConfig, FEMForCausalLM, FEMModel
 from femixer.models.norm import RMSNorm
-from femixer.tasks.mad import TASKS
+from femixer.tasks.mad.data import TASKS
 from femixer.training import derive
 
 

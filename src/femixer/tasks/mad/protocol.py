@@ -1,13 +1,11 @@
 """Protocols: how large the models are, which settings of the tasks are run, and how each is trained."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from femixer.tasks.mad import TASKS
+from femixer.tasks.mad.data import TASKS
 
 
 @dataclass(frozen=True)

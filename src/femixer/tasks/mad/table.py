@@ -1,51 +1,202 @@
-"""`femixer mad table`: results of `femixer mad run` in the layout of the paper's table, its figures beside ours."""
+"""`femixer mad table`: results of `femixer mad run` in the layout of the paper's table, its figures beside ours.
 
-from __future__ import annotations
+A job's accuracy is the test accuracy at the evaluation of lowest loss on the selecting split. Among jobs that differ
+only in learning rate and weight decay, the one of highest accuracy on the selecting split counts. A task's score is the
+mean over its settings, and a model's the mean over the six tasks. The original selects on its test split; validation is
+a split of our own.
+"""
 
-import csv
-import io
+import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from femixer.evaluation.cells import Cell, Entry, latex_cell, markdown_cell, stacked, write_table
-from femixer.options import parse
-from femixer.tasks.mad.comparable import setting
-from femixer.tasks.mad.figures import ablation, heat_map
-from femixer.tasks.mad.paper import FIGURES, GROUPS, MISPRINTS, WITHOUT_C
-from femixer.tasks.mad.selection import Row, average, pair, rows
-from femixer.tasks.mad.store import load
-from femixer.tasks.mad.task import TASKS
-from femixer.training import atomic
+from femixer.options import check
+from femixer.reporting import Cell, Column, Group, Score, Table, marked_columns, mean_of
+from femixer.tasks.mad.data import TASKS
+from femixer.tasks.mad.protocol import PROTOCOLS
+from femixer.tasks.runner import Tabulate
+from femixer.training.jobs.store import as_text, distinct, same
 from femixer.training.results import Record
 
-TITLES = (*(task.title for task in TASKS.values()), "Avg")
+WITHOUT_C = "Softmax attention without C"
+"""The group that repeats FEM-SM for comparison, as in the paper."""
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Baselines": ("Hyena", "DeltaNet", "LinAttn", "Mamba2", "GatedDeltaNet", "DiffTrans"),
+    "Softmax attention": ("SMAttn", "SMAttn+C", "SMAttn+C,L", "SMAttn+C,L,T", "FEM-SM"),
+    WITHOUT_C: ("SMAttn+L", "SMAttn+L,T", "SMAttn+L,T,G", "FEM-SM"),
+    "GLA": ("GLA", "GLA+C", "GLA+C,L", "GLA+C,L,T", "FEM-GLA"),
+    "Mamba": ("Mamba", "FEM-Mamba(-norm)", "FEM-Mamba"),
+    "AFT": ("AFT", "FEM-AFT"),
+}
+"""Rows from top to bottom, by the names of `femixer.models.named`. The paper writes FEM-SM (-G,T) for SMAttn+C,L, and
+so on."""
+
+FIGURES: dict[str, tuple[float, ...]] = {
+    "Hyena": (44.8, 14.4, 99.0, 89.4, 98.6, 93.0, 73.2),
+    "DeltaNet": (42.2, 35.7, 99.9, 52.8, 99.9, 99.9, 71.7),
+    "LinAttn": (33.1, 8.2, 91.0, 74.9, 75.6, 93.1, 62.6),
+    "Mamba2": (43.6, 21.1, 96.4, 86.9, 96.7, 93.3, 73.0),
+    "GatedDeltaNet": (45.0, 29.8, 99.9, 80.2, 99.9, 94.3, 74.9),
+    "DiffTrans": (42.9, 39.0, 99.9, 83.7, 97.1, 95.8, 76.4),
+    "SMAttn": (44.3, 24.5, 99.9, 85.7, 98.5, 95.1, 74.7),
+    "SMAttn+C": (45.0, 31.4, 99.9, 85.5, 99.9, 96.3, 76.3),
+    "SMAttn+C,L": (50.3, 39.0, 99.9, 85.4, 99.9, 98.0, 78.8),
+    "SMAttn+C,L,T": (52.3, 39.1, 99.9, 85.8, 99.9, 99.4, 79.4),
+    "FEM-SM": (53.1, 43.1, 99.9, 85.9, 99.9, 99.3, 80.2),
+    "SMAttn+L": (49.5, 26.3, 99.9, 85.7, 97.5, 97.5, 76.1),
+    "SMAttn+L,T": (50.7, 32.8, 99.9, 85.7, 98.0, 97.6, 77.5),
+    "SMAttn+L,T,G": (51.2, 35.4, 99.9, 85.9, 98.5, 99.0, 78.3),
+    "GLA": (40.2, 8.5, 91.3, 81.3, 86.8, 76.8, 64.2),
+    "GLA+C": (47.1, 9.4, 91.7, 83.4, 92.5, 88.5, 68.8),
+    "GLA+C,L": (51.2, 12.4, 92.2, 85.1, 92.4, 89.2, 70.4),
+    "GLA+C,L,T": (51.9, 13.2, 97.1, 86.1, 93.5, 91.4, 72.2),
+    "FEM-GLA": (53.0, 19.1, 99.9, 86.3, 99.9, 99.0, 74.9),
+    "Mamba": (52.7, 6.7, 90.4, 89.5, 90.1, 86.3, 69.3),
+    "FEM-Mamba(-norm)": (50.5, 12.8, 93.4, 88.9, 86.3, 92.2, 70.7),
+    "FEM-Mamba": (51.1, 16.8, 90.7, 89.7, 92.7, 97.0, 73.0),
+    "AFT": (50.5, 9.15, 63.0, 31.1, 69.2, 90.1, 52.2),
+    "FEM-AFT": (55.5, 9.78, 90.3, 80.1, 90.2, 93.4, 69.9),
+}
+"""Accuracy in percent, in the order of TASKS, then the average as printed."""
+
+MISPRINTS = {"FEM-GLA": "The paper prints an average of 74.9 for FEM-GLA; its six columns average 76.2."}
+"""What to know of a row of the paper."""
+
+
+def comparable(records: Sequence[Record]) -> list[Record]:
+    """The records, each job once; an error if they are not of one experiment."""
+    same(records, "protocols", lambda record: record["protocol"])
+    protocol = PROTOCOLS.get(records[0]["protocol"].partition(" ")[0])
+    if protocol is None or not protocol.sweeps:
+        same(records, "settings of a task", setting, "task")
+    same(records, "ways of training a task", training, "task", "parameters")
+    same(records, "models of one name", fields, "model", "task", "parameters")
+    definition = ("model", "task", "parameters", "lr", "weight_decay", "seed")
+    return distinct(records, lambda record: as_text(record["evaluations"]), definition)
+
+
+def setting(record: Record) -> str:
+    """All parameters of the task."""
+    return as_text(record["parameters"])
+
+
+def training(record: Record) -> str:
+    """How it was trained, besides the learning rate and weight decay."""
+    others = {name: value for name, value in record.get("training", {}).items() if name != "fields"}
+    return as_text({"steps": record["steps"], **others})
+
+
+def fields(record: Record) -> str:
+    """What the model was."""
+    return as_text(record.get("training", {}).get("fields"))
+
+
+SELECT = ("validation", "test")
+
+Row = dict[str, Score]
+"""Task -> score of one model, all six of them: accuracies from 0 to 1."""
+
+
+def rows(records: Sequence[Record], select: str = "validation") -> dict[str, Row]:
+    """The scores of each model, in the order in which the models first appear."""
+    check(select in SELECT, "select", select, f"one of {', '.join(SELECT)}")
+    records = comparable(records)
+    seeds = {record["seed"] for record in records}
+    table: dict[str, Row] = {model: {} for model in dict.fromkeys(record["model"] for record in records)}
+    for task in TASKS:
+        of_task = [record for record in records if record["task"] == task]
+        settings = {setting(record) for record in of_task} | planned(records[0]["protocol"], task)
+        pairs = {pair(record) for record in of_task}
+        for model, row in table.items():
+            own = [record for record in of_task if record["model"] == model]
+            row[task] = score(own, seeds, settings, pairs, select)
+    return table
+
+
+def score(
+    records: Iterable[Record], seeds: Collection[int], settings: Collection[str], pairs: Collection[object], select: str
+) -> Score:
+    """One model on one task; `settings` and `pairs` of learning rate and weight decay are what must be there."""
+    found: dict[int, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        found[record["seed"]][setting(record)].append(record)
+    finished = {seed: sum(map(len, jobs.values())) for seed, jobs in found.items()}
+    each = len(settings) * len(pairs)
+    scores = {
+        seed: statistics.mean(accuracy(jobs, select) for jobs in found[seed].values())
+        for seed in sorted(found)
+        if finished[seed] == each
+    }
+    return Score(scores, len(seeds), sum(finished.values()), each * len(seeds))
+
+
+def average(row: Row) -> Score:
+    """Over the six tasks, of the seeds that all of them have."""
+    return mean_of([*row.values()])
+
+
+def accuracy(jobs: Iterable[Record], select: str) -> float:
+    """On the test split, of the best of jobs that differ only in learning rate and weight decay."""
+    best = max((checkpoint(job, select) for job in jobs), key=lambda at: (at[select]["accuracy"], -loss(at, select)))
+    return best["test"]["accuracy"]
+
+
+def checkpoint(job: Record, select: str) -> Record:
+    return min(job["evaluations"], key=lambda at: loss(at, select))
+
+
+def loss(evaluation: Record, select: str) -> float:
+    """Infinite where training had diverged: NaN is neither less nor more than any number."""
+    value = evaluation[select]["loss"]
+    return value if value is not None and math.isfinite(value) else math.inf
+
+
+def pair(record: Record) -> tuple[float, float]:
+    return record["lr"], record["weight_decay"]
+
+
+def planned(protocol: str, task: str) -> set[str]:
+    """The settings of a protocol that has many. One with a single setting per task has it in the results, if any."""
+    known = PROTOCOLS.get(protocol)
+    parameters = known.settings(task) if known is not None and known.sweeps else []
+    return {as_text(each) for each in parameters}
+
+
+COLUMNS = (
+    Column("Model"),
+    *(Column(task.title.replace(" ", "\n", 1), key=name, scores=True) for name, task in TASKS.items()),
+    Column("Avg", key="average", scores=True),
+    Column("Size", align="right"),
+)
 OTHERS = "Not in the paper's table"
 
 
-@dataclass(frozen=True)
-class Table:
-    groups: Mapping[str, Mapping[str, Sequence[Entry]]]
-    """title -> model -> the entries of TITLES."""
-    legend: Sequence[str]
-    sizes: Mapping[str, str]
-    """Parameters of the models, as multiples of the plain transformer's."""
-
-
 def tabulate(records: Sequence[Record], select: str, all_rows: bool = False) -> Table:
-    table = rows(records, select)
-    members = {**GROUPS, OTHERS: others(table, all_rows)}
-    shown = {name: cells(table.get(name)) for names in members.values() for name in names if all_rows or name in table}
-    best = [max(map(percent, column)) for column in zip(*shown.values(), strict=True)]
-    lines = {name: [*map(entry, row, figures(name), best)] for name, row in shown.items()}
-    groups = {title: {name: lines[name] for name in names if name in lines} for title, names in members.items()}
-    if [*groups[WITHOUT_C]] == ["FEM-SM"]:
-        del groups[WITHOUT_C]  # it repeats a row for comparison, and here is nothing to compare
-    shown_groups = {title: group for title, group in groups.items() if group}
-    return Table(shown_groups, legend(records, select, lines), sizes(records))
+    scores, size = rows(records, select), sizes(records)
+    members = {**GROUPS, OTHERS: others(scores, all_rows)}
+    shown = [*dict.fromkeys(name for names in members.values() for name in names if all_rows or name in scores)]
+    lines = dict(zip(shown, marked_columns([cells(name, scores.get(name)) for name in shown]), strict=True))
+    own = {title: [name for name in names if name in lines] for title, names in members.items()}
+    if own[WITHOUT_C] == ["FEM-SM"]:
+        del own[WITHOUT_C]  # it repeats a row for comparison, and here is nothing to compare
+    groups = [
+        Group([[name, *lines[name], size.get(name, "")] for name in names], title)
+        for title, names in own.items()
+        if names
+    ]
+    return Table(COLUMNS, groups, notes=legend(records, select, lines), stacked=True, melted=("task", "accuracy"))
+
+
+def cells(name: str, row: Row | None) -> list[Cell]:
+    """Accuracies in percent, the six and their average, the paper's beside them."""
+    figures = FIGURES.get(name)
+    papers = [""] * (len(TASKS) + 1) if figures is None else map(str, figures)
+    found = [Score()] * (len(TASKS) + 1) if row is None else [*row.values(), average(row)]
+    return [each.cell(1, 100, paper) for each, paper in zip(found, papers, strict=True)]
 
 
 def sizes(records: Sequence[Record]) -> dict[str, str]:
@@ -68,29 +219,7 @@ def others(table: Mapping[str, Row], all_rows: bool) -> list[str]:
     return [name for name in names if name not in FIGURES]
 
 
-def cells(row: Row | None) -> list[Cell]:
-    return [Cell()] * len(TITLES) if row is None else [*row.values(), average(row)]
-
-
-def figures(name: str) -> Sequence[float | None]:
-    return FIGURES.get(name, (None,) * len(TITLES))
-
-
-def percent(cell: Cell) -> float:
-    """To the digit that is shown, which is also what is compared; below all others where something is missing."""
-    return round(100 * cell.mean, 1) if cell.mean is not None and cell.complete else -1.0
-
-
-def entry(cell: Cell, paper: float | None, best: float) -> Entry:
-    printed = "" if paper is None else str(paper)
-    if cell.mean is None:
-        return Entry("", "", f"{cell.jobs} of {cell.expected} jobs" if cell.jobs else "", printed)
-    error = "" if cell.error is None else f"{100 * cell.error:.1f}"
-    missing = "" if cell.complete else f"{len(cell.scores)} of {cell.seeds} seeds"
-    return Entry(f"{100 * cell.mean:.1f}", error, missing, printed, cell.complete and percent(cell) == best)
-
-
-def legend(records: Sequence[Record], select: str, models: Mapping[str, Sequence[Entry]]) -> list[str]:
+def legend(records: Sequence[Record], select: str, models: Mapping[str, Sequence[Cell]]) -> list[str]:
     """What a reader must know."""
     seeds = sorted({record["seed"] for record in records})
     pairs = {(record["task"], pair(record)) for record in records}
@@ -112,46 +241,8 @@ def legend(records: Sequence[Record], select: str, models: Mapping[str, Sequence
     return text
 
 
-def markdown(table: Table) -> str:
-    lines = [f"| Model | {' | '.join(TITLES)} | Size |", "|---|" + "---:|" * (len(TITLES) + 1)]
-    for title, group in table.groups.items():
-        lines.append(f"| **{title}** |" + " |" * (len(TITLES) + 1))
-        for name, line in group.items():
-            lines.append(f"| {' | '.join([name, *map(markdown_cell, line), table.sizes.get(name, '')])} |")
-    return "\n".join(lines) + "\n\n" + "\n\n".join(table.legend) + "\n"
-
-
-def latex(table: Table) -> str:
-    """A tabular of booktabs, with makecell."""
-    heads = [stacked(title.split(" ", 1)) for title in TITLES]
-    lines = [
-        *(f"% {sentence}" for sentence in table.legend),
-        rf"\begin{{tabular}}{{l *{{{len(TITLES) + 1}}}{{c}}}}",
-        r"\toprule",
-        rf"\textbf{{Model}} & {' & '.join(heads)} & \textbf{{Size}} \\",
-    ]
-    for group in table.groups.values():
-        lines.append(r"\midrule")
-        for name, line in group.items():
-            lines.append(rf"{' & '.join([name, *map(latex_cell, line), table.sizes.get(name, '')])} \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
-
-
-def as_csv(table: Table) -> str:
-    """One line per number."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["group", "model", "task", "accuracy", "standard_error", "missing", "paper", "size"])
-    for title, group in table.groups.items():
-        for name, line in group.items():
-            for task, each in zip((*TASKS, "average"), line, strict=True):
-                numbers = (each.value, each.error, each.missing, each.paper, table.sizes.get(name, ""))
-                writer.writerow([title, name, task, *numbers])
-    return file.getvalue()
-
-
 @dataclass(frozen=True)
-class Command:
+class MadTabulate(Tabulate):
     """Put results of `femixer mad run` into the layout of the paper's table.
 
     Writes table.md, which it prints, table.tex and table.csv, and two figures: heatmap.png, models by tasks, and
@@ -167,17 +258,11 @@ class Command:
     all_rows: bool = False
     """Show models without results too."""
 
+    def tables(self, records: Sequence[Record]) -> list[Table]:
+        return [tabulate(records, self.select, self.all_rows)]
 
-def main(args: Sequence[str]) -> int:
-    command = parse(Command, args, "mad table")
-    records = [record for path in command.results for record in load(path)]
-    table = tabulate(records, command.select, command.all_rows)
-    scores = rows(records, command.select)
-    text = markdown(table)
-    write_table(command.out, text, latex(table), as_csv(table))
-    for name, figure in (("heatmap.png", heat_map(scores)), ("ablation.png", ablation(scores))):
-        with atomic.replacing(command.out / name) as partial:
-            figure.savefig(partial, format="png")
-    print(text)
-    print(f"The table is in {command.out}/ as Markdown, LaTeX and CSV, with two figures")
-    return 0
+    def figures(self, records: Sequence[Record]) -> dict[str, Any]:
+        from femixer.tasks.mad.figures import ablation, heat_map
+
+        scores = rows(records, self.select)
+        return {"heatmap.png": heat_map(scores), "ablation.png": ablation(scores)}

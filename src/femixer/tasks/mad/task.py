@@ -1,121 +1,156 @@
-"""The six tasks: their parameters, and how MAD varies them."""
+"""`femixer mad run`: models x settings x (learning rate, weight decay) x seeds, by a protocol, as jobs of a store."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
 
-from femixer.tasks.mad.compression import compression
-from femixer.tasks.mad.draw import Pair
-from femixer.tasks.mad.fuzzy_recall import fuzzy_recall
-from femixer.tasks.mad.memorization import memorization
-from femixer.tasks.mad.recall import recall
-from femixer.tasks.mad.selective_copying import selective_copying
+import torch
 
-Parameters = dict[str, Any]
+from femixer.models.named import NAMED
+from femixer.options import check
+from femixer.reporting import Table
+from femixer.tasks.mad.data import TASKS, sample
+from femixer.tasks.mad.fit import MadJob
+from femixer.tasks.mad.model import build
+from femixer.tasks.mad.protocol import PROTOCOLS, Protocol
+from femixer.tasks.mad.table import tabulate
+from femixer.tasks.runner import Run
+from femixer.training.jobs import Jobs
+from femixer.training.results import Record
 
 
 @dataclass(frozen=True)
-class Task:
-    """What there is to know of a task besides its data."""
+class Experiment:
+    """What is run."""
 
-    name: str
-    title: str
-    """As in the paper's table."""
-    generate: Callable[..., Pair]
-    """(draw, **parameters) -> inputs and targets; it checks the parameters, and has all of them but `train`."""
-    defaults: Mapping[str, Any]
-    """vocabulary: the number of tokens, special ones and noise included; length; train: the number of training
-    sequences; and what only this task has."""
-    sweeps: Mapping[str, tuple[Any, ...]]
-    """The values of a parameter besides its default; they are varied one at a time."""
-    answers: Callable[[Mapping[str, Any]], int]
-    """Parameters -> how many tokens can be the answer, where it is not the same in all sequences."""
-    last_position_only: bool = False
-    """All targets are decoded from the model's last position."""
+    models: tuple[str, ...] = ("SMAttn", "FEM-SM")
+    """Models by the names of the paper's tables."""
+    tasks: tuple[str, ...] = tuple(TASKS)
+    """Tasks."""
+    protocol: str = "lite"
+    """lite, for a CPU; baseline, the original's six default settings; full, its 66 settings."""
+    seeds: int = 1
+    """Runs of everything, with seeds that go up from --seed: other data, other starting weights."""
+    seed: int = 0
+    """The first seed."""
+    lr: tuple[float, ...] | None = None
+    """Learning rates, instead of the protocol's."""
+    weight_decay: tuple[float, ...] | None = None
+    """Weight decays, instead of the protocol's."""
+    length: int | None = None
+    """Length of the sequences, in all chosen tasks. This and the options below make a protocol of another name."""
+    vocabulary: int | None = None
+    """Number of tokens, in all chosen tasks."""
+    train: int | None = None
+    """Training sequences."""
+    batch: int | None = None
+    """Sequences of a training step."""
+    steps: int | None = None
+    """Training steps."""
+    precision: Literal["no", "bf16"] = "no"
+    """Mixed precision: bf16 multiplies matrices in bfloat16, as the original does on a GPU."""
 
-    def settings(self) -> list[Parameters]:
-        """All parameters of each setting: the baseline, then the sweeps."""
-        varied = [{**self.defaults, name: value} for name, values in self.sweeps.items() for value in values]
-        return [{**self.defaults}, *varied]
+    def validate(self) -> None:
+        """Raise a ValueError unless every job is possible."""
+        for name, known in (("models", NAMED), ("tasks", TASKS)):
+            given, allowed = getattr(self, name), f"different ones of {', '.join(known)}"
+            for one in given:
+                check(one in known, name, one, allowed)
+            check(0 < len(given) == len({*given}), name, given, allowed)
+        check(self.protocol in PROTOCOLS, "protocol", self.protocol, f"one of {', '.join(PROTOCOLS)}")
+        check(self.precision in ("no", "bf16"), "precision", self.precision, "no or bf16")
+        for name, least in {"seeds": 1, "seed": 0, "batch": 1, "steps": 1}.items():
+            value = getattr(self, name)
+            check(value is None or value >= least, name, value, f"a whole number of at least {least}")
+        check(self.lr is None or (len(self.lr) > 0 and min(self.lr) > 0), "lr", self.lr, "numbers above 0")
+        decay = self.weight_decay
+        check(decay is None or (len(decay) > 0 and min(decay) >= 0), "weight_decay", decay, "numbers of at least 0")
+        jobs = self.jobs()
+        for task, parameters in {(job.task, str(job.parameters)): (job.task, job.parameters) for job in jobs}.values():
+            sample(task, 1, **parameters)
+        for job in {(job.model, TASKS[job.task].last_position_only): job for job in jobs}.values():
+            with torch.device("meta"):
+                build(job.task, job.fields, job.seed)
 
-    def chance(self, **parameters: Any) -> float:
-        """Accuracy, macro-averaged over tokens, of guessing blindly among the tokens that can be the answer."""
-        answers = self.answers({**self.defaults, **parameters})
-        # Compression also scores the token that ends every sequence, which nobody gets wrong.
-        return 2 / (answers + 1) if self.last_position_only else 1 / answers
+    def jobs(self) -> list[MadJob]:
+        """Each once, whatever options make two settings the same."""
+        protocol = self.changed()
+        jobs = [
+            job(protocol, model, task, parameters, lr, weight_decay, self.seed + number)
+            for number in range(self.seeds)
+            for task in self.tasks
+            for parameters in protocol.settings(task)
+            for model in self.models
+            for lr in self.lr or protocol.plan(task).learning_rates
+            for weight_decay in self.weight_decay or protocol.plan(task).weight_decays
+        ]
+        return [*{job.digest: job for job in jobs}.values()]
+
+    def changed(self) -> Protocol:
+        """The protocol with what the options change, and a name that says so."""
+        protocol = PROTOCOLS[self.protocol]
+        parameters = given(length=self.length, vocabulary=self.vocabulary, train=self.train)
+        training = given(batch=self.batch, steps=self.steps)
+        engine = {} if self.precision == protocol.precision else {"precision": self.precision}
+        plans = {
+            task: replace(plan, parameters={**plan.parameters, **parameters}, **training)
+            for task, plan in ((task, protocol.plan(task)) for task in self.tasks)
+        }
+        words = [f"{name}={value}" for name, value in {**parameters, **training, **engine}.items()]
+        return replace(protocol, name=" ".join([protocol.name, *words]), plans=plans, precision=self.precision)
 
 
-def upper_half(tokens: int) -> int:
-    """Tokens 0, 1, ... are split into keys and values; values are one more where the number is odd."""
-    return tokens - tokens // 2
+def given(**options: int | None) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
-SEQUENCES = (6400, 3200, 1600, 800)
-
-TASKS = {
-    task.name: task
-    for task in (
-        Task(
-            "compression",
-            "Compress",
-            compression,
-            {"vocabulary": 16, "length": 32, "train": 12800},
-            {"vocabulary": (32, 64, 128), "length": (64, 128, 256), "train": SEQUENCES},
-            lambda given: given["vocabulary"] - 1,
-            last_position_only=True,
-        ),
-        Task(
-            "fuzzy-recall",
-            "Fuzzy Recall",
-            fuzzy_recall,
-            {"vocabulary": 16, "length": 128, "train": 12800, "motif": 3},
-            {"vocabulary": (32, 64, 128), "length": (256, 512, 1024), "train": SEQUENCES},
-            lambda given: upper_half(given["vocabulary"] - 1),
-        ),
-        Task(
-            "recall",
-            "In-Ctx Recall",
-            recall,
-            {"vocabulary": 16, "length": 128, "train": 12800, "single_query": False},
-            {"vocabulary": (32, 64, 128), "length": (256, 512, 1024), "train": SEQUENCES},
-            lambda given: upper_half(given["vocabulary"] - given["single_query"]),
-        ),
-        Task(
-            "memorization",
-            "Memorize TrainSet",
-            memorization,
-            {"vocabulary": 256, "length": 32, "train": 256},
-            {"vocabulary": (512, 1024, 2048, 4096, 8192)},
-            lambda given: upper_half(given["vocabulary"] - 1),
-        ),
-        Task(
-            "noisy-recall",
-            "Noisy Recall",
-            recall,
-            {
-                "vocabulary": 32,
-                "length": 128,
-                "train": 12800,
-                "single_query": False,
-                "noise": 0.2,
-                "noise_vocabulary": 16,
-            },
-            {
-                "vocabulary": (48, 80, 144),
-                "length": (256, 512, 1024),
-                "train": SEQUENCES,
-                "noise": (0.4, 0.6, 0.8),
-            },
-            lambda given: upper_half(given["vocabulary"] - given["noise_vocabulary"] - given["single_query"]),
-        ),
-        Task(
-            "selective-copying",
-            "Selective Copy",
-            selective_copying,
-            {"vocabulary": 16, "length": 256, "train": 12800, "copies": 16},
-            {"vocabulary": (32, 64, 128), "length": (512, 1024), "train": SEQUENCES, "copies": (32, 64, 96)},
-            lambda given: given["vocabulary"] - 2,
-        ),
+def job(
+    protocol: Protocol, model: str, task: str, parameters: Mapping[str, Any], lr: float, weight_decay: float, seed: int
+) -> MadJob:
+    steps = protocol.steps(task, parameters)
+    return MadJob(
+        model=model,
+        task=task,
+        parameters=parameters,
+        protocol=protocol.name,
+        seed=seed,
+        lr=lr,
+        weight_decay=weight_decay,
+        fields={
+            **protocol.sizes(),
+            **NAMED[model],
+            "vocab_size": parameters["vocabulary"],
+            "max_position_embeddings": parameters["length"],
+        },
+        batch=protocol.plan(task).batch,
+        steps=steps,
+        evaluate_every=max(1, steps // protocol.evaluations),
+        validation=protocol.validation,
+        test=protocol.test,
+        precision=protocol.precision,
     )
-}
-"""By name, in the order of the paper's columns."""
+
+
+@dataclass(frozen=True)
+class MadRun(Run):
+    """Train models on the tasks of MAD.
+
+    Finished jobs are in the store and are not repeated: the same command, given again, goes on.
+    """
+
+    experiment: Experiment = field(default_factory=Experiment)
+    how: Jobs = field(default_factory=lambda: Jobs(Path("results/mad")))
+    select: Literal["validation", "test"] = "validation"
+    """Split that selects for the table at the end, as in `femixer mad table`; nothing that is run depends on it."""
+
+    def jobs(self) -> list[MadJob]:
+        self.experiment.validate()
+        return self.experiment.jobs()
+
+    def tables(self, records: Sequence[Record]) -> list[Table]:
+        return [tabulate(records, self.select)]
+
+    @property
+    def resumable(self) -> bool:
+        return PROTOCOLS[self.experiment.protocol].resumable

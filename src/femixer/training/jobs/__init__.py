@@ -1,8 +1,146 @@
 """Many independent trainings as jobs: here or on a cluster, their records in a store that any number may write to."""
 
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from femixer.options import check
 from femixer.training.jobs.engines import Engine
-from femixer.training.jobs.job import Job
-from femixer.training.jobs.running import Jobs, divided, run
-from femixer.training.jobs.store import Kind, Store, export, load
+from femixer.training.jobs.job import Assignment, Job, Outcome
+from femixer.training.jobs.store import ERRORS, INDEX, Kind, Store, export, load
+from femixer.training.journal import terminal_bar
+from femixer.training.results import Record
 
 __all__ = ["Engine", "Job", "Jobs", "Kind", "Store", "divided", "export", "load", "run"]
+
+
+@contextmanager
+def progress(jobs: int) -> Iterator[Callable[[Outcome], None]]:
+    """Gives the function that is told each outcome."""
+    # Jobs take minutes or hours: all of them, and not the last half minute, tell how long one takes.
+    bar = terminal_bar("{task.completed}/{task.total} jobs", speed_estimate_period=float("inf"))
+    if bar is None:
+        yield Lines(jobs)
+        return
+    with bar:
+        task = bar.add_task("", total=jobs)
+
+        def show(outcome: Outcome) -> None:
+            bar.console.print(line(outcome), highlight=False, markup=False)
+            bar.advance(task)
+
+        yield show
+
+
+class Lines:
+    """`job 3/36, 12 minutes left: ...`"""
+
+    def __init__(self, jobs: int) -> None:
+        self.jobs, self.done, self.began = jobs, 0, time.monotonic()
+
+    def __call__(self, outcome: Outcome) -> None:
+        self.done += 1
+        left = (time.monotonic() - self.began) / self.done * (self.jobs - self.done)
+        told = f"job {self.done}/{self.jobs}, {duration(left)} left: {line(outcome)}"
+        print(told, file=sys.stderr, flush=True)
+
+
+def line(outcome: Outcome) -> str:
+    """What became of a job."""
+    job = outcome.job
+    if outcome.error is not None:
+        return f"{job.title} FAILED: {outcome.error.strip().splitlines()[-1]}"
+    if outcome.record is None:
+        return f"{job.title} is left to another process, which is at it"
+    return f"{job.title}: {job.summary(outcome.record)}, {duration(outcome.record['seconds'])}"
+
+
+def duration(seconds: float) -> str:
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+SomeJob = TypeVar("SomeJob", bound=Job)
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """Where results go, and which jobs are run by whom: nothing here changes what they compute."""
+
+    out: Path
+    """The results store. Several commands may write to one."""
+    engine: Engine = field(default_factory=Engine)
+    part: str | None = None
+    """Only a share of the jobs, as 3/16 for the third of sixteen: for job arrays."""
+    overwrite: bool = False
+    """Run these jobs again although they are finished."""
+    dry_run: bool = False
+    """Only say how many jobs there are."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command has done: the records of its jobs, of this time and of earlier ones, and how many failed."""
+
+    records: Sequence[Record]
+    failed: int
+
+
+def run(everything: Sequence[SomeJob], kind: Kind, how: Jobs, resumable: bool) -> Ran | None:
+    """Carry out the jobs that are not in the store yet; None if that was not asked for.
+
+    resumable: save checkpoints, so that a job which was stopped goes on. Not worth it for jobs of a minute.
+    """
+    how.engine.validate()
+    mine = divided(everything, how.part)
+    if how.dry_run:
+        done = sum(Store(how.out, kind).finished(job.name) for job in mine) if (how.out / INDEX).exists() else 0
+        share = "" if how.part is None else f", {len(mine)} in part {how.part}"
+        print(f"{len(everything)} jobs{share}, {done} of them finished")
+        return None
+    store = Store(how.out, kind)
+    todo = [job for job in mine if how.overwrite or not store.finished(job.name)]
+    print(f"{len(mine)} jobs, {len(mine) - len(todo)} of them finished before", file=sys.stderr)
+    failed = carry_out(todo, store, how, resumable) if todo else []
+    for job in failed:
+        print(f"failed: {job.name}", file=sys.stderr)
+    if failed:
+        print(f"{len(failed)} jobs failed; why is in {store.folder / ERRORS}/, and the same command tries again")
+    return Ran([store.record(job.name) for job in mine if store.finished(job.name)], len(failed))
+
+
+def carry_out(todo: Sequence[Job], store: Store, how: Jobs, resumable: bool) -> list[Job]:
+    """The jobs that failed; the others are in the store."""
+    engine, folder = how.engine, store.folder.resolve()
+    assignments = [Assignment(job, folder, resumable, engine.device, engine.threads) for job in todo]
+    failed = []
+    with engine.ready(assignments) as outcomes:
+        if how.overwrite:
+            for job in todo:
+                store.forget(job.name)
+        with progress(len(todo)) as tell:
+            for outcome in outcomes:
+                if outcome.record is not None:
+                    store.add(outcome.job.name, outcome.record)
+                elif outcome.error is not None:
+                    store.failed(outcome.job.name, outcome.error)
+                    failed.append(outcome.job)
+                tell(outcome)
+    return failed
+
+
+def divided(jobs: Sequence[SomeJob], part: str | None) -> Sequence[SomeJob]:
+    """The share `i/n` of the jobs: the shares of 1/n, 2/n, ... n/n are all of them, and cheap and costly ones mixed."""
+    if part is None:
+        return jobs
+    number, _, count = part.partition("/")
+    allowed = "i/n with i from 1 to n, as 3/16"
+    check(number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count), "part", part, allowed)
+    mine = {job.digest for job in sorted(jobs, key=lambda job: job.digest)[int(number) - 1 :: int(count)]}
+    return [job for job in jobs if job.digest in mine]

@@ -1,7 +1,5 @@
 """Who carries out the jobs: processes of this machine, or a Ray cluster."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Generator, Iterator, Sequence
@@ -14,8 +12,8 @@ import torch
 
 from femixer.optional import require
 from femixer.options import check
-from femixer.training.jobs.work import Assignment, Outcome, attempt
-from femixer.training.workers import carried_out, cores
+from femixer.training.jobs.job import Assignment, Outcome, attempt
+from femixer.training.processes import carried_out, cores
 
 
 @dataclass(frozen=True)

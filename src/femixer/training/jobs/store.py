@@ -8,12 +8,10 @@ running/NAME/         the training run of a job that is not finished, NAME.log w
 Any number of processes may write to one store: a record appears at once and completely under its own name.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,3 +118,34 @@ def check_format(path: Path, kind: Kind) -> dict[str, Any]:
             f"here it is {kind.format!r}; use that one, or run the jobs anew with another --out"
         )
     return content
+
+
+def same(records: Sequence[Record], what: str, value: Callable[[Record], Hashable], *within: str) -> None:
+    """An error unless records that agree in the fields `within` have the same value."""
+    held: dict[str, Record] = {}
+    for record in records:
+        first = held.setdefault(described(record, within), record)
+        if value(first) != value(record):
+            where = f" ({described(record, within)})" if within else ""
+            raise ValueError(
+                f"results mix different {what}{where}: {value(first)} and {value(record)}; "
+                "choose --results that can be compared"
+            )
+
+
+def described(record: Record, names: Sequence[str]) -> str:
+    return ", ".join(f"{name} {as_text(record[name])}" for name in names)
+
+
+def distinct(
+    records: Sequence[Record], result: Callable[[Record], Hashable], definition: Sequence[str]
+) -> list[Record]:
+    """Each job once, told by the fields of its `definition`; an error if one has two results, or versions differ."""
+    same(records, "versions of femixer", lambda record: record["environment"]["femixer"])
+    same(records, "results of one job", result, *definition)
+    return [*{described(record, definition): record for record in records}.values()]
+
+
+def as_text(value: object) -> str:
+    """To compare settings by."""
+    return json.dumps(value, sort_keys=True)

@@ -1,0 +1,51 @@
+"""Results as tables: one model of a table, and Markdown, LaTeX, CSV, HTML and the terminal from it.
+
+    Table of Columns, Groups of rows, Cells      reporting.table
+    means over seeds, differences, ranks, marks  reporting.scores
+    as_markdown, as_latex, as_csv, as_html       reporting.writers
+    show, progress                               reporting.terminal
+    colours, axes                                reporting.figures
+
+README.md beside this file says how the tables of the tasks and benchmarks are expressed with it.
+"""
+
+from femixer.reporting.scores import (
+    Ranking,
+    Score,
+    best_two,
+    difference,
+    half_up,
+    marked,
+    marked_columns,
+    mean_of,
+    rank,
+    ranks,
+)
+from femixer.reporting.table import Cell, Column, Group, Row, Table
+from femixer.reporting.terminal import progress, show
+from femixer.reporting.writers import as_csv, as_html, as_latex, as_markdown, write
+
+__all__ = [
+    "Cell",
+    "Column",
+    "Group",
+    "Ranking",
+    "Row",
+    "Score",
+    "Table",
+    "as_csv",
+    "as_html",
+    "as_latex",
+    "as_markdown",
+    "best_two",
+    "difference",
+    "half_up",
+    "marked",
+    "marked_columns",
+    "mean_of",
+    "progress",
+    "rank",
+    "ranks",
+    "show",
+    "write",
+]

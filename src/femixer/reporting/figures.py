@@ -1,0 +1,55 @@
+"""The look that figures share: sizes, colours that everybody can tell apart, quiet axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from femixer.optional import require
+from femixer.training import atomic
+
+BLUE, VERMILION, GREY = "#0072B2", "#D55E00", "0.45"
+COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#8C564B", "#7F7F7F", "#B2A300")
+"""Of Okabe and Ito first, told apart with every kind of colour vision; markers help in print."""
+MARKERS = "osD^vP*Xh"
+DOTS_PER_INCH = 120
+
+
+def figure(width: float, height: float) -> Any:
+    """An empty figure of so many inches."""
+    figures = require("matplotlib.figure", "plot")
+    return figures.Figure(figsize=(width, height), dpi=DOTS_PER_INCH, layout="constrained")
+
+
+def looks(names: Sequence[str], rival: str | None = None) -> dict[str, dict[str, Any]]:
+    """Colour, marker and label of a line for each name; the rival is black and dashed."""
+    own = [name for name in names if name != rival]
+    found: dict[str, dict[str, Any]] = {
+        name: {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[n % len(MARKERS)], "label": name}
+        for n, name in enumerate(own)
+    }
+    if rival is not None:
+        found[rival] = {"color": "black", "linestyle": "--", "marker": "x", "label": rival}
+    return found
+
+
+def quiet(axes: Any) -> None:
+    """A light grid, and no frame above and on the right."""
+    axes.grid(color="0.9", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def plain_log(axis: Any, subs: Sequence[float] = (1, 2, 5)) -> None:
+    """Ticks of a logarithmic axis at these multiples of powers of ten, as plain numbers."""
+    ticker = require("matplotlib.ticker", "plot")
+    axis.set_major_locator(ticker.LogLocator(subs=subs))
+    axis.set_major_formatter(ticker.StrMethodFormatter("{x:,g}"))
+    axis.set_minor_locator(ticker.NullLocator())
+
+
+def save(drawing: Any, path: Path) -> None:
+    """As PNG, completely or not at all; what reaches over the edge is kept."""
+    with atomic.replacing(path) as partial:
+        drawing.savefig(partial, format="png", bbox_inches="tight")

@@ -1,0 +1,212 @@
+"""Tables as Markdown, LaTeX, CSV and HTML: pure functions from tables to text."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from femixer.options import check
+from femixer.reporting.escape import in_csv, in_html, in_latex, in_markdown, one_line, paragraph
+from femixer.reporting.table import PLACES, Cell, Column, Row, Table
+from femixer.training import atomic
+
+
+def as_markdown(*tables: Table) -> str:
+    """Pipe tables, each with its title above and its notes below."""
+    blocks = []
+    for table in tables:
+        shown = _shown(table)
+        lines = [[in_markdown(column.title) for column in shown], ["---:" if c.right else "---" for c in shown]]
+        for group in table.groups:
+            if group.title:
+                lines.append([f"**{in_markdown(group.title)}**", *[""] * (len(shown) - 1)])
+            lines += [[_markdown_cell(cell, table.empty) for cell in _cells(table, row)] for row in group.rows]
+        blocks.append(paragraph(table.title))
+        blocks.append("\n".join("|" + "".join(f" {cell} |" if cell else " |" for cell in line) for line in lines))
+        blocks += map(paragraph, table.notes)
+    return "\n\n".join(filter(None, blocks)) + "\n"
+
+
+def _markdown_cell(cell: Cell | str, empty: str) -> str:
+    return in_markdown(cell) if isinstance(cell, str) else beside(cell, in_markdown, _MARKDOWN_MARKS, empty)
+
+
+_MARKDOWN_MARKS = {"": "{}", "best": "**{}**", "second": "<u>{}</u>"}
+
+
+def beside(cell: Cell, escape: Callable[[str], str], marks: Mapping[str, str], empty: str) -> str:
+    """A cell on one line: value ± error [missing] (paper)."""
+    value = escape(cell.value)
+    parts = [
+        value and marks[cell.mark].format(value),
+        cell.error and f"± {escape(cell.error)}",
+        cell.missing and f"[{escape(cell.missing)}]",
+    ]
+    ours = " ".join(filter(None, parts)) or empty
+    return " ".join(filter(None, [ours, cell.paper and f"({escape(cell.paper)})"]))
+
+
+def as_latex(*tables: Table) -> str:
+    """A tabular of booktabs for each table; with makecell and multirow where it is stacked or has blocks."""
+    return "\n".join("\n".join([*_latex_lines(table), ""]) for table in tables)
+
+
+def _latex_lines(table: Table) -> Iterator[str]:
+    shown = _shown(table)
+    yield from (f"% {one_line(text)}" for text in (table.title, *table.notes) if text)
+    yield rf"\begin{{tabular}}{{{''.join('c' if c.scores else 'r' if c.right else 'l' for c in shown)}}}"
+    yield r"\toprule"
+    if any(column.block for column in shown):
+        yield from _latex_blocks(shown)
+    else:
+        yield rf"{' & '.join(_latex_title(column) for column in shown)} \\"
+    for group in table.groups:
+        yield r"\midrule"
+        if group.title:
+            yield rf"\multicolumn{{{len(shown)}}}{{l}}{{\textbf{{{in_latex(group.title)}}}}} \\"
+        for row in group.rows:
+            yield rf"{' & '.join(_latex_cell(cell, table.stacked) for cell in _cells(table, row))} \\"
+    yield r"\bottomrule"
+    yield r"\end{tabular}"
+
+
+def _latex_title(column: Column) -> str:
+    lines = [in_latex(line) for line in column.title.split("\n")]
+    return lines[0] if len(lines) == 1 else _stacked(lines)
+
+
+def _latex_blocks(shown: Sequence[Column]) -> Iterator[str]:
+    """Two lines of titles: the blocks, each with a rule below it, and their columns."""
+    upper, rules, at = [], [], 1
+    for block, members in groupby(shown, lambda column: column.block):
+        columns = [*members]
+        if block:
+            upper.append(rf"\multicolumn{{{len(columns)}}}{{c}}{{\textbf{{{in_latex(block)}}}}}")
+            rules.append(rf"\cmidrule(lr){{{at}-{at + len(columns) - 1}}}")
+        else:
+            upper += [rf"\multirow{{2}}{{*}}{{{_latex_title(column)}}}" for column in columns]
+        at += len(columns)
+    yield rf"{' & '.join(upper)} \\"
+    yield "".join(rules)
+    yield rf"{' & '.join(_latex_title(column) if column.block else '' for column in shown)} \\"
+
+
+def _latex_cell(cell: Cell | str, stacked: bool) -> str:
+    if isinstance(cell, str):
+        return in_latex(cell)
+    value = in_latex(cell.value)
+    value = value and {"": value, "best": rf"\textbf{{{value}}}", "second": rf"\underline{{{value}}}"}[cell.mark]
+    first = value + (rf"{{\scriptsize$\pm${in_latex(cell.error)}}}" if cell.error else "")
+    small = [cell.missing and f"[{in_latex(cell.missing)}]", cell.paper and f"({in_latex(cell.paper)})"]
+    first = first or ("" if cell.missing else "--")
+    if stacked:
+        return _stacked([first, *(text and rf"\scriptsize {text}" for text in small)])
+    return " ".join(filter(None, [first, *(text and rf"{{\scriptsize {text}}}" for text in small)]))
+
+
+def _stacked(lines: Sequence[str]) -> str:
+    return r"\makecell{" + r"\\".join(filter(None, lines)) + "}"
+
+
+def as_html(*tables: Table) -> str:
+    """A fragment without styles of its own, but for the side that numbers stand on."""
+    return "\n".join("\n".join([*_html_lines(table), ""]) for table in tables)
+
+
+def _html_lines(table: Table) -> Iterator[str]:
+    shown = _shown(table)
+    yield "<table>"
+    if table.title:
+        yield f"<caption>{in_html(table.title)}</caption>"
+    yield "<thead>"
+    if any(column.block for column in shown):
+        spans = [(block, len([*same])) for block, same in groupby(shown, lambda column: column.block)]
+        yield "<tr>" + "".join(f'<th colspan="{n}">{in_html(block)}</th>' for block, n in spans) + "</tr>"
+    titles = ("<br>".join(map(in_html, column.title.split("\n"))) for column in shown)
+    yield "<tr>" + "".join(f'<th scope="col">{title}</th>' for title in titles) + "</tr>"
+    yield "</thead>"
+    for group in table.groups:
+        yield "<tbody>"
+        if group.title:
+            yield f'<tr><th colspan="{len(shown)}" scope="rowgroup">{in_html(group.title)}</th></tr>'
+        for row in group.rows:
+            cells = zip(shown, _cells(table, row), strict=True)
+            yield "<tr>" + "".join(_html_cell(column, cell, table.empty) for column, cell in cells) + "</tr>"
+        yield "</tbody>"
+    yield "</table>"
+    yield from (f"<p>{in_html(note)}</p>" for note in table.notes)
+
+
+def _html_cell(column: Column, cell: Cell | str, empty: str) -> str:
+    marks = {"": "{}", "best": "<strong>{}</strong>", "second": "<u>{}</u>"}
+    text = in_html(cell) if isinstance(cell, str) else beside(cell, in_html, marks, in_html(empty))
+    return f'<td style="text-align: right">{text}</td>' if column.right else f"<td>{text}</td>"
+
+
+def as_csv(*tables: Table) -> str:
+    """A line per row, or per score of a melted table; titles of tables and groups are columns where there are any."""
+    records = [record for table in tables for record in _records(table)]
+    names = [*dict.fromkeys(name for record in records for name in record)]
+    kept = [name for name in names if name not in PLACES or any(record.get(name) for record in records)]
+    file = io.StringIO()
+    writer = csv.DictWriter(file, kept, restval="", extrasaction="ignore", lineterminator="\n")
+    writer.writerow({name: in_csv(name) for name in kept})
+    writer.writerows({name: in_csv(text) for name, text in record.items()} for record in records)
+    return file.getvalue()
+
+
+def _records(table: Table) -> Iterator[dict[str, str]]:
+    for group in table.groups:
+        for row in group.rows:
+            place = dict(zip(PLACES, (table.title, group.title), strict=True))
+            yield from _melted(table, row, place) if table.melted else [_wide(table, row, place)]
+
+
+def _wide(table: Table, row: Row, record: dict[str, str]) -> dict[str, str]:
+    """What stands beside a number has columns of its own, where any row has it."""
+    for number, (column, cell) in enumerate(zip(table.columns, row, strict=True)):
+        if isinstance(cell, str):
+            record[column.name] = cell
+            continue
+        record[column.name] = cell.value
+        for what in ("error", "missing", "paper"):
+            if any(isinstance(r[number], Cell) and getattr(r[number], what) for r in table.rows):
+                record[f"{column.name}_{what}"] = getattr(cell, what)
+    return record
+
+
+def _melted(table: Table, row: Row, place: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    assert table.melted is not None
+    which, value = table.melted
+    pairs = [*zip(table.columns, row, strict=True)]
+    names = {column.name: cell for column, cell in pairs if not column.scores and isinstance(cell, str)}
+    for column, cell in pairs:
+        if column.scores and isinstance(cell, Cell):
+            numbers = {value: cell.value, "standard_error": cell.error, "missing": cell.missing, "paper": cell.paper}
+            yield {**place, **names, which: column.name, **numbers}
+
+
+def _shown(table: Table) -> list[Column]:
+    return [column for column in table.columns if not column.hidden]
+
+
+def _cells(table: Table, row: Row) -> list[Cell | str]:
+    return [cell for column, cell in zip(table.columns, row, strict=True) if not column.hidden]
+
+
+WRITERS: Mapping[str, Callable[..., str]] = {"md": as_markdown, "tex": as_latex, "csv": as_csv, "html": as_html}
+"""By the ending of the file."""
+
+
+def write(
+    folder: Path, tables: Sequence[Table], name: str = "table", formats: Sequence[str] = ("md", "tex", "csv")
+) -> None:
+    """NAME.md, NAME.tex, ... in a folder, which is made."""
+    for ending in formats:
+        check(ending in WRITERS, "formats", ending, f"some of {', '.join(WRITERS)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    for ending in formats:
+        atomic.write(folder / f"{name}.{ending}", WRITERS[ending](*tables))

@@ -1,0 +1,20 @@
+"""Forecasting: series from files, the windows of the paper's protocol, training, tables and forecasts.
+
+The protocol is that of the SAMoVAR work (public code: LJC-FVNR/Structural-Aligned-Mixture-of-VAR), which the paper
+follows; docs/forecast.md says what that means.
+"""
+
+from femixer.tasks.runner import Task
+
+TASK = Task(
+    "forecast",
+    format="forecast 1",
+    run="femixer.tasks.forecast.task:ForecastRun",
+    table="femixer.tasks.forecast.table:ForecastTabulate",
+    run_help="models x data sets x horizons x seeds, as jobs of a results store",
+    others={
+        "train": ("femixer.tasks.forecast.task:train", "a forecaster from a file, or from a series that needs none"),
+        "predict": ("femixer.tasks.forecast.predict", "forecast with a trained model: a CSV and a figure"),
+    },
+)
+main = TASK.main

@@ -1,0 +1,154 @@
+"""What decides the numbers of a training (the model, the windows, how it is trained), and the model built from it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+
+from femixer.models.forecast import ForecastConfig, Forecaster, build
+from femixer.models.named import NAMED, Fields
+from femixer.options import check
+from femixer.tasks.forecast.data import KNOWN, Series, default_lookback
+from femixer.tasks.forecast.data.files import frequency_of, season_of
+from femixer.tasks.forecast.data.windows import Scaling, counted, scaling_of
+from femixer.training import derive
+
+MODELS: dict[str, Fields] = {
+    **{name: {"kind": "fem", **fields} for name, fields in NAMED.items()},
+    "DLinear": {"kind": "dlinear"},
+    "NLinear": {"kind": "nlinear"},
+    "PatchTST": {"kind": "patchtst"},
+    "iTransformer": {"kind": "itransformer"},
+    "LastValue": {"kind": "last-value"},
+    "SeasonalNaive": {"kind": "seasonal-naive"},
+}
+NAIVE = ("LastValue", "SeasonalNaive")
+"""Those that learn nothing."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained, with AdamW; betas are 0.9 and 0.95, and gradients are clipped to a norm of 1."""
+
+    epochs: int = 100
+    """Times that training goes over all windows, at most."""
+    patience: int = 12
+    """Epochs without a better validation MSE after which training ends."""
+    batch: int = 32
+    """Windows of a training step."""
+    lr: float = 6e-4
+    """Largest learning rate, after a twentieth of all epochs; it rises and falls linearly."""
+    weight_decay: float = 0.1
+    """Weight decay of matrices (AdamW)."""
+    precision: Literal["no", "bf16"] = "no"
+    """Mixed precision: bf16 multiplies matrices in bfloat16."""
+
+    def validate(self) -> None:
+        for name in ("epochs", "patience", "batch"):
+            check(getattr(self, name) > 0, name, getattr(self, name), "a whole number above 0")
+        check(0 < self.lr < math.inf, "lr", self.lr, "a number above 0")
+        check(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "a number of at least 0")
+        check(self.precision in ("no", "bf16"), "precision", self.precision, "no or bf16")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of models made of a mixer's layers; the others have those that were published."""
+
+    width: int | None = None
+    """Width of the layers, by default 32 x the whole part of the root of the channels."""
+    layers: int | None = None
+    """Layers, by default 3."""
+    heads: int | None = None
+    """Heads of a layer, by default 8."""
+    dropout: float | None = None
+    """Dropout, by default 0.1."""
+    season: int | None = None
+    """Rows of a season, which SeasonalNaive repeats, by default those of a day (of a week, if rows are days)."""
+
+    def validate(self, models: Sequence[str]) -> None:
+        """A ValueError if sizes are given and none of the models takes any."""
+        takes = any(MODELS[name]["kind"] == "fem" for name in models if name in MODELS)
+        for name in ("width", "layers", "heads", "dropout"):
+            value = getattr(self, name)
+            check(takes or value is None, name, value, f"None: {', '.join(models)} has the sizes that were published")
+        check(self.season is None or self.season > 0, "season", self.season, "a whole number above 0")
+
+    def fields(self) -> dict[str, Any]:
+        """Of ForecastConfig, those that are given."""
+        named = {
+            "hidden_size": self.width,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "dropout": self.dropout,
+        }
+        return {name: value for name, value in named.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Everything that decides the numbers of one training; where the file lies does not."""
+
+    model: str
+    dataset: str
+    fingerprint: str
+    """Of the data."""
+    horizon: int
+    lookback: int
+    seed: int
+    season: int
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Of ForecastConfig."""
+    training: Training = field(default_factory=Training)
+
+    @property
+    def title(self) -> str:
+        return f"{self.model} {self.dataset} {self.lookback} to {self.horizon} seed {self.seed}"
+
+
+def specified(
+    model: str, series: Series, horizon: int, lookback: int | None, seed: int, sizes: Sizes, training: Training
+) -> Spec:
+    check(model in MODELS, "model", model, f"one of {', '.join(MODELS)}")
+    check(seed >= 0, "seed", seed, "a whole number of at least 0")
+    training.validate()
+    known = KNOWN.get(series.name)
+    season = sizes.season or season_of(series.dates, known is not None and known.working_days)
+    fields = {**MODELS[model], **(sizes.fields() if MODELS[model]["kind"] == "fem" else {})}
+    length = default_lookback(horizon) if lookback is None else lookback
+    return Spec(model, series.name, series.fingerprint, horizon, length, seed, season, fields, training)
+
+
+def build_model(spec: Spec, series: Series, scaling: Scaling) -> Forecaster:
+    """Starting weights depend on the seed alone."""
+    with torch.random.fork_rng():
+        torch.manual_seed(derive(spec.seed, "weights"))
+        try:
+            return build(
+                ForecastConfig(
+                    **spec.fields,
+                    channels=len(series.columns),
+                    lookback=spec.lookback,
+                    horizon=spec.horizon,
+                    season=spec.season,
+                    scaler_mean=scaling.mean.tolist(),
+                    scaler_std=scaling.std.tolist(),
+                    columns=[*series.columns],
+                    date_column=series.date_column,
+                    frequency=frequency_of(series.dates),
+                    date_format=series.date_format,
+                    missing_below=series.missing_below,
+                )
+            )
+        except StrictDataclassError as error:  # how transformers wraps what the configuration says
+            raise ValueError(str(error.__cause__ or error)) from error
+
+
+def check_possible(spec: Spec, series: Series) -> None:
+    """A ValueError unless there are windows and the model can be built: before anything is written."""
+    counted(series, spec.lookback, spec.horizon)
+    with torch.device("meta"):
+        build_model(spec, series, scaling_of(series))

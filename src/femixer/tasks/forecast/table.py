@@ -1,0 +1,212 @@
+"""`femixer forecast table`: results of `femixer forecast run` in the layout of the paper's table.
+
+A job is a model trained on one data set, for one horizon and with one seed; its errors are those on the test split, of
+the weights with the lowest validation MSE. Where jobs differ in what is TUNED as well, the setting with the lowest
+validation MSE, as the mean over seeds, counts; one that has fewer seeds than another does not.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from femixer.reporting import Cell, Column, Group, Row, Score, Table, marked, mean_of
+from femixer.tasks.forecast.data import LOOKBACKS
+from femixer.tasks.runner import Tabulate
+from femixer.training.jobs.store import as_text, distinct, same
+from femixer.training.results import Record
+
+COLUMNS = ("FEM-SM", "FEM-GLA", "FEM-Mamba", "FEM-AFT", "GLA", "AFT", "iTransformer", "PatchTST", "DLinear")
+"""Of the paper's table, from left to right."""
+_MEANS = {
+    "weather": (0.222, 0.223, 0.218, 0.218, 0.223, 0.221, 0.232, 0.221, 0.233),
+    "solar": (0.189, 0.188, 0.193, 0.186, 0.204, 0.198, 0.219, 0.202, 0.216),
+    "ETTh1": (0.419, 0.418, 0.421, 0.414, 0.418, 0.421, 0.454, 0.413, 0.422),
+    "ETTh2": (0.340, 0.344, 0.340, 0.339, 0.342, 0.342, 0.374, 0.330, 0.426),
+    "ETTm1": (0.341, 0.345, 0.346, 0.344, 0.357, 0.351, 0.373, 0.346, 0.347),
+    "ETTm2": (0.242, 0.247, 0.246, 0.241, 0.250, 0.245, 0.265, 0.247, 0.252),
+}
+MEANS = {
+    (dataset, model): error for dataset, errors in _MEANS.items() for model, error in zip(COLUMNS, errors, strict=True)
+}
+"""(data set, model) -> test MSE, the mean over horizons 96, 192, 336 and 720 (Table tab:ts-forecast)."""
+
+PER_HORIZON = {
+    ("ETTh1", "PatchTST"): {96: 0.370, 192: 0.413, 336: 0.422, 720: 0.447},
+    ("ETTh1", "DLinear"): {96: 0.375, 192: 0.405, 336: 0.439, 720: 0.472},
+    ("ETTh1", "iTransformer"): {96: 0.386, 192: 0.441, 336: 0.487, 720: 0.503},
+}
+"""Test MSE as published, at look-backs of their own: PatchTST/64 at 512 (Nie et al., 2023), DLinear at 336 (Zeng et
+al., 2023), iTransformer at 96 (Liu et al., 2024)."""
+
+
+METRICS = ("mse", "mae")
+TUNED = ("lr", "weight_decay")
+"""Options of training that validation chooses, for each model, data set and horizon."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """Results that a mean over horizons may be taken of."""
+
+    dataset: str
+    lookback: int | None
+    """None: the protocol's, which goes with the horizon."""
+    horizons: tuple[int, ...]
+    seeds: tuple[int, ...]
+    chosen: dict[tuple[str, int], list[Record]]
+    """(model, horizon) -> the records that count, one per seed."""
+
+    def score(self, model: str, metric: str, *horizons: int) -> Score:
+        """The mean over the horizons, of the seeds that all of them have."""
+        found = [{r["seed"]: r[metric] for r in self.chosen.get((model, horizon), ())} for horizon in horizons]
+        return mean_of([Score(scores, len(self.seeds), len(scores), len(self.seeds)) for scores in found])
+
+
+def groups(records: Sequence[Record], tuned: Sequence[str] = TUNED) -> list[Results]:
+    """In the order of the data sets' first records, the protocol's look-backs first."""
+    held: dict[tuple[str, int | None], list[Record]] = defaultdict(list)
+    for record in comparable(records, tuned):
+        held[record["dataset"], look(record)].append(record)
+    order = [*dict.fromkeys(dataset for dataset, _ in held)]
+    places = sorted(held, key=lambda place: (order.index(place[0]), place[1] is not None, -(place[1] or 0)))
+    return [group(*place, held[place], tuned) for place in places]
+
+
+def group(dataset: str, lookback: int | None, records: Sequence[Record], tuned: Sequence[str]) -> Results:
+    of: dict[tuple[str, int], list[Record]] = defaultdict(list)
+    for record in records:
+        of[record["model"], record["horizon"]].append(record)
+    horizons, seeds = (tuple(sorted({record[name] for record in records})) for name in ("horizon", "seed"))
+    return Results(dataset, lookback, horizons, seeds, {place: best(own, tuned) for place, own in of.items()})
+
+
+def look(record: Record) -> int | None:
+    return None if LOOKBACKS.get(record["horizon"]) == record["lookback"] else record["lookback"]
+
+
+def best(records: Sequence[Record], tuned: Sequence[str]) -> list[Record]:
+    settings: dict[tuple[float, ...], list[Record]] = defaultdict(list)
+    for record in records:
+        settings[setting(record, tuned)].append(record)
+    return min(settings.values(), key=lambda own: (-len(own), statistics.mean(r["validation_mse"] for r in own)))
+
+
+def setting(record: Record, tuned: Sequence[str]) -> tuple[float, ...]:
+    return tuple(record["training"][name] for name in tuned)
+
+
+def comparable(records: Sequence[Record], tuned: Sequence[str]) -> list[Record]:
+    """The records, each job once; an error if they are not of one experiment."""
+    same(records, "data of one name", lambda record: record["fingerprint"], "dataset")
+    same(records, "ways of training", lambda record: training(record, tuned), "dataset", "lookback", "horizon")
+    same(records, "models of one name", lambda record: as_text(record["fields"]), "model", "dataset")
+    definition = ("model", "dataset", "horizon", "lookback", "seed", "training")
+    return distinct(records, lambda record: record["mse"], definition)
+
+
+def training(record: Record, tuned: Sequence[str]) -> str:
+    """How it was trained, besides what is tuned."""
+    return as_text({name: value for name, value in record["training"].items() if name not in tuned})
+
+
+ORDER = (
+    *("FEM-SM", "FEM-GLA", "FEM-Mamba", "FEM-AFT", "SMAttn", "GLA", "Mamba", "AFT"),
+    *("iTransformer", "PatchTST", "DLinear", "NLinear", "SeasonalNaive", "LastValue"),
+)
+"""Columns from left to right; models that are not among them follow."""
+NAMES = {"lr": "learning rate", "weight_decay": "weight decay", "epochs": "number of epochs"}
+
+
+def tabulate(records: Sequence[Record], tuned: Sequence[str] = TUNED) -> list[Table]:
+    """A table for each metric, the notes below the last."""
+    found = groups(records, tuned)
+    present = {record["model"]: None for record in records}
+    models = [*(name for name in ORDER if name in present), *(name for name in present if name not in ORDER)]
+    tables = [metric_table(found, models, metric) for metric in METRICS]
+    return [*tables[:-1], replace(tables[-1], notes=legend(records, tables[0], tuned))]
+
+
+def metric_table(found: Sequence[Results], models: Sequence[str], metric: str) -> Table:
+    columns = (
+        Column(metric.upper(), key="dataset"),
+        Column("Look-back", key="lookback"),
+        Column("Horizon"),
+        Column("metric", hidden=True),
+        *(Column(model, key=model, scores=True) for model in models),
+    )
+    parts = [Group([*lines(results, models, metric)]) for results in found]
+    return Table(columns, parts, stacked=True, melted=("model", "value"))
+
+
+def lines(results: Results, models: Sequence[str], metric: str) -> Iterator[Row]:
+    """One per horizon, their mean, and if that is over others than the paper's, a line of its figures alone."""
+    look = "protocol" if results.lookback is None else str(results.lookback)
+
+    def line(title: str, scores: Sequence[Score], published: Sequence[float | None]) -> Row:
+        printed = ["" if figure is None or metric != "mse" else f"{figure:.3f}" for figure in published]
+        cells = [score.cell(3, paper=paper) for score, paper in zip(scores, printed, strict=True)]
+        return [results.dataset, look, title, metric, *marked(cells, higher=False)]
+
+    for horizon in results.horizons:
+        published = [PER_HORIZON.get((results.dataset, model), {}).get(horizon) for model in models]
+        yield line(str(horizon), [results.score(model, metric, horizon) for model in models], published)
+    paper = [MEANS.get((results.dataset, model)) for model in models]
+    everything = results.horizons == tuple(LOOKBACKS)
+    if len(results.horizons) > 1:
+        title = "mean" if everything else f"mean of {', '.join(map(str, results.horizons))}"
+        means = [results.score(model, metric, *results.horizons) for model in models]
+        yield line(title, means, paper if everything else [None] * len(models))
+    if not everything and any(paper) and metric == "mse":
+        yield line(f"mean of {', '.join(map(str, LOOKBACKS))}", [Score()] * len(models), paper)
+
+
+def legend(records: Sequence[Record], shown: Table, tuned: Sequence[str]) -> list[str]:
+    """What a reader must know."""
+    seeds = sorted({record["seed"] for record in records})
+    over = f"mean ± standard error over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
+    entries = [each for row in shown.rows for each in row if isinstance(each, Cell)]
+    text = [
+        f"Test errors in units of the training rows' standard deviation, at the lowest validation MSE; {over}. The "
+        "best of a row is bold. Look-backs of the protocol are "
+        + ", ".join(f"{lookback} for {horizon}" for horizon, lookback in LOOKBACKS.items())
+        + "."
+    ]
+    if any(each.paper for each in entries):
+        text.append(
+            "In parentheses: the paper's MSE where rows are means over all four horizons, and single horizons as the "
+            "models' own papers give them (PatchTST at look-back 512, DLinear 336, iTransformer 96)."
+        )
+    if any(each.missing for each in entries):
+        text.append("In brackets: what is finished, where that is not all. Such values are never bold.")
+    settings = {(record["model"], setting(record, tuned)) for record in records}
+    if len(settings) > len({model for model, _ in settings}):
+        *names, last = (NAMES[name] for name in tuned)
+        text.append(f"Where several were run, {', '.join(names)} and {last} are those of the lowest validation MSE.")
+    diverged = sorted({record["model"] for record in records if record["diverged"]})
+    if diverged:
+        text.append(f"Training diverged, in some runs, of {', '.join(diverged)}; the best weights before that count.")
+    if {"GLA", "Mamba", "AFT"} & {record["model"] for record in records}:
+        text.append("GLA, Mamba and AFT are the normalized priors with the mean as read, not the published layers.")
+    return text
+
+
+@dataclass(frozen=True)
+class ForecastTabulate(Tabulate):
+    """Put results of `femixer forecast run` into the layout of the paper's table.
+
+    Writes table.md, which it prints, table.tex and table.csv: MSE and MAE of every data set and model, for each horizon
+    and as the mean over them.
+    """
+
+    results: tuple[Path, ...]
+    """Stores of `femixer forecast run`, or files of `femixer forecast export`."""
+    choose_epochs: bool = False
+    """Take results of different --epochs, which set how fast the rate rises and falls, as choices like the rate itself,
+    of which the lowest validation MSE counts; otherwise they do not stand in one table."""
+    out: Path = Path("results/forecast-table")
+    """Folder of the files."""
+
+    def tables(self, records: Sequence[Record]) -> list[Table]:
+        return tabulate(records, (*TUNED, "epochs") if self.choose_epochs else TUNED)

@@ -1,0 +1,149 @@
+"""Text as tokens: which corpus, by which tokenizer, kept where. The options of every command that reads text."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from femixer.options import check, parse
+from femixer.tasks.lm.data.building import prepare
+from femixer.tasks.lm.data.corpus import SPLITS, STANDARD_LIBRARY, Corpus, open_corpus
+from femixer.tasks.lm.data.shards import Shards, incomplete, open_shards, read_index
+from femixer.tasks.lm.data.tokenizer import BYTES, identity, load_tokenizer, train_bpe, vocabulary_size
+from femixer.training import atomic
+
+
+@dataclass(frozen=True)
+class CorpusOptions:
+    """Which text."""
+
+    data: tuple[str, ...] = ()
+    """Text files, .jsonl (also .gz), .parquet, folders of them, datasets:NAME[@REVISION][:CONFIG[:SPLIT]] (e.g.
+    datasets:HuggingFaceFW/fineweb-edu:sample-10BT), or python: the standard library's sources on this machine, which is
+    the default."""
+    validation: tuple[str, ...] = ()
+    """Sources to validate on, instead of a part of --data."""
+    validation_fraction: float = 0.05
+    """Share of --data that is held out when --validation is not given: documents chosen by hash, or the end of a single
+    text file."""
+    text_field: str = "text"
+    """Field of JSON lines, parquet and datasets that holds the text."""
+
+    def corpus(self) -> Corpus:
+        return open_corpus(self.data or (STANDARD_LIBRARY,), self.validation, self.validation_fraction, self.text_field)
+
+
+@dataclass(frozen=True)
+class DataOptions(CorpusOptions):
+    """Which text, as which tokens, kept where."""
+
+    tokenizer: str | None = None
+    """bytes (the default), a folder with a saved tokenizer, or the name of a transformers tokenizer."""
+    max_tokens: int | None = None
+    """Stop reading once there are this many training tokens."""
+    shards: Path | None = None
+    """Folder of the tokens, by default one in results/data. Without --data, what it holds is used as it is."""
+    workers: int | None = None
+    """Processes that tokenize, by default as many as there are cores and work for them."""
+
+    def prepare(self, overwrite: bool = False) -> Shards:
+        """Open the tokens, after making what is missing."""
+        if self.shards is not None and not self.data and not overwrite:
+            index = read_index(self.shards)
+            if index is not None and incomplete(self.shards, index) is None:
+                return self._as_they_are(self.shards)
+        tokenizer = load_tokenizer(self.tokenizer or BYTES)
+        return prepare(self.corpus(), tokenizer, self.shards, self.max_tokens, self.workers, overwrite)
+
+    def _as_they_are(self, folder: Path) -> Shards:
+        shards = open_shards(folder)
+        if self.tokenizer is not None:
+            same = identity(load_tokenizer(self.tokenizer)) == identity(load_tokenizer(shards.tokenizer_folder))
+            check(same, "tokenizer", self.tokenizer, f"the one of the tokens in {folder}, or leave it out")
+        return shards
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Tokenize a corpus once, for any number of trainings.
+
+    What is finished stays when the command is stopped, and the same command goes on from there.
+    """
+
+    data: DataOptions
+    overwrite: bool = False
+    """Delete the tokens in --shards and make them anew."""
+
+
+def prepare_data(args: Sequence[str]) -> int:
+    command = parse(Prepare, args, "lm data")
+    check(not command.overwrite or command.data.shards is not None, "overwrite", True, "--shards too, to say what")
+    try:
+        shards = command.data.prepare(command.overwrite)
+    except KeyboardInterrupt:
+        print("interrupted; finished parts are kept, and the same command goes on from there", file=sys.stderr)
+        return 130
+    print(table(shards))
+    print(f"Tokens are in {shards.folder}/ (vocabulary {shards.vocabulary})")
+    return 0
+
+
+def table(shards: Shards) -> str:
+    lines = ["| split | tokens | documents | bytes of text | bytes per token |", "|---|---:|---:|---:|---:|"]
+    for split in (getattr(shards, name) for name in SPLITS):
+        ratio = split.bytes / split.tokens
+        lines.append(f"| {split.name} | {split.tokens:,} | {split.documents:,} | {split.bytes:,} | {ratio:.3f} |")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class TrainTokenizer:
+    """Train a tokenizer (byte-level BPE) on text, and save it as a transformers tokenizer.
+
+    It reads the training part only: what is held out from training is held out here too.
+    """
+
+    out: Path
+    """Folder for the tokenizer; it must not exist yet."""
+    corpus: CorpusOptions = field(default_factory=CorpusOptions)
+    vocab_size: int = 8192
+    """Tokens: 256 bytes, the end of a text, and the merges."""
+    megabytes: int = 1000
+    """Stop reading after this much text."""
+
+
+def train_tokenizer(args: Sequence[str]) -> int:
+    command = parse(TrainTokenizer, args, "lm tokenizer")
+    free = not command.out.exists() or (command.out.is_dir() and not any(command.out.iterdir()))
+    check(free, "out", str(command.out), "a folder that does not exist yet")
+    check(str(command.out) != BYTES, "out", BYTES, "another name: 'bytes' is the built-in tokenizer")
+    check(command.megabytes > 0, "megabytes", command.megabytes, "a whole number above 0")
+    reading = Counted(command.corpus.corpus(), command.megabytes * 10**6)
+    tokenizer = train_bpe(reading, command.vocab_size, progress=sys.stderr.isatty())
+    if not reading.bytes:
+        raise ValueError(f"data={reading.corpus.name!r} holds no text to train on")
+    command.out.parent.mkdir(parents=True, exist_ok=True)
+    if command.out.exists():
+        command.out.rmdir()
+    with atomic.replacing(command.out) as partial:
+        tokenizer.save_pretrained(partial)
+    size = vocabulary_size(tokenizer)
+    fewer = "" if size == command.vocab_size else f" (not {command.vocab_size:,}: the text has no more to merge)"
+    print(f"{command.out}/: {size:,} tokens{fewer}, from {reading.documents:,} documents, {reading.bytes:,} bytes")
+    return 0
+
+
+class Counted:
+    """The training texts up to a number of bytes, counted as they are read."""
+
+    def __init__(self, corpus: Corpus, limit: int) -> None:
+        self.corpus, self.limit = corpus, limit
+        self.bytes = self.documents = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for document in self.corpus.documents():
+            self.bytes += len(document.text.encode())
+            self.documents += document.begins
+            yield document.text
+            if self.bytes >= self.limit:
+                return

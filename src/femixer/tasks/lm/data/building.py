@@ -1,0 +1,365 @@
+"""Tokenizing a corpus into shards: in parallel, part by part, and from where it was when something stopped it."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from femixer.options import check
+from femixer.tasks.lm.data import tokenizer as tokenizers
+from femixer.tasks.lm.data.corpus import SPLITS, TRAIN, VALIDATION, Corpus, Part
+from femixer.tasks.lm.data.shards import (
+    FORMAT,
+    INDEX,
+    PART,
+    TOKENIZER,
+    Counts,
+    Shards,
+    dtype_for,
+    incomplete,
+    intact,
+    open_shards,
+    part_name,
+    read_index,
+)
+from femixer.tasks.lm.data.sources import PIECE, Document
+from femixer.training import atomic
+from femixer.training.journal import terminal_bar
+from femixer.training.processes import cores, die_with_parent, interrupts_held
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+@contextmanager
+def reporting(
+    folder: Path, parts: int, done: Iterable[Mapping[str, Mapping[str, int]]], limit: int | None
+) -> Iterator[Callable[[Mapping[str, Mapping[str, int]]], None]]:
+    """Gives the function that is told the counts of a finished part; `done` are those that were there before."""
+    before = [*done]
+    tally = Tally(parts, len(before), sum(tokens_of(one) for one in before), limit)
+    if before:
+        print(f"{folder}: {len(before)} of {parts} parts are there already", file=sys.stderr)
+    bar = terminal_bar("tokenizing {task.completed}/{task.total} parts", "{task.fields[rate]}")
+    if bar is None:
+        yield tally.lines
+        return
+    with bar:
+        task = bar.add_task("", total=parts, completed=len(before), rate="")
+
+        def show(counts: Mapping[str, Mapping[str, int]]) -> None:
+            tally.add(counts)
+            bar.update(task, completed=tally.finished, rate=tally.rate())
+
+        yield show
+
+
+class Tally:
+    """Parts and tokens so far."""
+
+    def __init__(self, parts: int, finished: int, tokens: int, limit: int | None) -> None:
+        self.parts, self.finished, self.tokens, self.limit = parts, finished, tokens, limit
+        self.began = self.shown = time.monotonic()
+        self.new = 0
+
+    def add(self, counts: Mapping[str, Mapping[str, int]]) -> None:
+        self.finished += 1
+        self.new += tokens_of(counts)
+
+    def rate(self) -> str:
+        goal = "" if self.limit is None else f" of {self.limit:,}"
+        return f"{self.tokens + self.new:,}{goal} tokens, {self.new / (time.monotonic() - self.began):,.0f}/s"
+
+    def lines(self, counts: Mapping[str, Mapping[str, int]]) -> None:
+        self.add(counts)
+        now = time.monotonic()
+        if now - self.shown >= SECONDS_BETWEEN_LINES or self.finished == self.parts:
+            self.shown = now
+            print(f"tokenized {self.finished}/{self.parts} parts: {self.rate()}", file=sys.stderr, flush=True)
+
+
+def tokens_of(counts: Mapping[str, Mapping[str, int]]) -> int:
+    return counts[TRAIN]["tokens"]
+
+
+CACHE = Path("results/data")
+"""Where tokens are kept when no folder is named: in CACHE/NAME-FINGERPRINT."""
+
+PartCounts = dict[str, Counts]
+
+
+def prepare(
+    corpus: Corpus,
+    tokenizer: Any,
+    folder: str | Path | None = None,
+    tokens: int | None = None,
+    workers: int | None = None,
+    overwrite: bool = False,
+) -> Shards:
+    """The tokens of a corpus, made now or before.
+
+    folder      where they are kept, by default a folder of their own in results/data. What it holds of the same
+                corpus, tokenizer and options is used and completed; anything else is an error, unless `overwrite`.
+    tokens      stop after the part with which training has this many tokens; by default take the whole corpus
+    workers     processes, by default as many as there are cores to use and work to share
+    """
+    check(tokens is None or tokens > 0, "tokens", tokens, "a whole number above 0")
+    check(workers is None or workers > 0, "workers", workers, "a whole number above 0")
+    identity = {"corpus": corpus.identity, "tokenizer": tokenizers.identity(tokenizer), "tokens": tokens}
+    fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    place = CACHE / f"{corpus.name[:60]}-{fingerprint}" if folder is None else Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    with alone(place):
+        index = claim(place, {"format": FORMAT, "fingerprint": fingerprint, "identity": identity}, overwrite)
+        if incomplete(place, index) is not None:
+            tokenizer.save_pretrained(place / TOKENIZER)
+            job = Job.of(place, tokenizer)
+            parts = tokenize(corpus, job, tokens, workers or processes(corpus, job))
+            check_splits(corpus, parts)
+            for rest in place.glob("*" + atomic.PARTIAL):
+                atomic.remove(rest)
+            atomic.write(place / INDEX, json.dumps({**index, "parts": parts}, indent=1) + "\n")
+        return open_shards(place)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process works in the folder. A process that dies leaves nothing locked."""
+    from filelock import FileLock
+
+    with FileLock(folder / "lock"):
+        yield
+
+
+def claim(folder: Path, index: dict[str, Any], overwrite: bool) -> dict[str, Any]:
+    """The index of the folder, which is for the same tokens or new."""
+    strangers = sorted(entry.name for entry in folder.iterdir() if entry.name != "lock")
+    if strangers and not (folder / INDEX).exists():
+        ours = all(name.endswith(atomic.PARTIAL) for name in strangers)
+        check(ours, "shards", str(folder), f"a new or empty folder (this one holds {', '.join(strangers[:3])})")
+    if overwrite:
+        for name in sorted(strangers, key=lambda name: name == INDEX):  # the index last: until then this folder is ours
+            atomic.remove(folder / name)
+    held = read_index(folder)
+    if held is None:
+        atomic.write(folder / INDEX, json.dumps(index, indent=1) + "\n")
+        return index
+    if held["fingerprint"] != index["fingerprint"]:
+        was, now = (flat(one["identity"]) for one in (held, index))
+        names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+        differences = "; ".join(f"{name} was {was.get(name)} and is now {now.get(name)}" for name in names)
+        raise ValueError(
+            f"shards={str(folder)!r} holds the tokens of other data ({differences}); --overwrite makes them anew, "
+            "or choose another folder"
+        )
+    return held
+
+
+def flat(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """One level instead of two."""
+    return {**identity["corpus"], "tokenizer": identity["tokenizer"], "tokens": identity["tokens"]}
+
+
+def processes(corpus: Corpus, job: Job) -> int:
+    """As many as can be kept busy: starting one takes seconds, in which this one has done some parts itself."""
+    worthwhile = (1024 if job.plain_bytes else 16) << 20
+    unknown_size = any(part.size == 0 for part in corpus.parts)
+    return max(1, min(cores(), len(corpus.parts) if unknown_size else corpus.size // worthwhile))
+
+
+def check_splits(corpus: Corpus, parts: Sequence[PartCounts]) -> None:
+    """Both splits must have text."""
+    documents = {name: sum(part[name]["documents"] for part in parts) for name in SPLITS}
+    check(any(documents.values()), "data", corpus.name, "sources with some text in them")
+    for name in SPLITS:
+        if not documents[name]:
+            raise ValueError(
+                f"the {name} split of data={corpus.name!r} is empty, with {sum(documents.values())} documents in all. "
+                "Choose another validation_fraction, or name validation sources"
+            )
+
+
+def tokenize(corpus: Corpus, job: Job, tokens: int | None, workers: int) -> list[PartCounts]:
+    """The counts of all parts, or of as many as hold `tokens` training tokens; only what is missing is made."""
+    done = {number: counts for number in range(len(corpus.parts)) if (counts := job.finished(number)) is not None}
+
+    def enough() -> list[PartCounts] | None:
+        """The finished parts from the first one on, once they suffice."""
+        total, chosen = 0, []
+        for number in range(len(corpus.parts)):
+            if number not in done:
+                return None
+            chosen.append(done[number])
+            total += done[number][TRAIN]["tokens"]
+            if tokens is not None and total >= tokens and corpus.parts[number].split != VALIDATION:
+                break
+        return chosen
+
+    if (chosen := enough()) is not None:
+        return chosen
+    todo = [number for number in range(len(corpus.parts)) if number not in done]
+    with reporting(job.folder, len(corpus.parts), done.values(), tokens) as report:
+        try:
+            for number, counts in finishing(job, corpus.parts, todo, min(workers, len(todo))):
+                done[number] = counts
+                report(counts)
+                if (chosen := enough()) is not None:
+                    return chosen
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            free = shutil.disk_usage(job.folder).free >> 20
+            raise OSError(
+                f"no room for more tokens in {job.folder} ({os.strerror(error.errno)}, {free} MiB free): {len(done)} "
+                f"of {len(corpus.parts)} parts are finished and kept; make room and run the same again"
+            ) from error
+    raise AssertionError("all parts are finished, so enough of them are")
+
+
+def finishing(job: Job, parts: Sequence[Part], todo: Iterable[int], workers: int) -> Iterator[tuple[int, PartCounts]]:
+    """Make the parts `todo`, and tell of each when it is finished. Closing this stops the work."""
+    if workers == 1:
+        for number in todo:
+            yield number, job.make(number, parts[number])
+        return
+    # Not forked: the threads of torch, numba and tokenizers would not survive it.
+    context = multiprocessing.get_context("spawn")
+    stop = context.Event()
+    waiting, running = iter(todo), set[Future[tuple[int, PartCounts]]]()
+    with ProcessPoolExecutor(workers, context, start_worker, (job, stop)) as pool:
+        try:
+            while True:
+                with interrupts_held():  # submitting starts the workers
+                    for number in islice(waiting, 2 * workers - len(running)):
+                        running.add(pool.submit(work, number, parts[number]))
+                if not running:
+                    return
+                ready, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in ready:
+                    yield future.result()
+        except BrokenProcessPool as error:
+            raise RuntimeError(
+                "a worker process died: out of memory (choose fewer workers), or a script that starts this without "
+                'if __name__ == "__main__":'
+            ) from error
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+
+
+class Job:
+    """What every worker knows: where the parts go, and how text becomes tokens."""
+
+    def __init__(self, folder: Path, start: int, end: int, dtype: np.dtype[Any], plain_bytes: bool) -> None:
+        self.folder, self.start, self.end, self.dtype, self.plain_bytes = folder, start, end, dtype, plain_bytes
+
+    @classmethod
+    def of(cls, folder: Path, tokenizer: Any) -> Job:
+        dtype = dtype_for(tokenizers.vocabulary_size(tokenizer))
+        return cls(folder, *tokenizers.start_and_end(tokenizer), dtype, tokenizers.is_bytes(tokenizer))
+
+    def finished(self, number: int) -> PartCounts | None:
+        """The counts of a part that is already there; one that is damaged is removed."""
+        place = self.folder / part_name(number)
+        if not place.exists():
+            return None
+        try:
+            counts = json.loads((place / PART).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            counts = {}
+        if intact(place, counts, self.dtype):
+            return counts
+        atomic.remove(place)
+        return None
+
+    def make(self, number: int, part: Part, stop: Any = None) -> PartCounts:
+        """Tokenize one part. It is on the disk when this returns, and nothing of it when this fails."""
+        encode = tokenizers.encoder(self.folder / TOKENIZER, self.plain_bytes)
+        with atomic.replacing(self.folder / part_name(number)) as partial:
+            partial.mkdir()
+            writers = {name: Writer(partial / name, self) for name in SPLITS}
+            try:
+                for group in groups(part.documents()):
+                    if stop is not None and stop.is_set():
+                        raise InterruptedError("the process that started this one gave up")
+                    texts = encode([document.text for _, document in group])
+                    for (split, document), ids in zip(group, texts, strict=True):
+                        writers[split].add(document, ids)
+                counts = {name: writer.counts() for name, writer in writers.items()}
+            finally:
+                for writer in writers.values():
+                    writer.file.close()
+            (partial / PART).write_text(json.dumps(counts) + "\n", encoding="utf-8")
+        return counts
+
+
+def groups(documents: Iterable[tuple[str, Document]]) -> Iterator[list[tuple[str, Document]]]:
+    """Enough documents at a time for a tokenizer to be fast, few enough for the memory."""
+    group, size = [], 0
+    for split, document in documents:
+        group.append((split, document))
+        size += len(document.text)
+        if size >= PIECE or len(group) >= 1024:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+class Writer:
+    """Writes the tokens of one split of one part."""
+
+    def __init__(self, path: Path, job: Job) -> None:
+        self.job, self.path = job, path
+        self.file = path.with_suffix(".tokens").open("wb")
+        self.starts: list[int] = []
+        self.tokens = self.bytes = 0
+
+    def add(self, document: Document, ids: NDArray[Any]) -> None:
+        if document.begins:
+            self.starts.append(self.tokens)
+            self._write(np.array([self.job.start]))
+        self._write(ids)
+        if document.ends and self.job.end != self.job.start:
+            self._write(np.array([self.job.end]))
+        self.bytes += len(document.text.encode())
+
+    def _write(self, ids: NDArray[Any]) -> None:
+        self.file.write(ids.astype(self.job.dtype).tobytes())
+        self.tokens += len(ids)
+
+    def counts(self) -> Counts:
+        """Write what is left, and count."""
+        self.file.flush()
+        np.array(self.starts, dtype=np.int64).tofile(self.path.with_suffix(".starts"))
+        return {"tokens": self.tokens, "documents": len(self.starts), "bytes": self.bytes}
+
+
+WORKER: dict[str, Any] = {}
+"""What a worker process was started with."""
+
+
+def start_worker(job: Job, stop: Any) -> None:
+    WORKER.update(job=job, stop=stop)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the parallelism is in the processes
+    threading.Thread(target=die_with_parent, daemon=True).start()
+
+
+def work(number: int, part: Part) -> tuple[int, PartCounts]:
+    return number, WORKER["job"].make(number, part, WORKER["stop"])

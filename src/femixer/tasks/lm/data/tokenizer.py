@@ -1,0 +1,155 @@
+"""Tokenizers: bytes, any tokenizer of transformers, or a BPE of one's own; and text to tokens for the shards."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from femixer.inspection.tokens import byte_characters
+from femixer.optional import require
+from femixer.options import check
+
+BYTES = "bytes"
+END_OF_TEXT = "<|endoftext|>"
+
+
+def load_tokenizer(name: str | Path = BYTES) -> Any:
+    """A transformers tokenizer: `bytes`, a folder that one was saved in, or a name that transformers knows."""
+    if name == BYTES:
+        return byte_tokenizer()
+    transformers = require("transformers", "lm")
+    looks_like_path = Path(name).is_dir() or str(name).startswith((".", "/", "~"))
+    place = Path(name).expanduser() if looks_like_path else name
+    if looks_like_path and not Path(place).is_dir():
+        raise unknown(name, "there is no such folder")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place)
+    except Exception as error:  # the hub, transformers and the file system each raise their own
+        raise unknown(name, str(error).splitlines()[0]) from error
+    start_and_end(tokenizer)
+    return tokenizer
+
+
+def unknown(name: str | Path, why: str) -> ValueError:
+    return ValueError(
+        f"tokenizer={str(name)!r} is unknown ({why}); choose 'bytes', a folder with a saved tokenizer "
+        "(`femixer lm tokenizer` makes one) or the name of a transformers tokenizer"
+    )
+
+
+def start_and_end(tokenizer: Any) -> tuple[int, int]:
+    """The tokens that begin and end a document; they are the same one where the tokenizer has only one of the two."""
+    start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if start is None and end is None:
+        raise ValueError(
+            f"tokenizer={tokenizer.name_or_path!r} has neither a bos nor an eos token, so documents cannot be told "
+            "apart; choose one that has, or set tokenizer.eos_token"
+        )
+    return (end if start is None else start), (start if end is None else end)
+
+
+def byte_tokenizer() -> Any:
+    """UTF-8 bytes as ids 0 to 255, and 256 for the end of a text."""
+    tokenizers = require("tokenizers", "lm")
+    vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
+    model = tokenizers.models.BPE(vocab=vocabulary, merges=[])
+    return byte_level(tokenizers.Tokenizer(model), split_words=False)
+
+
+def byte_level(tokenizer: Any, split_words: bool) -> Any:
+    """A tokenizer over bytes, of which no text is ever unknown, as transformers takes it."""
+    tokenizers, transformers = require("tokenizers", "lm"), require("transformers", "lm")
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split_words)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens([tokenizers.AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",  # generate() goes on at the right end
+    )
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> Any:
+    """A byte-level BPE with `vocab_size` tokens (fewer where the text has not enough to merge)."""
+    check(vocab_size >= 257, "vocab_size", vocab_size, "at least 257: every byte and the end of a text")
+    tokenizers = require("tokenizers", "lm")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=byte_characters(), show_progress=progress
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return byte_level(tokenizer, split_words=True)
+
+
+def is_bytes(tokenizer: Any) -> bool:
+    """Are its tokens exactly the bytes of UTF-8?"""
+    return tokenizer.is_fast and identity(tokenizer)["digest"] == identity(byte_tokenizer())["digest"]
+
+
+def identity(tokenizer: Any) -> dict[str, Any]:
+    """What decides the tokens of a text."""
+    if tokenizer.is_fast:
+        rules = json.loads(tokenizer.backend_tokenizer.to_str())
+        rules.pop("truncation"), rules.pop("padding")  # state of the last call
+        content: Any = rules
+    else:
+        content = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
+    start, end = start_and_end(tokenizer)
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    return {"vocabulary": vocabulary_size(tokenizer), "start": start, "end": end, "digest": digest}
+
+
+def vocabulary_size(tokenizer: Any) -> int:
+    """One more than the largest id."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+class Encoder(Protocol):
+    """Texts to tokens. What looks like a special token in a text is read as the characters it is written with."""
+
+    def __call__(self, texts: Sequence[str]) -> list[NDArray[Any]]: ...
+
+
+def encoder(folder: Path, plain_bytes: bool) -> Encoder:
+    """The encoder of the tokenizer that is saved in `folder`. Each worker makes its own, as lightly as it can: without
+    importing transformers, unless the tokenizer is written in Python."""
+    if plain_bytes:
+        return encode_bytes
+    if (folder / "tokenizer.json").exists():
+        return FastEncoder(folder / "tokenizer.json")
+    return SlowEncoder(require("transformers", "lm").AutoTokenizer.from_pretrained(folder))
+
+
+def encode_bytes(texts: Sequence[str]) -> list[NDArray[Any]]:
+    return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+
+class FastEncoder:
+    def __init__(self, path: Path) -> None:
+        self.tokenizer = require("tokenizers", "lm").Tokenizer.from_file(str(path))
+        self.tokenizer.encode_special_tokens = True
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+
+    def __call__(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        encoded = self.tokenizer.encode_batch_fast([*texts], add_special_tokens=False)
+        return [np.array(one.ids, dtype=np.uint32) for one in encoded]
+
+
+class SlowEncoder:
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def __call__(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        encode = self.tokenizer.encode
+        return [
+            np.array(encode(text, add_special_tokens=False, split_special_tokens=True), np.uint32) for text in texts
+        ]

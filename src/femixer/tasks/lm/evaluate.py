@@ -1,0 +1,280 @@
+"""`femixer eval`: lm-evaluation-harness on a checkpoint, task by task.
+
+The results folder:
+
+config.json     which model (a fingerprint of its files) and which settings
+metrics.jsonl   one line per finished task: what --resume does not repeat
+results.json    metrics, standard errors and shots of every task and group
+table.md        the same to read; written last
+"""
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+from femixer.optional import require
+from femixer.options import check, parse
+from femixer.reporting import Column, Table, as_markdown
+from femixer.tasks.lm import harness
+from femixer.tasks.lm.checkpoint import Placement, fingerprint, load
+from femixer.tasks.lm.harness import SUITES, Catalog, Record, Request, metrics
+from femixer.training import Results, RunOptions, atomic, show_table
+from femixer.training.processes import Interrupted
+from femixer.training.results import METRICS, TABLE, model_folder, name_of
+
+
+class Journal:
+    """One line per finished task in a results folder: read when opened, and written as they finish.
+
+    A record is what `femixer.tasks.lm.harness.evaluate` returns, with the task's name and for which request.
+    """
+
+    def __init__(self, results: Results) -> None:
+        self.results = results
+        self.parameters: int | None = None
+        self.records = list(_lines(results.folder / METRICS))
+        if self.records:
+            self.parameters = self.records[0]["parameters"]
+        # A line cut short by a crash must not swallow the next one.
+        if (results.folder / METRICS).exists():
+            atomic.write(results.folder / METRICS, "".join(json.dumps(record) + "\n" for record in self.records))
+
+    def requests(self) -> dict[str, Request]:
+        """Everything that was ever asked for, by name; the last one where a task was asked for with other shots."""
+        return {record["request"]: Request(record["request"], record["asked_shots"]) for record in self.records}
+
+    def find(self, request: Request, task: str) -> Record | None:
+        """The record of `task` within a request, or of the group itself if that is its name."""
+        key = {"request": request.name, "asked_shots": request.shots, "task": task}
+        return next((record for record in self.records if all(record[name] == key[name] for name in key)), None)
+
+    def add(self, request: Request, task: str, record: Record) -> Record:
+        key = {"request": request.name, "asked_shots": request.shots, "task": task}
+        line = {**key, "parameters": self.parameters, **record}
+        line = json.loads(json.dumps(line, default=float))  # numpy's numbers become plain ones
+        self.results.append([line])
+        self.records.append(line)
+        return line
+
+
+def _lines(path: Path) -> Iterator[Record]:
+    """The lines of a JSON lines file, without one that was cut short."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
+
+
+RESULTS = "results.json"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything besides the task that decides the numbers."""
+
+    model: str
+    fingerprint: str
+    dtype: str
+    max_length: int | None
+    limit: float | None
+
+
+def save(checkpoint: Path, settings: Settings, requests: Sequence[Request], journal: Journal) -> Record:
+    """Write results.json, and return what it holds: the finished `requests`, and what else the journal has."""
+    asked = {request.name: request for request in requests}
+    others = [request for request in journal.requests().values() if request.name not in asked]
+    found = {}
+    for request in [*requests, *others]:
+        record = journal.find(request, request.name)
+        if record is not None:
+            found[request.name] = entry(record)
+            members = [other for other in journal.records if _member(other, request)]
+            if members:
+                found[request.name]["tasks"] = {member["task"]: entry(member) for member in members}
+    content = {
+        "checkpoint": str(checkpoint),
+        "parameters": journal.parameters,
+        "settings": asdict(settings),
+        "versions": {name: version(name) for name in ("lm_eval", "transformers", "torch")},
+        "tasks": found,
+    }
+    atomic.write(journal.results.folder / RESULTS, json.dumps(content, indent=2) + "\n")
+    return content
+
+
+def entry(record: Record) -> Record:
+    return {name: record[name] for name in ("shots", "samples", "version")} | {"metrics": metrics(record)}
+
+
+def table(content: Record) -> Table:
+    """Every metric of every task, with its standard error."""
+    settings, lines = content["settings"], []
+    for name, task, depth in rows(content["tasks"]):
+        head = [("– " if depth else "") + name, "" if task["shots"] is None else str(task["shots"])]
+        head.append(str(task["samples"]))
+        for metric, cell in task["metrics"].items():
+            direction = {True: " ↑", False: " ↓", None: ""}[cell["higher_is_better"]]
+            stderr = "" if cell["stderr"] is None else f"{cell['stderr']:.4f}"
+            lines.append([*head, metric + direction, shown(cell["value"]), stderr])
+            head = ["", "", ""]
+        if not task["metrics"]:
+            lines.append([*head, "", "", ""])
+    limit = "" if settings["limit"] is None else f" Only a part of each task (--limit {settings['limit']:g})."
+    title = f"{settings['model']}: {content['parameters']:,} parameters, evaluated with lm-evaluation-harness.{limit}"
+    return Table.of(["task", "shots", "samples", Column("metric"), "value", "standard error"], lines, title)
+
+
+def rows(tasks: dict[str, Record]) -> Iterator[tuple[str, Record, int]]:
+    for name, task in tasks.items():
+        yield name, task, 0
+        for member, inner in task.get("tasks", {}).items():
+            yield member, inner, 1
+
+
+def summary(record: Record) -> str:
+    return ", ".join(f"{name} {shown(cell['value'])}" for name, cell in metrics(record).items())
+
+
+def shown(value: float) -> str:
+    """An accuracy has four digits; the perplexity of an untrained model may be any number."""
+    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
+
+
+def _member(record: Record, request: Request) -> bool:
+    same = record["request"] == request.name and record["asked_shots"] == request.shots
+    return same and record["task"] != request.name
+
+
+tyro = require("tyro", "cli")
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Evaluate a trained model with lm-evaluation-harness.
+
+    Each finished task is kept: after an interruption, or with more --tasks, --resume does only what is missing.
+    """
+
+    checkpoint: Annotated[Path, tyro.conf.Positional]
+    """Model folder, or results folder of `femixer lm train`."""
+    placement: Placement
+    tasks: tuple[str, ...] = ()
+    """Tasks, groups and tags of the harness, or of --include-path. femixer_example needs no download."""
+    suite: str | None = None
+    """A set of tasks with their shots: paper (those of the paper's table)."""
+    shots: int | None = None
+    """Examples before the question, for all --tasks; by default each task's own number."""
+    include_path: tuple[Path, ...] = ()
+    """Folders with tasks of your own: YAML files, with their data beside them."""
+    limit: float | None = None
+    """Only the first so many samples of each task, or below 1 this share of them: to try, not to report."""
+    batch_size: int = 8
+    """Sequences per forward pass."""
+    max_length: int | None = None
+    """Longest sequence in tokens; longer ones lose their beginning. By default the model's training context."""
+    out: Path | None = None
+    """Results folder. [default: results/eval-NAME, with the name of the checkpoint's folder]"""
+    resume: bool = False
+    """Keep the finished tasks in the results folder and do the others."""
+    overwrite: bool = False
+    """Delete what is in the results folder and start anew."""
+
+    def validate(self) -> None:
+        self.placement.validate()
+        check(bool(self.tasks or self.suite), "tasks", self.tasks, "some --tasks or a --suite")
+        check(self.suite is None or self.suite in SUITES, "suite", self.suite, f"one of {', '.join(SUITES)}")
+        check(self.shots is None or self.shots >= 0, "shots", self.shots, "a whole number of at least 0")
+        check(self.shots is None or bool(self.tasks), "shots", self.shots, "some --tasks: a suite has its own shots")
+        check(self.batch_size > 0, "batch_size", self.batch_size, "a whole number above 0")
+        check(self.max_length is None or self.max_length > 1, "max_length", self.max_length, "a whole number above 1")
+        whole = self.limit is None or 0 < self.limit < 1 or (self.limit >= 1 and self.limit == int(self.limit))
+        check(whole, "limit", self.limit, "a whole number above 0, or a share below 1")
+        check(not (self.resume and self.overwrite), "resume", self.resume, "either --resume or --overwrite")
+
+    def requested(self) -> dict[str, int | None]:
+        """Task -> shots."""
+        return {**dict.fromkeys(self.tasks, self.shots), **SUITES.get(self.suite or "", {})}
+
+
+class EvaluationInterrupted(Interrupted):
+    """Ctrl-C between or during tasks."""
+
+    def __init__(self, finished: int, total: int) -> None:
+        KeyboardInterrupt.__init__(self, f"stopped with {finished} of {total} finished, which are kept")
+
+
+def main(args: Sequence[str]) -> int:
+    command = parse(Evaluate, args, "eval")
+    command.validate()
+    folder = model_folder(command.checkpoint)
+    catalog = Catalog(command.include_path, command.requested())
+    requests = catalog.requests(command.requested())
+    settings = Settings(
+        name_of(command.checkpoint), fingerprint(folder), command.placement.dtype, command.max_length, command.limit
+    )
+    out = command.out or Path("results") / f"eval-{settings.model}"
+    results = Results("eval", settings, RunOptions(out, resume=command.resume, overwrite=command.overwrite))
+    journal = Journal(results)
+    failed = run(command, catalog, requests, journal, settings)
+    results.finish(as_markdown(table(save(command.checkpoint, settings, requests, journal))))
+    show_table(results)
+    if failed:
+        say(f"{len(failed)} of {len(requests)} failed ({', '.join(failed)}); --resume tries them again")
+    return 1 if failed else 0
+
+
+def run(
+    command: Evaluate, catalog: Catalog, requests: Sequence[Request], journal: Journal, settings: Settings
+) -> list[str]:
+    """Evaluate what the journal does not have. Returns which requests failed: a task without its data or packages does
+    not stop the others."""
+    missing = [request for request in requests if journal.find(request, request.name) is None]
+    if not missing:
+        return []
+    atomic.remove(journal.results.folder / TABLE)
+    model, tokenizer = load(command.checkpoint, command.placement)
+    lm = harness.language_model(model, tokenizer, command.batch_size, command.max_length)
+    journal.parameters = sum(parameter.numel() for parameter in model.parameters())
+    failed = []
+    for number, request in enumerate(missing, start=1):
+        say(f"[{number}/{len(missing)}] {request.name}")
+        try:
+            with contextlib.redirect_stdout(sys.stderr), harness.bars(sys.stderr.isatty()):
+                evaluate(lm, catalog, request, journal, command.limit)
+        except KeyboardInterrupt:
+            finished = sum(journal.find(other, other.name) is not None for other in requests)
+            raise EvaluationInterrupted(finished, len(requests)) from None
+        except Exception as error:
+            if sys.flags.dev_mode:
+                raise
+            failed.append(request.name)
+            reason, *_ = [*str(error).strip().splitlines(), ""]
+            say(f"    failed: {type(error).__name__}: {reason}")
+        save(command.checkpoint, settings, requests, journal)
+    return failed
+
+
+def evaluate(lm: Any, catalog: Catalog, request: Request, journal: Journal, limit: float | None) -> None:
+    """Evaluate the tasks of a request, each kept as it finishes, and then the group that they form."""
+    tasks, group = catalog.load(request)
+    records = {}
+    for name, task in tasks.items():
+        record = journal.find(request, name)
+        if record is None:
+            began = time.monotonic()
+            record = journal.add(request, name, harness.evaluate(lm, name, task, limit))
+            say(f"    {name}: {summary(record)} ({record['samples']} samples, {time.monotonic() - began:.1f} s)")
+        records[name] = record
+    if group is not None:
+        record = journal.add(request, request.name, harness.aggregate(group, records))
+        say(f"    {request.name}: {summary(record)}")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,307 @@
+"""Training a language model: what decides its numbers, the losses, samples, curves, and what is kept of it."""
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import GenerationConfig
+
+from femixer.models import FEMForCausalLM, preset
+from femixer.models.parameters import parameter_count
+from femixer.models.quiet import without_bars
+from femixer.optional import require
+from femixer.options import check
+from femixer.reporting import Column, Table, as_markdown
+from femixer.reporting.figures import COLOURS, figure, plain_log, quiet
+from femixer.tasks.lm.data import DataOptions
+from femixer.tasks.lm.data.shards import IGNORED, Batch, Batches, Shards, Validation
+from femixer.tasks.lm.data.tokenizer import load_tokenizer
+from femixer.tasks.lm.model import ModelOptions, build
+from femixer.training import (
+    EngineOptions,
+    Fit,
+    Results,
+    RunOptions,
+    TrainOptions,
+    adamw,
+    cosine,
+    distributed,
+    full_weights,
+    train,
+)
+from femixer.training.results import MODEL, Record, new_model
+
+
+def summed_loss(model: Any, batch: Batch) -> Tensor:
+    """The sum of -log p(target) over the scored tokens of a batch, in nats."""
+    logits = model(batch.inputs, segments=documents(batch.segments), use_cache=False).logits
+    targets = batch.targets.flatten()
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=IGNORED, reduction="sum")
+
+
+def documents(segments: Tensor) -> Tensor | None:
+    """None where every row is one document without padding: reads that need no mask are faster."""
+    whole = bool((segments == segments[:, :1]).all()) and bool((segments[:, 0] >= 0).all())
+    return None if whole else segments
+
+
+def scored(batch: Batch) -> int:
+    """Tokens that the loss is over."""
+    return int((batch.targets != IGNORED).sum())
+
+
+def evaluate(model: Any, validation: Validation) -> Iterator[Record]:
+    """Loss, perplexity and bits per byte of text, over the held-out windows; the processes share the work."""
+    device = next(model.parameters()).device
+    part = distributed.part()
+    nats, tokens = 0.0, 0
+    for batch in validation.batches(part.index, part.count):
+        nats += float(summed_loss(model, Batch(*(x.to(device) for x in batch))))
+        tokens += scored(batch)
+    nats, count = distributed.total(nats, tokens)
+    loss = nats / count
+    yield {
+        "split": "validation",
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700.0)),
+        "bits_per_byte": nats / (math.log(2) * validation.bytes),
+    }
+
+
+DASHES = ("-", "--", ":")
+
+
+def draw(models: Mapping[str, Sequence[Sequence[Record]]], batch_tokens: int) -> Any:
+    """models: name -> the metrics of its runs, one run per seed. Of a single model also the training loss."""
+    single = len(models) == 1
+    drawing = figure(7.5, 4.2) if single else figure(9.5, 5.2)
+    axes = drawing.subplots()
+    for index, (name, runs) in enumerate(models.items()):
+        colour, dash = COLOURS[index % len(COLOURS)], DASHES[index // len(COLOURS) % len(DASHES)]
+        if single:
+            steps, losses = values(runs, "train")
+            axes.plot(steps * batch_tokens, losses.mean(0), color="0.7", linewidth=1, label="training batches")
+        steps, losses = values(runs, "validation")
+        mean, spread = losses.mean(0), losses.std(0, ddof=1) if len(losses) > 1 else None
+        tokens = steps * batch_tokens
+        axes.plot(tokens, mean, color=colour, linestyle=dash, linewidth=1.8, label="validation" if single else name)
+        if spread is not None:
+            axes.fill_between(tokens, mean - spread, mean + spread, color=colour, alpha=0.15, linewidth=0)
+    axes.set(xlabel="training tokens", ylabel="loss (nats per token)", yscale="log")
+    ticker = require("matplotlib.ticker", "plot")
+    plain_log(axes.yaxis, (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8))
+    axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
+    quiet(axes)
+    axes.legend(frameon=False, fontsize=8, ncols=1 if single else 2)
+    return drawing
+
+
+def values(runs: Sequence[Sequence[Record]], split: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps [n] and losses [runs, n] of one split; the untrained model is left out, it would stretch the axis."""
+    kept = [[record for record in run if record.get("split") == split and record["step"] > 0] for run in runs]
+    steps = np.array([record["step"] for record in kept[0]])
+    return steps, np.array([[record["loss"] for record in run] for run in kept])
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What decides the numbers of a run, besides the text."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    context: int | None = None
+    """Tokens of a training sequence, by default the preset's."""
+    batch_tokens: int = 4096
+    """Tokens of a batch, over all processes and accumulated pieces: a multiple of the context."""
+    steps: int | None = None
+    """Batches to train on, by default 1000."""
+    tokens: int | None = None
+    """Tokens to train on, instead of --steps."""
+    lr: float = 2e-3
+    """Largest learning rate; it rises linearly, then falls like a cosine."""
+    min_lr_fraction: float = 0.1
+    """Share of the largest learning rate that is left at the end."""
+    warmup_steps: int | None = None
+    """Batches of the rise, by default a twentieth of the run."""
+    warmup_tokens: int | None = None
+    """Tokens of the rise, instead of --warmup-steps."""
+    weight_decay: float = 0.1
+    """Weight decay of matrices (AdamW)."""
+    clip: float | None = 1.0
+    """Largest norm of the gradient."""
+    beta1: float = 0.9
+    """AdamW's memory of gradients."""
+    beta2: float = 0.95
+    """AdamW's memory of squared gradients."""
+    seed: int = 0
+    """Seed of the weights, of the order of the text and of dropout."""
+    evaluate_every: int = 200
+    """Steps between two evaluations."""
+    validation_tokens: int | None = 65536
+    """Tokens of the held-out text to evaluate on (rounded up to whole sequences); None takes all."""
+    prompt: str = ""
+    """Beginning of the texts that are sampled at every evaluation."""
+    sample_tokens: int = 128
+    """Tokens of each sample; 0 samples nothing."""
+
+    def validate(self) -> None:
+        """Everything that can be known before the text is."""
+        for name in ("batch_tokens", "lr", "evaluate_every"):
+            check(getattr(self, name) > 0, name, getattr(self, name), "a number above 0")
+        for name in ("context", "steps", "tokens", "clip", "validation_tokens"):
+            value = getattr(self, name)
+            check(value is None or value > 0, name, value, "a number above 0")
+        for name in ("beta1", "beta2"):
+            check(0 <= getattr(self, name) < 1, name, getattr(self, name), "a number from 0 to below 1")
+        check(0 <= self.min_lr_fraction <= 1, "min_lr_fraction", self.min_lr_fraction, "a number from 0 to 1")
+        for name in ("weight_decay", "sample_tokens"):
+            check(getattr(self, name) >= 0, name, getattr(self, name), "a number of at least 0")
+        for name in ("", "warmup_"):
+            steps, tokens = getattr(self, name + "steps"), getattr(self, name + "tokens")
+            either = f"either {name}steps or {name}tokens ({tokens}), and None for the other"
+            check(steps is None or tokens is None, name + "steps", steps, either)
+        name = "warmup_steps" if self.warmup_tokens is None else "warmup_tokens"
+        check(0 <= self.warmup <= self.count, name, getattr(self, name), f"at most the run's {self.duration}")
+        parameter_count(self.model.config(self.length))  # its layers say themselves what they cannot be
+
+    @property
+    def length(self) -> int:
+        """Tokens of a training sequence."""
+        return self.context or preset(self.model.preset).max_position_embeddings
+
+    @property
+    def count(self) -> int:
+        """Steps of the run."""
+        return (self.steps or 1000) if self.tokens is None else -(-self.tokens // self.batch_tokens)
+
+    @property
+    def warmup(self) -> int:
+        """Steps of the rise."""
+        if self.warmup_tokens is not None:
+            return -(-self.warmup_tokens // self.batch_tokens)
+        return self.count // 20 if self.warmup_steps is None else self.warmup_steps
+
+    @property
+    def duration(self) -> str:
+        return f"{self.count:,} steps of {self.batch_tokens:,} tokens"
+
+    def sequences(self, processes: int, accumulate: int) -> int:
+        """Sequences of a batch, which all processes and the pieces that they make of it share evenly."""
+        unit = self.length * processes * accumulate
+        why = f"context {self.length} x processes {processes} x accumulate {accumulate}"
+        check(self.batch_tokens % unit == 0, "batch_tokens", self.batch_tokens, f"a multiple of {unit} ({why})")
+        return self.batch_tokens // self.length
+
+
+@dataclass(frozen=True)
+class Decided(Experiment):
+    """What a resumed run must agree in."""
+
+    text: str = ""
+    vocabulary: int = 0
+
+
+def trained(experiment: Experiment, data: DataOptions, engine: EngineOptions, options: RunOptions) -> Results:
+    """Train, evaluate and save a model; the folder then holds everything about it."""
+    experiment.validate()
+    engine.validate()
+    options.apply()
+    sequences = experiment.sequences(distributed.world(), engine.accumulate)
+    shards = data.prepare()
+    batches = Batches(shards, experiment.length, sequences, experiment.seed)
+    windows = None if experiment.validation_tokens is None else -(-experiment.validation_tokens // experiment.length)
+    # Whoever needs a batch in pieces has no memory for all of it at an evaluation either.
+    validation = Validation(shards, experiment.length, sequences // engine.accumulate, windows)
+    decided = Decided(**vars(experiment), text=shards.fingerprint, vocabulary=shards.vocabulary)
+    results = Results("lm", decided, options)
+    if results.finished:
+        return results
+    tokens = {"vocab_size": shards.vocabulary, "bos_token_id": shards.start_token, "eos_token_id": shards.end_token}
+    model = build(experiment.model.config(experiment.length, **tokens), experiment.seed)
+    fit = Fit(
+        model=model,
+        optimizer=lambda model: adamw(
+            model, experiment.lr, experiment.weight_decay, (experiment.beta1, experiment.beta2)
+        ),
+        batch=lambda step, part: batches(step - 1, part.index, part.count),
+        losses=lambda model, piece: {"loss": summed_loss(model, piece)},
+        items=scored,
+        evaluate=lambda model: evaluate(model, validation),
+        samples=lambda model: samples(model, shards, experiment),
+    )
+    course = TrainOptions(
+        steps=experiment.count,
+        evaluate_every=experiment.evaluate_every,
+        seed=experiment.seed,
+        schedule=cosine(experiment.count, experiment.warmup, experiment.min_lr_fraction),
+        clip=experiment.clip,
+        tokens=batches.tokens,
+        log_every=min(10, experiment.evaluate_every, experiment.count),
+        engine=engine,
+    )
+    train(fit, course, results)
+    weights = full_weights(model)
+    distributed.on_main(lambda: finish(results, model, weights, shards, experiment))
+    return results
+
+
+def samples(model: Any, shards: Shards, experiment: Experiment) -> Iterator[Record]:
+    """One text that begins with the prompt, drawn from the model."""
+    if experiment.sample_tokens == 0:
+        return
+    tokenizer = load_tokenizer(shards.tokenizer_folder)
+    prompt = [shards.start_token, *tokenizer.encode(experiment.prompt, add_special_tokens=False)]
+    ids = torch.tensor([prompt], device=next(model.parameters()).device)
+    # Every process draws the same tokens, and as many: a sharded model is computed by all of them together.
+    text = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=GenerationConfig(
+            do_sample=True,
+            temperature=0.8,
+            max_new_tokens=experiment.sample_tokens,
+            eos_token_id=shards.end_token,
+            pad_token_id=shards.end_token,
+        ),
+    )
+    yield {"prompt": experiment.prompt, "text": tokenizer.decode(text[0, len(prompt) :], skip_special_tokens=True)}
+
+
+def finish(
+    results: Results, model: FEMForCausalLM, weights: dict[str, Tensor], shards: Shards, experiment: Experiment
+) -> None:
+    """Save the model, and write figure and table: what makes the run finished comes last."""
+    model.generation_config.pad_token_id = shards.end_token  # for prompts of several lengths
+    with new_model(results.folder / MODEL) as partial, without_bars():
+        model.save_pretrained(partial, state_dict=weights)
+        load_tokenizer(shards.tokenizer_folder).save_pretrained(partial)
+    metrics = results.metrics()
+    results.write_figure(draw({"this model": [metrics]}, experiment.batch_tokens))
+    results.finish(as_markdown(summary(experiment, model, metrics)))
+
+
+def summary(experiment: Experiment, model: FEMForCausalLM, metrics: Sequence[Record]) -> Table:
+    options, end = experiment.model, last(metrics)
+    mixer = ", ".join(options.mixer) + (
+        f" ({' '.join(options.prior)}, parts {options.parts or 'none'})" if "fem" in options.mixer else ""
+    )
+    row = [f"{model.num_parameters():,}", f"{end['loss']:.4f}", f"{end['perplexity']:.3f}"]
+    row += [f"{end['bits_per_byte']:.4f}", f"{rate(metrics):,.0f}"]
+    titles = ("parameters", "validation loss", "perplexity", "bits per byte", "tokens/s")
+    title = f"Language model {options.preset}, {mixer}: {experiment.duration}, seed {experiment.seed}."
+    return Table.of([Column(name, align="right") for name in titles], [row], title)
+
+
+def last(metrics: Sequence[Record]) -> Record:
+    """The evaluation after the last step."""
+    return [record for record in metrics if record["split"] == "validation"][-1]
+
+
+def rate(metrics: Sequence[Record]) -> float:
+    """Training tokens per second."""
+    return statistics.median(record["tokens_per_second"] for record in metrics if record["split"] == "train")

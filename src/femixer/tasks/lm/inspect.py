@@ -1,0 +1,162 @@
+"""`femixer inspect`: what a trained model reads in a text, as figures, a table and a page to look around in.
+
+inspect.html   everything, for a browser; needs nothing else
+figures/       per layer and head: prior, posteriors, gates and temperatures
+summary.md     means per layer; it is written last
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+
+from femixer.inspection.model import Layer, inspect_model, mixers_of
+from femixer.inspection.page import write_page
+from femixer.inspection.summary import HEADING, channels_by_kl, table_row
+from femixer.inspection.tokens import labels
+from femixer.optional import require
+from femixer.options import check, parse
+from femixer.tasks.lm.checkpoint import Placement, load
+from femixer.training import atomic
+from femixer.training.results import model_folder, name_of
+
+tyro = require("tyro", "cli")
+
+PAGE, FIGURES, SUMMARY = "inspect.html", "figures", "summary.md"
+DRAWN_CHANNELS = 4
+
+
+@dataclass(frozen=True)
+class Command:
+    """Show what a trained model reads in a text: a page for the browser, figures and a table.
+
+    Per layer and head: where the prior looks, where channels look instead, lambda, gate, hidden temperature and KL.
+    """
+
+    checkpoint: Annotated[Path, tyro.conf.Positional]
+    """Model folder, or results folder of `femixer lm train`."""
+    placement: Placement
+    text: str | None = None
+    """Text to read; without it --file or standard input is read."""
+    file: Path | None = None
+    """File with the text to read; - is standard input."""
+    out: Path = Path("results/inspect")
+    """Results folder; what an earlier inspection left there is replaced."""
+    max_tokens: int = 128
+    """Tokens of the text that are read, from its beginning; page and memory grow with their square."""
+    layers: tuple[int, ...] | None = None
+    """Layers to show, from 0; by default all."""
+    heads: tuple[int, ...] | None = None
+    """Heads to draw as figures; by default, in each layer, the one with the largest mean KL. The page has all."""
+    channels: tuple[int, ...] | None = None
+    """Channels to draw as figures, and to store in the page where the prior differs per channel (aft, decay, ssm,
+    mamba); by default those with the largest mean KL."""
+    query: int | None = None
+    """Token, from 0, whose channels are compared; by default the one with the largest KL."""
+
+    def validate(self) -> None:
+        check(self.max_tokens > 0, "max_tokens", self.max_tokens, "a whole number above 0")
+        check(self.text is None or self.file is None, "text", self.text, "either --text or --file")
+        for name in ("layers", "heads", "channels"):
+            chosen = getattr(self, name)
+            check(chosen is None or (len(chosen) > 0 and min(chosen) >= 0), name, chosen, "numbers of at least 0")
+        check(not self.out.exists() or self.out.is_dir(), "out", str(self.out), "a folder")
+
+    def read(self) -> str:
+        if self.text is not None:
+            return self.text
+        if self.file is not None and str(self.file) != "-":
+            return self.file.read_text(encoding="utf-8", errors="replace")
+        if self.file is None and sys.stdin.isatty():
+            raise ValueError("text=None is not allowed; choose a --text, a --file or text on standard input")
+        return sys.stdin.read()
+
+
+def main(args: Sequence[str]) -> int:
+    command = parse(Command, args, "inspect")
+    command.validate()
+    model_folder(command.checkpoint)  # says what is wrong before anything slow
+    text = command.read()
+    model, tokenizer = load(command.checkpoint, command.placement)
+    size = run(command, model, tokenizer, text)
+    print((command.out / SUMMARY).read_text(encoding="utf-8"))
+    print(f"Open {command.out / PAGE} ({size / 1e6:.1f} MB) in a browser; figures are in {command.out / FIGURES}/")
+    return 0
+
+
+def run(command: Command, model: Any, tokenizer: Any, text: str) -> int:
+    """Write the results folder; returns the size of the page in bytes."""
+    ids = tokenizer(text)["input_ids"]
+    check(len(ids) > 0, "text", text, "some text")
+    note = ""
+    if len(ids) > command.max_tokens:
+        note = f"The first {command.max_tokens} of {len(ids)} tokens are shown."
+        print(f"warning: {note} --max-tokens shows more", file=sys.stderr)
+        ids = ids[: command.max_tokens]
+        text = tokenizer.decode(ids)
+    check(command.query is None or -len(ids) <= command.query < len(ids), "query", command.query, f"below {len(ids)}")
+    tokens = labels(tokenizer, ids)
+    chosen = _chosen(command, model)
+    layers = inspect_model(model, torch.tensor([ids], device=model.device), only=command.layers, use_cache=False)
+    (command.out / FIGURES).mkdir(parents=True, exist_ok=True)
+    for old in (command.out / SUMMARY, command.out / PAGE, *(command.out / FIGURES).glob("layer-*-head-*.png")):
+        atomic.remove(old)
+    rows: list[str] = []
+    name = name_of(command.checkpoint)
+    size = write_page(
+        command.out / PAGE,
+        _drawn(command, _progress(layers, len(chosen)), tokens, rows),
+        tokens,
+        model=name,
+        text=text,
+        note=note,
+        query=command.query,
+        channels=command.channels,
+        count=len(chosen),
+    )
+    about = f"What {name} reads in {len(tokens)} tokens: means over tokens, heads and channels.\n\n"
+    atomic.write(command.out / SUMMARY, about + HEADING + "".join(rows))
+    return size
+
+
+def _chosen(command: Command, model: Any) -> list[int]:
+    """Numbers of the layers to inspect, after checking what was chosen of the model."""
+    mixers: list[Any] = [*mixers_of(model).values()]
+    wanted = range(len(mixers)) if command.layers is None else command.layers
+    check(max(wanted) < len(mixers), "layers", wanted, f"numbers below {len(mixers)}")
+    chosen = [number for number in wanted if hasattr(mixers[number], "inspect")]
+    check(len(chosen) > 0, "layers", wanted, "at least one that is no baseline")
+    for name, axis in (("heads", 0), ("channels", 1)):
+        size, given = min(mixers[number].beta_max.shape[axis] for number in chosen), getattr(command, name)
+        check(given is None or max(given) < size, name, given, f"numbers below {size}")
+    return chosen
+
+
+def _progress(layers: Iterator[Layer], count: int) -> Iterator[Layer]:
+    done = 0
+    for layer in layers:
+        if layer.inspection is not None:
+            done += 1
+            print(f"layer {done} of {count}: {layer.name}", file=sys.stderr)
+        yield layer
+
+
+def _drawn(command: Command, layers: Iterator[Layer], tokens: list[str], rows: list[str]) -> Iterator[Layer]:
+    """The layers as they come, each drawn and added to the table on its way."""
+    for number, layer in enumerate(layers):
+        if command.layers is None or number in command.layers:
+            rows.append(table_row(number, layer))
+        r = layer.inspection
+        if r is not None:
+            per_head = r.kl[0].double().sum(-1)  # [H, T]
+            best = channels_by_kl(layer, DRAWN_CHANNELS)
+            for head in command.heads or [int(per_head.sum(-1).argmax())]:
+                row = int(per_head[head].argmax()) if command.query is None else command.query
+                picked = list(command.channels or sorted(best[head]))
+                name = f"layer-{number:02d}-head-{head:02d}.png"
+                with atomic.replacing(command.out / FIGURES / name) as partial:
+                    r.plot(partial, head=head, row=row, channels=picked, tokens=tokens)
+        yield layer

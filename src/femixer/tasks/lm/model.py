@@ -1,0 +1,122 @@
+"""The model of a training run, as the command line describes it, and how many parameters presets have."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+
+from femixer.models import PRESETS, FEMConfig, FEMForCausalLM, preset
+from femixer.models.parameters import parameter_count
+from femixer.options import check, parse
+from femixer.priors import PRIORS
+from femixer.priors.parsing import parse_prior
+from femixer.training import derive
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The model."""
+
+    preset: str = "tiny"
+    """Size of the model; `femixer lm presets` lists them."""
+    mixer: tuple[str, ...] = ("fem",)
+    """fem, or a baseline (attention). Several names are repeated over the layers."""
+    prior: tuple[str, ...] = ("softmax",)
+    """Prior of the free energy mixer, also with options as in gla:decay=channel. Several are repeated over the layers:
+    gla gla gla softmax makes every fourth layer softmax."""
+    parts: str = "CLTG"
+    """Parts of the free energy mixer: C convolution, L log-sum-exp, T temperature, G gate."""
+    hidden_size: int | None = None
+    """Width, instead of the preset's."""
+    layers: int | None = None
+    """Number of layers, instead of the preset's."""
+    heads: int | None = None
+    """Heads of a layer, instead of the preset's."""
+    kv_heads: int | None = None
+    """Heads that keys and values have, by default as many as heads."""
+    window: int | None = None
+    """Sliding window of the layers with the softmax prior."""
+    dropout: float = 0.0
+    """Dropout of the mixers' reads."""
+    tie_embeddings: bool = False
+    """Use the embeddings of the tokens as the output projection too."""
+
+    def config(self, context: int, **tokens: Any) -> FEMConfig:
+        """tokens: vocab_size, bos_token_id and eos_token_id, once they are known."""
+        for name in ("mixer", "prior"):
+            check(len(getattr(self, name)) > 0, name, getattr(self, name), "one name or several")
+        check(self.preset in PRESETS, "preset", self.preset, f"one of {', '.join(PRESETS)}")
+        check(0 <= self.dropout < 1, "dropout", self.dropout, "a number from 0 to below 1")
+        priors = [parse_prior(prior) for prior in self.prior]
+        options: dict[str, dict[str, Any]] = {}
+        for name, given in priors:
+            check(options.setdefault(name, given) == given, "prior", self.prior, "the same options wherever one occurs")
+        sizes = {
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+        }
+        try:
+            return preset(
+                self.preset,
+                **{field: value for field, value in sizes.items() if value is not None},
+                mixer=one_or_all(self.mixer),
+                prior=one_or_all([name for name, _ in priors]),
+                prior_options={name: given for name, given in options.items() if given} or None,
+                parts=self.parts,
+                window=self.window,
+                mixer_dropout=self.dropout,
+                tie_word_embeddings=self.tie_embeddings,
+                max_position_embeddings=context,
+                **tokens,
+            )
+        except StrictDataclassError as error:  # how transformers wraps what the configuration says
+            raise ValueError(str(error.__cause__ or error)) from error
+
+
+def one_or_all(names: Sequence[str]) -> str | list[str]:
+    return names[0] if len(names) == 1 else [*names]
+
+
+def build(config: FEMConfig, seed: int) -> FEMForCausalLM:
+    """A model with starting weights that depend on the seed alone."""
+    with torch.random.fork_rng():
+        torch.manual_seed(derive(seed, "weights"))
+        return FEMForCausalLM(config)
+
+
+@dataclass(frozen=True)
+class Presets:
+    """The sizes of the presets, and the parameters that each prior gives them (all parts), against plain attention."""
+
+    vocab_size: int = 32000
+    """Tokens of the vocabulary."""
+    parts: str = "CLTG"
+    """Parts of the free energy mixer."""
+
+
+def presets(args: Sequence[str]) -> int:
+    command = parse(Presets, args, "lm presets")
+    check(command.vocab_size > 0, "vocab_size", command.vocab_size, "a whole number above 0")
+    for line in preset_lines(command):
+        print(line, flush=True)
+    return 0
+
+
+def preset_lines(command: Presets) -> Iterator[str]:
+    yield f"| preset | width | layers | heads | context | plain attention | {' | '.join(PRIORS)} |"
+    yield "|---|" + "---:|" * (5 + len(PRIORS))
+    for name, sizes in PRESETS.items():
+        plain = count(name, vocab_size=command.vocab_size, mixer="attention")
+        priors = (count(name, vocab_size=command.vocab_size, prior=prior, parts=command.parts) for prior in PRIORS)
+        shown = " | ".join(f"{parameters / plain - 1:+.2%}" for parameters in priors)
+        yield f"| {name} | {' | '.join(map(str, sizes.values()))} | {plain:,} | {shown} |"
+
+
+def count(name: str, **options: Any) -> int:
+    """The parameters of a preset, whose layers are all alike: one layer is counted, and the others from two."""
+    one, two = (parameter_count(preset(name, **{**options, "num_hidden_layers": layers})) for layers in (1, 2))
+    return one + (preset(name).num_hidden_layers - 1) * (two - one)

@@ -1,0 +1,165 @@
+"""`femixer lm table`: results of `femixer eval` in the layout of the paper's table of language models.
+
+Rows are models, in groups of about the same size; columns are the tasks of the paper, then the average rank within the
+group and the number of firsts. The best value of a group is bold and the second underlined. What the table shows, three
+digits, is also what is ranked.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from femixer.optional import require
+from femixer.options import check, parse
+from femixer.reporting import Cell, Column, Group, Row, Table, as_markdown, half_up, marked_columns, rank, write
+from femixer.reporting.scores import Value
+from femixer.tasks.lm.evaluate import RESULTS
+from femixer.tasks.lm.harness import BLOCKS, COLUMNS, PaperColumn
+
+tyro = require("tyro", "cli")
+
+SAME_SIZE = 0.9
+"""Models of one group have at least this share of the parameters of its largest."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A model and its values, one per column of the paper."""
+
+    name: str
+    group: str | None  # as given; None: by size
+    parameters: int
+    values: tuple[Value, ...]
+    notes: tuple[str, ...] = ()
+
+
+def read(argument: str) -> Evaluated:
+    """A row from `FOLDER`, `NAME=FOLDER` or `GROUP/NAME=FOLDER`."""
+    label, _, path = ("", "", argument) if Path(argument).is_dir() else argument.rpartition("=")
+    file = Path(path) / RESULTS
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        tasks, settings, parameters = (content[name] for name in ("tasks", "settings", "parameters"))
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"results={argument!r} is no results folder of `femixer eval`: there is no readable {file}"
+        ) from None
+    group, _, name = label.rpartition("/")
+    name = name or settings["model"]
+    notes = [] if settings["limit"] is None else [f"{name}: only a part of each task (--limit {settings['limit']:g})"]
+    values = [_value(tasks, column, name, notes) for column in COLUMNS]
+    return Evaluated(name, group or None, parameters, tuple(values), tuple(notes))
+
+
+def _value(tasks: dict[str, Any], column: PaperColumn, name: str, notes: list[str]) -> Value:
+    """The value of a column, to the digits that are shown. Other shots than the paper's would be another column."""
+    task = tasks.get(column.task)
+    if task is None or column.metric not in task["metrics"]:
+        return None
+    if task["shots"] != column.shots:
+        notes.append(f"{name}: {column.title} left out, evaluated with {task['shots']} shots instead of {column.shots}")
+        return None
+    return round(task["metrics"][column.metric]["value"], 3)
+
+
+def grouped(rows: Sequence[Evaluated]) -> dict[str, list[Evaluated]]:
+    """Models by the group given, or else by size; the largest first, each group in the order given."""
+    members: dict[str, list[Evaluated]] = {}
+    sized: list[list[Evaluated]] = []
+    for row in sorted((row for row in rows if row.group is None), key=lambda row: -row.parameters):
+        if not sized or row.parameters < SAME_SIZE * sized[-1][0].parameters:
+            sized.append([])
+        sized[-1].append(row)
+    for same in sized:
+        title = f"{size(sum(row.parameters for row in same) / len(same))} parameters"
+        members.setdefault(title, []).extend(row for row in rows if row in same)
+    for row in rows:
+        if row.group is not None:
+            members.setdefault(row.group, []).append(row)
+    largest = {title: max(row.parameters for row in same) for title, same in members.items()}
+    return {title: members[title] for title in sorted(members, key=lambda title: -largest[title])}
+
+
+def size(parameters: float) -> str:
+    """Two digits and a letter: 1.3B, 340M."""
+    for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if parameters >= 0.995 * unit:
+            value = parameters / unit
+            return f"{value:.1f}{letter}" if value < 9.95 else f"{float(f'{value:.2g}'):.0f}{letter}"
+    return f"{parameters:.0f}"
+
+
+SHOWN = (
+    Column("Model"),
+    Column("Parameters", hidden=True),
+    *(
+        Column(f"{column.title}\n({column.measure} ↑)", key=column.title, scores=True, block=block)
+        for block, columns in BLOCKS.items()
+        for column in columns
+    ),
+    Column("Avg\nRank ↓", key="avg_rank", scores=True, block="Ranking"),
+    Column("#Top1\n↑", key="top1", scores=True, block="Ranking"),
+)
+HIGHER = (*[True] * len(COLUMNS), False, True)
+
+
+def tabulate(models: Sequence[Evaluated]) -> Table:
+    groups = [Group(rows(own), title) for title, own in grouped(models).items()]
+    ordered = [model for own in grouped(models).values() for model in own]
+    return Table(SHOWN, groups, notes=legend(ordered), empty="")
+
+
+def rows(models: Sequence[Evaluated]) -> list[Row]:
+    """Of a group: values, average rank and firsts; one model alone has nothing to be best of."""
+    lines = []
+    for model, place in zip(models, rank([model.values for model in models]), strict=True):
+        average = None if place.average is None else half_up(place.average)
+        shown = [*(shown_as(value, 3) for value in model.values), shown_as(average, 2), shown_as(place.firsts, 0)]
+        lines.append([Cell(value) for value in shown])
+    cells = marked_columns(lines, HIGHER, second=True) if len(models) > 1 else lines
+    return [[model.name, str(model.parameters), *own] for model, own in zip(models, cells, strict=True)]
+
+
+def shown_as(value: Value, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def legend(rows: Sequence[Evaluated]) -> list[str]:
+    """What a reader must know; about missing values only if some are missing."""
+    shots = ", ".join(f"{column.title} {column.shots}" for column in COLUMNS if column.shots)
+    text = [
+        f"Shots: {shots}, others 0. Bold and underlined are the best and second-best of a group; average rank and "
+        "number of firsts are within the group, and equal values share the better rank."
+    ]
+    if any(None in row.values for row in rows):
+        text.append(
+            "Some values are missing: each column is ranked among the rows that have it, and a row's average rank is "
+            "over the columns that it has, so compare ranks only between rows with the same columns."
+        )
+    return [*text, *(note for row in rows for note in row.notes)]
+
+
+@dataclass(frozen=True)
+class LmTabulate:
+    """Put evaluation results into the layout of the paper's table of language models.
+
+    Writes table.md, table.tex and table.csv, and prints the first.
+    """
+
+    results: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Results folders of `femixer eval`, as FOLDER, NAME=FOLDER or GROUP/NAME=FOLDER. Without a group, models of
+    about the same size are one."""
+    out: Path = Path("results/lm-table")
+    """Folder of the three files."""
+
+
+def main(args: Sequence[str]) -> int:
+    command = parse(LmTabulate, args, "lm table")
+    check(bool(command.results), "results", command.results, "results folders of `femixer eval`")
+    table = tabulate([read(argument) for argument in command.results])
+    write(command.out, [table])
+    print(as_markdown(table))
+    print(f"The table is in {command.out}/ as Markdown, LaTeX and CSV")
+    return 0

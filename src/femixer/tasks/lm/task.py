@@ -1,0 +1,235 @@
+"""`femixer lm train` and `compare`: one language model, or several mixers on the same text and seeds."""
+
+import contextlib
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from femixer.models.named import NAMED
+from femixer.models.parameters import parameter_count
+from femixer.options import check, parse
+from femixer.reporting import Row, Score, Table, as_markdown, marked
+from femixer.tasks.lm.data import DataOptions
+from femixer.tasks.lm.fit import Experiment, draw, last, rate, trained
+from femixer.tasks.lm.model import ModelOptions
+from femixer.training import EngineOptions, Interrupted, Results, RunOptions, atomic, distributed, processes, show_table
+from femixer.training.recipe import with_recipe
+from femixer.training.results import CHECKPOINTS, Record
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a language model on text.
+
+    Without any option it is a small model of the bytes of the Python standard library's sources. The results folder
+    gets config.json, metrics.jsonl, samples.jsonl, figure.png, table.md and model/, which transformers' Auto classes,
+    `femixer generate`, `femixer eval` and `femixer inspect` load. `--recipe NAME` (or a YAML file) gives other
+    defaults for all of these options: paper-340m and paper-1.3b are the paper's.
+    """
+
+    experiment: Experiment
+    data: DataOptions
+    engine: EngineOptions
+    run: RunOptions
+
+
+def train(args: Sequence[str]) -> int:
+    default = Train(Experiment(), DataOptions(), EngineOptions(), RunOptions(Path("results/lm")))
+    default, args = with_recipe(default, args)
+    command = parse(Train, args, "lm train", default)
+    results = trained(command.experiment, command.data, command.engine, command.run)
+    return show_table(results)
+
+
+def described(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of FEMConfig as those of ModelOptions."""
+    prior = fields.get("prior", "softmax")
+    options = (fields.get("prior_options") or {}).get(prior, {})
+    words = ",".join(f"{name}={str(value).lower()}" for name, value in options.items())
+    return {
+        "mixer": (fields["mixer"],),
+        "prior": (f"{prior}:{words}" if words else prior,),
+        "parts": fields.get("parts", ""),
+    }
+
+
+MODELS = {name: described(fields) for name, fields in NAMED.items() if "mixer_options" not in fields}
+"""By the names of the paper's tables. GLA, AFT and Mamba are our normalized priors with the mean as read."""
+SHOWN = (
+    *("SMAttn", "SMAttn+C", "SMAttn+C,L", "SMAttn+C,L,T", "FEM-SM"),
+    *("GLA", "FEM-GLA", "AFT", "FEM-AFT", "Mamba", "FEM-Mamba"),
+)
+CUSTOM = "custom"
+"""The model that --mixer, --prior and --parts describe."""
+RUNS = "runs"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared."""
+
+    experiment: Experiment = field(default_factory=Experiment)
+    models: tuple[str, ...] = SHOWN
+    """Models by the names of the paper's tables; custom is the one that --mixer, --prior and --parts describe."""
+    seeds: int = 3
+    """Runs of each model, with seeds that go up from --seed. The same seed means the same order of the text."""
+
+    def validate(self) -> None:
+        allowed = f"different ones of {', '.join((*MODELS, CUSTOM))}"
+        check(0 < len(self.models) == len({*self.models}), "models", self.models, allowed)
+        for name in self.models:
+            check(name in (*MODELS, CUSTOM), "models", name, allowed)
+        for name in MODELS["SMAttn"] if CUSTOM not in self.models else ():
+            given = getattr(self.experiment.model, name)
+            check(given == getattr(ModelOptions(), name), name, given, "--models ... custom too: it describes that one")
+        check(self.seeds > 0, "seeds", self.seeds, "a whole number above 0")
+        for name in self.models:
+            self.run(name).validate()
+
+    def run(self, name: str, number: int = 0) -> Experiment:
+        """The run of a model with the first seed, the second, ..."""
+        model = replace(self.experiment.model, **MODELS.get(name, {}))
+        return replace(self.experiment, model=model, seed=self.experiment.seed + number)
+
+
+@dataclass(frozen=True)
+class DecidedComparison(Comparison):
+    """What a resumed comparison must agree in."""
+
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Train several mixers at equal parameters on the same text, with the same seeds and data order.
+
+    Every run is a results folder of its own in runs/, as of `femixer lm train`; a finished one is not repeated. The
+    comparison gets figure.png (validation loss, mean and standard deviation over the seeds) and table.md.
+    """
+
+    comparison: Comparison
+    data: DataOptions
+    engine: EngineOptions
+    run: RunOptions
+    jobs: int = 1
+    """Runs at a time, in processes of their own; the progress of each is in runs/NAME.log."""
+
+
+@dataclass(frozen=True)
+class OneOfMany:
+    """One run: everything that a process of its own has to know."""
+
+    model: str
+    experiment: Experiment
+    data: DataOptions
+    engine: EngineOptions
+    options: RunOptions
+
+    def carry_out(self) -> list[Record]:
+        print(f"{self.model}, seed {self.experiment.seed}", file=sys.stderr, flush=True)
+        results = trained(self.experiment, self.data, self.engine, self.options)
+        if distributed.is_main():
+            atomic.remove(results.folder / CHECKPOINTS)  # the model is saved, and nobody goes on from here
+        return results.metrics()
+
+    def carry_out_apart(self) -> list[Record]:
+        self.options.out.parent.mkdir(parents=True, exist_ok=True)
+        log = self.options.out.with_name(self.options.out.name + ".log")
+        with log.open("a", encoding="utf-8") as file, contextlib.redirect_stderr(file):
+            try:
+                return self.carry_out()
+            except Interrupted as stop:
+                raise InterruptedError(str(stop)) from stop  # which can be sent to another process
+
+
+def compared(
+    comparison: Comparison, data: DataOptions, engine: EngineOptions, options: RunOptions, jobs: int
+) -> Results:
+    check(jobs > 0, "jobs", jobs, "a whole number above 0")
+    comparison.validate()
+    options.apply()
+    check(jobs == 1 or distributed.world() == 1, "jobs", jobs, "1 under torchrun, whose processes share each run")
+    shards = data.prepare()
+    results = Results("lm compare", DecidedComparison(**vars(comparison), text=shards.fingerprint), options)
+    if results.finished:
+        return results
+    if not options.resume:
+        distributed.on_main(lambda: atomic.remove(results.folder / RUNS))
+    own = replace(options, resume=True, overwrite=False, threads=options.threads or share_of_threads(jobs))
+    tasks = [
+        OneOfMany(
+            name,
+            comparison.run(name, number),
+            DataOptions(shards=shards.folder),
+            engine,
+            replace(own, out=results.folder / RUNS / f"{name} seed {comparison.experiment.seed + number}"),
+        )
+        for number in range(comparison.seeds)
+        for name in comparison.models
+    ]
+    metrics: dict[OneOfMany, list[Record]] = {}
+    for task, records in carried_out(tasks, jobs):
+        metrics[task] = records
+        if distributed.is_main():
+            told = f"{task.model}, seed {task.experiment.seed}: validation loss {last(records)['loss']:.4f}"
+            print(f"run {len(metrics)}/{len(tasks)} done, {told}", file=sys.stderr, flush=True)
+    runs = {name: [metrics[task] for task in tasks if task.model == name] for name in comparison.models}
+    results.write_figure(draw(runs, comparison.experiment.batch_tokens))
+    results.finish(as_markdown(table(comparison, runs, shards.vocabulary)))
+    return results
+
+
+def share_of_threads(jobs: int) -> int | None:
+    """More threads than cores would wait for each other."""
+    return None if jobs == 1 else max(1, torch.get_num_threads() // jobs)
+
+
+def carried_out(tasks: Sequence[OneOfMany], jobs: int) -> Iterator[tuple[OneOfMany, list[Record]]]:
+    """The runs in this process one after another, or in `jobs` others side by side."""
+    if jobs == 1:
+        yield from ((task, task.carry_out()) for task in tasks)
+        return
+    with contextlib.closing(processes.carried_out(OneOfMany.carry_out_apart, tasks, jobs)) as finished:
+        for task, future in finished:
+            yield task, future.result()
+
+
+def table(comparison: Comparison, runs: Mapping[str, Sequence[Sequence[Record]]], vocabulary: int) -> Table:
+    """Validation loss as mean and standard deviation over the seeds, the best in bold."""
+    experiment = comparison.experiment
+    reference = "SMAttn" if "SMAttn" in runs else next(iter(runs))
+    configs = {name: comparison.run(name).model.config(experiment.length, vocab_size=vocabulary) for name in runs}
+    counts = {name: parameter_count(config) for name, config in configs.items()}
+    scores = [Score(dict(enumerate(last(run)["loss"] for run in each)), comparison.seeds) for each in runs.values()]
+    losses = marked([score.cell(4, spread="deviation") for score in scores], higher=False)
+    rows: list[Row] = []
+    for (name, each), loss in zip(runs.items(), losses, strict=True):
+        bits = statistics.mean(last(run)["bits_per_byte"] for run in each)
+        share, speed = counts[name] / counts[reference], statistics.median(map(rate, each))
+        rows.append([name, loss, f"{bits:.4f}", f"{counts[name]:,}", f"{share:.2%}", f"{speed:,.0f}"])
+    seeds = [str(experiment.seed + number) for number in range(comparison.seeds)]
+    over = f"seeds {', '.join(seeds)}: mean ± standard deviation" if len(seeds) > 1 else f"seed {seeds[0]}"
+    title = f"Preset {experiment.model.preset}, {experiment.duration}, {over}."
+    note = "GLA, AFT and Mamba are the normalized priors with the mean as read, not the published layers."
+    columns = ("model", "validation loss", "bits per byte", "parameters", f"of {reference}", "tokens/s")
+    return Table.of(columns, rows, title, *([note] if {"GLA", "AFT", "Mamba"} & runs.keys() else []))
+
+
+def compare(args: Sequence[str]) -> int:
+    small = Experiment(evaluate_every=50, sample_tokens=0)
+    default = Compare(Comparison(small), DataOptions(), EngineOptions(), RunOptions(Path("results/lm-compare")))
+    default, args = with_recipe(default, args)
+    command = parse(Compare, args, "lm compare", default)
+    try:
+        results = compared(command.comparison, command.data, command.engine, command.run, command.jobs)
+    except KeyboardInterrupt as stop:
+        if isinstance(stop, Interrupted):
+            raise
+        print("interrupted; what is done is kept, and --resume goes on from there", file=sys.stderr)
+        return 130
+    return show_table(results)

@@ -1,0 +1,196 @@
+"""One job: a model trained on one setting of a task, with one learning rate, weight decay and seed, and its scores."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from femixer.models.parameters import parameters_of
+from femixer.tasks.mad.data import sample
+from femixer.tasks.mad.data.generators import IGNORE
+from femixer.tasks.mad.model import build
+from femixer.training import (
+    EngineOptions,
+    Fit,
+    Part,
+    Results,
+    RunOptions,
+    TrainOptions,
+    adamw,
+    distributed,
+    generator,
+    train,
+)
+from femixer.training.jobs import Job
+from femixer.training.results import Record, environment
+
+BATCH = 128
+"""Sequences of one value of the accuracy, whatever the batch of training."""
+
+
+class Examples(NamedTuple):
+    """inputs [N, T] and targets [N, T], IGNORE where nothing is scored."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+def summed_loss(model: Callable[..., Any], examples: Examples) -> Tensor:
+    """The sum of -log p(target) over the scored positions, in nats."""
+    logits = model(examples.inputs, use_cache=False).logits
+    return summed_cross_entropy(logits, examples.targets)
+
+
+def scored(examples: Examples) -> int:
+    """Positions that the loss is over."""
+    return int((examples.targets != IGNORE).sum())
+
+
+def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def score(model: Callable[..., Any], examples: Examples) -> dict[str, float]:
+    """The mean loss over all scored positions, and the accuracy: the mean over batches of BATCH sequences, each
+    weighted by its number of sequences, of the macro accuracy within the batch."""
+    device = examples.inputs.device
+    loss, accuracy = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
+    for inputs, targets in zip(examples.inputs.split(BATCH), examples.targets.split(BATCH), strict=True):
+        logits = model(inputs, use_cache=False).logits
+        loss += summed_cross_entropy(logits, targets)
+        accuracy += macro_accuracy(logits.argmax(-1), targets, logits.shape[-1]) * len(inputs)
+    return {"accuracy": float(accuracy) / len(examples.inputs), "loss": float(loss) / max(scored(examples), 1)}
+
+
+def macro_accuracy(predicted: Tensor, targets: Tensor, classes: int) -> Tensor:
+    """The mean over classes c of (positions with target c that are predicted as c) / (positions with target c).
+
+    Taken are the classes that occur among the scored positions, as target or as prediction: one that is only ever
+    predicted counts as 0. So does the original (torchmetrics' MulticlassAccuracy, average="macro"). 0 where nothing is
+    scored.
+    """
+    of_interest = targets != IGNORE
+    predicted, targets = predicted[of_interest], targets[of_interest]
+    shown = torch.bincount(targets, minlength=classes)
+    hit = torch.bincount(targets[predicted == targets], minlength=classes)
+    present = shown + torch.bincount(predicted, minlength=classes) > 0
+    return (hit / shown.clamp(min=1)).sum() / present.sum().clamp(min=1)
+
+
+SPLITS = ("validation", "test")
+SOLVED = 0.999
+"""Training ends when the accuracy on both splits is above, so that either of them may select afterwards."""
+
+
+@dataclass(frozen=True)
+class MadJob(Job):
+    """Everything that decides the numbers."""
+
+    model: str
+    task: str
+    parameters: Mapping[str, Any]
+    protocol: str
+    seed: int
+    lr: float
+    weight_decay: float
+    fields: Mapping[str, Any]
+    """Of FEMConfig."""
+    batch: int
+    steps: int
+    evaluate_every: int
+    validation: int
+    test: int
+    precision: Literal["no", "bf16"] = "no"
+
+    @property
+    def title(self) -> str:
+        return f"{self.model} {self.task} lr {self.lr:g} wd {self.weight_decay:g} seed {self.seed}"
+
+    def summary(self, record: Record) -> str:
+        last = record["evaluations"][-1]
+        return f"test accuracy {last['test']['accuracy']:.3f} at step {last['step']}"
+
+    def data(self, split: str, device: torch.device) -> Examples:
+        sequences = {"train": self.parameters["train"], "validation": self.validation, "test": self.test}[split]
+        arrays = sample(self.task, sequences, split, self.seed, **self.parameters)
+        return Examples(*(torch.from_numpy(array).to(device) for array in arrays))
+
+    def carry_out(self, options: RunOptions) -> Record:
+        """Train in the folder of `options`, from the checkpoint there if there is one: the record of the store."""
+        options.apply()
+        device = distributed.start()
+        results = Results("mad", self, options)
+        data = {split: self.data(split, device) for split in SPLITS}
+        model = build(self.task, self.fields, self.seed)
+        diverged = None
+        try:
+            fit = Fit(
+                model=model,
+                optimizer=lambda model: adamw(model, self.lr, self.weight_decay, fused=True),
+                batch=Batches(self.data("train", device), self.batch, self.seed),
+                losses=lambda model, examples: {"loss": summed_loss(model, examples)},
+                items=scored,
+                evaluate=lambda model: ({"split": split, **score(model, data[split])} for split in SPLITS),
+                enough=solved,
+            )
+            engine = EngineOptions(precision=self.precision)
+            train(fit, TrainOptions(self.steps, self.evaluate_every, self.seed, engine=engine), results)
+        except FloatingPointError as error:  # a learning rate that is too high for this model: a result like others
+            diverged = str(error)
+        return self.record(results.metrics(), diverged, parameters_of(model), device)
+
+    def record(self, metrics: Sequence[Record], diverged: str | None, parameters: int, device: torch.device) -> Record:
+        """What a store keeps of a training."""
+        own = asdict(self)
+        how = ("fields", "batch", "evaluate_every", "validation", "test", "precision")
+        return {
+            **{name: value for name, value in own.items() if name not in how},
+            "seconds": metrics[-1]["seconds"],
+            "parameter_count": parameters,
+            "evaluations": [*evaluations(metrics)],
+            "diverged": diverged,
+            "training": {name: own[name] for name in how},
+            "environment": {**environment(), "device": device.type},
+        }
+
+
+def solved(records: Sequence[Record]) -> bool:
+    return all(record["accuracy"] > SOLVED for record in records)
+
+
+def evaluations(metrics: Sequence[Record]) -> Iterator[Record]:
+    """One record per step, with the scores of each split."""
+    for step in dict.fromkeys(record["step"] for record in metrics):
+        scores = {
+            record["split"]: {name: round(record[name], 6) for name in ("accuracy", "loss")}
+            for record in metrics
+            if record["step"] == step
+        }
+        yield {"step": step, **scores}
+
+
+class Batches:
+    """The training sequences in an order of each epoch's own, as a function of the step: 1, 2, ...
+
+    Where the batch does not divide their number, the last batch of an epoch is smaller.
+    """
+
+    def __init__(self, examples: Examples, batch: int, seed: int) -> None:
+        self.examples, self.batch, self.seed = examples, batch, seed
+        self.per_epoch = math.ceil(len(examples.inputs) / batch)
+        self.order = functools.lru_cache(maxsize=1)(self._order)
+
+    def _order(self, epoch: int) -> Tensor:
+        order = torch.randperm(len(self.examples.inputs), generator=generator(self.seed, "order", epoch))
+        return order.to(self.examples.inputs.device)
+
+    def __call__(self, step: int, part: Part) -> Examples:
+        epoch, index = divmod(step - 1, self.per_epoch)
+        rows = self.order(epoch)[index * self.batch : (index + 1) * self.batch]
+        rows = rows[part.rows(len(rows))]
+        return Examples(self.examples.inputs[rows], self.examples.targets[rows])

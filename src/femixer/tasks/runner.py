@@ -1,0 +1,182 @@
+"""What a task is to the command line: one small object, which is served with `run`, `table` and `export`.
+
+A task of jobs says what is run (`Run`) and how the records are shown (`Tabulate`). The store, finished jobs that are
+not repeated, shares of the jobs (`--part`), processes and clusters, files of tables and exported results come with it.
+"""
+
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from femixer.options import check, parse
+from femixer.reporting import Table, as_markdown, write
+from femixer.reporting.figures import save
+from femixer.subcommands import Commands, dispatch, named
+from femixer.training import jobs
+from femixer.training.jobs import Job, Jobs, Kind
+from femixer.training.results import Record, RunOptions
+
+
+class Run(ABC):
+    """The options of `femixer NAME run`: a dataclass with what is run; its docstring is the help."""
+
+    how: Jobs
+
+    @abstractmethod
+    def jobs(self) -> Sequence[Job]:
+        """Each once; a ValueError if one of them is not possible."""
+
+    @abstractmethod
+    def tables(self, records: Sequence[Record]) -> list[Table]:
+        """What is shown at the end of a run."""
+
+    @property
+    def resumable(self) -> bool:
+        """Save checkpoints, so that a job which was stopped goes on. Not worth it for jobs of a minute."""
+        return True
+
+    @classmethod
+    def parse(cls, args: Sequence[str], command: str) -> Self:
+        return parse(cls, args, command, cls())
+
+
+class Tabulate(ABC):
+    """The options of `femixer NAME table`: a dataclass; its docstring is the help."""
+
+    results: tuple[Path, ...]
+    out: Path
+
+    @abstractmethod
+    def tables(self, records: Sequence[Record]) -> list[Table]:
+        """In the layout of the paper."""
+
+    def figures(self, records: Sequence[Record]) -> Mapping[str, Any]:
+        """Name of a file -> a figure of matplotlib."""
+        return {}
+
+
+@dataclass(frozen=True)
+class DataJob(Job):
+    """A training on data, and where these are; the latter may differ from machine to machine."""
+
+    spec: Any
+    """Everything that decides the numbers, among it a `title` and the `fingerprint` of the data."""
+    data: str
+    """Address of the data."""
+    reading: Any
+    """How they are read."""
+
+    @property
+    def definition(self) -> Any:
+        return self.spec
+
+    @property
+    def title(self) -> str:
+        return self.spec.title
+
+    def carry_out(self, options: RunOptions) -> Record:
+        options.apply()
+        data = self.read()
+        if data.fingerprint != self.spec.fingerprint:
+            raise ValueError(f"data={self.data!r} has changed since the job was made")
+        return self.fitted(data, options)
+
+    @abstractmethod
+    def read(self) -> Any:
+        """The data, which have a fingerprint."""
+
+    @abstractmethod
+    def fitted(self, data: Any, options: RunOptions) -> Record:
+        """Train on the data, in the folder of `options`."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write all records of one or more stores into one JSON file, which `table` reads like a store."""
+
+    results: tuple[Path, ...]
+    """Stores, or files that this command wrote."""
+    out: Path
+    """The file."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task whose trainings are jobs of a store."""
+
+    name: str
+    """Of the command."""
+    format: int | str
+    """In stores and exported files. A change of the data, the models or the record makes it another."""
+    run: type[Run] | str
+    """Or `module:class`, which is imported only when its command is called."""
+    table: type[Tabulate] | str
+    run_help: str = "models x seeds, as jobs of a results store"
+    table_help: str = "results in the layout of the paper's table"
+    others: Commands = field(default_factory=dict)
+    """Its other commands, as `subcommands.dispatch` takes them."""
+
+    @property
+    def kind(self) -> Kind:
+        return Kind(self.name, self.format)
+
+    @property
+    def commands(self) -> Commands:
+        served: Commands = {
+            "run": (self._run, self.run_help),
+            "table": (self._table, self.table_help),
+            "export": (self._export, "a store of results as one small file"),
+        }
+        return {**self.others, **served}
+
+    def main(self, args: Sequence[str]) -> int | None:
+        """`femixer NAME <command> [options]`."""
+        return dispatch(f"femixer {self.name}", self.commands, args)
+
+    def load(self, *paths: str | os.PathLike[str]) -> list[Record]:
+        """The records of stores (folders), or of files that `femixer NAME export` wrote."""
+        return [record for path in paths for record in jobs.load(path, self.kind)]
+
+    def _run(self, args: Sequence[str]) -> int:
+        command = named(self.run).parse(args, f"{self.name} run")
+        try:
+            ran = jobs.run(command.jobs(), self.kind, command.how, command.resumable)
+        except KeyboardInterrupt:
+            print("interrupted; what is finished is kept, and the same command goes on from there", file=sys.stderr)
+            return 130
+        if ran is None:
+            return 0
+        if ran.records:
+            try:
+                print(as_markdown(*command.tables(ran.records)))
+            except ValueError as error:  # the jobs are done; that older ones do not fit is not their fault
+                print(f"no table: {error}")
+        out = command.how.out
+        print(f"Results are in {out}/; `femixer {self.name} table --results {out}` makes files of them")
+        return 1 if ran.failed else 0
+
+    def _table(self, args: Sequence[str]) -> int:
+        command = parse(named(self.table), args, f"{self.name} table")
+        records = self.load(*command.results)
+        stores = f"stores where `femixer {self.name} run` has finished some"
+        check(len(records) > 0, "results", "without a finished job", stores)
+        tables = command.tables(records)
+        write(command.out, tables)
+        figures = command.figures(records)
+        for name, drawing in figures.items():
+            save(drawing, command.out / name)
+        print(as_markdown(*tables))
+        drawn = f", with {', '.join(figures)}" if figures else ""
+        print(f"The table is in {command.out}/ as Markdown, LaTeX and CSV{drawn}")
+        return 0
+
+    def _export(self, args: Sequence[str]) -> int:
+        command = parse(Export, args, f"{self.name} export")
+        records = self.load(*command.results)
+        jobs.export(records, command.out, self.kind)
+        print(f"{len(records)} records are in {command.out}")
+        return 0

@@ -1,0 +1,20 @@
+"""Image classification: pictures from folders and data sets, augmentation, training, tables and posterior maps.
+
+docs/vision.md says what is done by default and why.
+"""
+
+from femixer.tasks.runner import Task
+
+TASK = Task(
+    "vision",
+    format="vision 1",
+    run="femixer.tasks.vision.task:VisionRun",
+    table="femixer.tasks.vision.table:VisionTabulate",
+    table_help="results of run, beside the paper's",
+    others={
+        "train": ("femixer.tasks.vision.task:train", "a classifier from pictures, or from digits that need none"),
+        "eval": ("femixer.tasks.vision.evaluate", "a trained classifier on any pictures: accuracy and confusion"),
+        "maps": ("femixer.tasks.vision.maps", "which patches each channel of a trained classifier reads"),
+    },
+)
+main = TASK.main

@@ -1,0 +1,258 @@
+"""`femixer vision eval`: a trained classifier on pictures; and the figures of any, its curves and confusions."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from femixer.models.vision.pictures import Picture
+from femixer.options import check, parse
+from femixer.reporting.figures import BLUE, GREY, VERMILION, figure, quiet, save
+from femixer.tasks.vision.data import DIGITS, Broken, Images, Reading, found
+from femixer.tasks.vision.data.pictures import Files, Joined, Pictures
+from femixer.tasks.vision.data.views import Views, spread
+from femixer.tasks.vision.fit import Predictions, predicted
+from femixer.tasks.vision.model import Classifier
+from femixer.training import atomic
+from femixer.training.results import Record
+
+CONFUSION, PREDICTIONS = "confusion.png", "predictions.png"
+TITLE = {"fontsize": 10, "ha": "left", "parse_math": False}
+"""Of what names data or classes: there a $ is a $."""
+NUMBERED = 30
+"""Classes up to which a confusion matrix has numbers and names."""
+COLUMNS, ROWS = 8, 4
+"""Of the samples."""
+
+
+def curves(record: Record, title: str) -> Any:
+    """Validation accuracy and loss after each epoch, of the weights and of their average, and the best."""
+    drawing = figure(9.0, 3.6)
+    found = record["evaluations"]
+    steps = [each["step"] for each in found]
+    for axes, metric, name in zip(drawing.subplots(1, 2), ("top1", "loss"), ("accuracy", "loss"), strict=True):
+        scale = 100 if metric == "top1" else 1
+        for prefix, label, colour in (("", "weights", BLUE), ("average_", "average of weights", GREY)):
+            if prefix + metric in found[0]:
+                values = [scale * each[prefix + metric] for each in found]
+                axes.plot(steps, values, color=colour, linewidth=1.5, label=label)
+        best = next(each for each in found if each["step"] == record["best_step"])
+        chosen = best[("average_" if record["weights"] == "average" else "") + metric]
+        axes.plot(best["step"], scale * chosen, "D", color=VERMILION, label="best", zorder=3)
+        axes.set(xlabel="training steps", ylabel=f"validation {name}" + (" (%)" if scale == 100 else ""))
+        quiet(axes)
+    axes.legend(frameon=False)
+    drawing.suptitle(f"{title}: test accuracy {record['top1']:.2%}", x=0.01, **TITLE)
+    return drawing
+
+
+def confusion(predictions: Predictions, classes: Sequence[str], title: str) -> Any:
+    """Shares of each class's pictures that were taken for each class; numbers are of pictures."""
+    counts = predictions.confusion()
+    shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
+    few = len(classes) <= NUMBERED
+    side = 2.6 + 0.42 * len(classes) if few else 9.0
+    drawing = figure(side + 0.6, side)
+    axes = drawing.subplots()
+    shown = axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
+    axes.set(xlabel="predicted", ylabel="true")
+    right = counts.diagonal().sum() / counts.sum()
+    axes.set_title(f"{title}: {right:.2%} right", loc="left", **TITLE)
+    if few:
+        axes.set_xticks(range(len(classes)), shortened(classes), rotation=90 if long(classes) else 0, parse_math=False)
+        axes.set_yticks(range(len(classes)), shortened(classes), parse_math=False)
+        between = [number + 0.5 for number in range(len(classes) - 1)]
+        axes.set_xticks(between, minor=True)
+        axes.set_yticks(between, minor=True)
+        axes.grid(which="minor", color="0.85", linewidth=0.5)
+        axes.tick_params(which="minor", length=0)
+        for true, predicted in counts.nonzero().tolist():
+            colour = "white" if shares[true, predicted] > 0.5 else "black"
+            number = int(counts[true, predicted])
+            axes.text(predicted, true, number, ha="center", va="center", fontsize=8, color=colour)
+    drawing.colorbar(shown, ax=axes, label="share of the true class", shrink=0.8)
+    return drawing
+
+
+def samples(predictions: Predictions, views: Views, classes: Sequence[str], title: str) -> Any:
+    """Wrong ones first, those that the model is surest of, and then some that are right, of all classes."""
+    wrong, right = ordered(predictions)
+    chosen = [*wrong[: COLUMNS * (ROWS - 1)]]
+    left = spread(predictions.labels[right], COLUMNS * ROWS - len(chosen))
+    chosen += [right[place] for place in left]
+    rows = -(-len(chosen) // COLUMNS)
+    drawing = figure(1.25 * COLUMNS, 0.7 + 1.65 * rows)
+    panels = [*drawing.subplots(rows, COLUMNS, squeeze=False).flat]
+    names = shortened(classes)
+    for axes in panels:
+        axes.set_axis_off()
+    for axes, place in zip(panels, chosen, strict=False):
+        view = views.read(int(predictions.numbers[place]))
+        true, predicted = int(predictions.labels[place]), int(predictions.chosen[place])
+        if view is not None:
+            axes.imshow(displayed(view[0]), cmap="gray", vmin=0, vmax=255)
+        good = true == predicted
+        axes.set_title(
+            f"✓ {names[true]}" if good else f"✗ {names[predicted]}\nis {names[true]}",
+            fontsize=9 if not long(names) else 7,
+            color=BLUE if good else VERMILION,
+            parse_math=False,
+        )
+    drawing.suptitle(f"{title}: {len(wrong)} of {len(predictions.labels)} wrong", x=0.01, **TITLE)
+    return drawing
+
+
+def ordered(predictions: Predictions) -> tuple[list[int], list[int]]:
+    """Places of the wrong predictions, the surest first, and of the right ones."""
+    sure = predictions.logits.softmax(-1).amax(-1)
+    wrong = (predictions.chosen != predictions.labels).nonzero()[:, 0]
+    right = (predictions.chosen == predictions.labels).nonzero()[:, 0]
+    return wrong[sure[wrong].argsort(descending=True)].tolist(), right.tolist()
+
+
+def displayed(pixels: Tensor) -> Any:
+    """[C, H, W] in uint8 as matplotlib takes it."""
+    return pixels[0].numpy() if len(pixels) == 1 else pixels.permute(1, 2, 0).numpy()
+
+
+def shortened(names: Sequence[str], length: int = 14) -> list[str]:
+    return [name if len(name) <= length else name[: length - 1] + "…" for name in names]
+
+
+def long(names: Sequence[str]) -> bool:
+    return max(map(len, names)) > 3
+
+
+SCORES = "scores.json"
+Split = Literal["train", "validation", "test", "all"]
+
+
+@dataclass(frozen=True)
+class Command:
+    """Score a trained classifier on pictures: accuracy, loss, and figures of what it confuses.
+
+    Writes scores.json, confusion.png and predictions.png. The classes must be among those that the model knows.
+    """
+
+    model: Path = Path("results/vision")
+    """Model folder, or results folder of `femixer vision train`."""
+    data: str = DIGITS
+    """A folder with a folder per class (train/ and val/ in it, or one that is divided), datasets:NAME, or digits."""
+    split: Split | None = None
+    """Part of the pictures; by default test, but all of pictures that come in one part and that the model was not
+    trained on."""
+    batch: int = 256
+    """Pictures that are computed at once."""
+    threads: int | None = None
+    """CPU threads, by default torch's choice."""
+    out: Path = Path("results/vision-eval")
+    """Folder of the files."""
+    reading: Reading = field(default_factory=Reading)
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """Pictures with the labels of the model, whose classes may have another order or be more."""
+
+    whole: Pictures
+    labels: Sequence[int]
+
+    @property
+    def blocks(self) -> Sequence[int] | None:
+        return self.whole.blocks
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def name(self, index: int) -> str:
+        return self.whole.name(index)
+
+    def read(self, index: int, channels: int) -> tuple[Picture, int]:
+        picture, label = self.whole.read(index, channels)
+        return picture, self.labels[label]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Pictures to evaluate a model on."""
+
+    images: Images
+    split: str
+    views: Views
+
+
+def choose(classifier: Classifier, data: str, reading: Reading, split: Split | None = None) -> Chosen:
+    """Of pictures that the model was trained on, the parts are those of its training."""
+    trained = classifier.preparation
+    given = reading.validation
+    share = trained.validation if given is None else given
+    images = found(data, replace(reading, validation=share), trained.channels)
+    seen = images.whole == trained.pictures
+    allowed = f"{trained.validation}, the share with which the model was trained on these pictures, or none"
+    check(not seen or given is None or images.validation == trained.validation, "validation", given, allowed)
+    name = split or ("all" if images.one_part and not seen else "test")
+    there = [each for each, pictures in images.splits.items() if len(pictures) > 0]
+    check(name in (*there, "all"), "split", name, f"one that data={data!r} has: {', '.join(there)} or all")
+    parts = [images.splits[each] for each in (there if name == "all" else [name])]
+    return Chosen(images, name, Views(renamed(images, classifier.classes, Joined(parts)), trained))
+
+
+def renamed(images: Images, classes: Sequence[str], pictures: Pictures) -> Pictures:
+    known = {name: label for label, name in enumerate(classes)}
+    strangers = [name for name in images.classes if name not in known]
+    if strangers:
+        told = f"it has the class {strangers[0]!r}, and the model knows {', '.join(classes)}"
+        raise ValueError(f"data={images.name!r} has other classes than the model: {told}")
+    return Renamed(pictures, [known[name] for name in images.classes])
+
+
+def run(command: Command) -> tuple[Predictions, Views]:
+    check(command.batch > 0, "batch", command.batch, "a whole number above 0")
+    check(command.threads is None or command.threads > 0, "threads", command.threads, "a whole number above 0")
+    if command.threads is not None:
+        torch.set_num_threads(command.threads)
+    classifier = Classifier.load(command.model)
+    chosen = choose(classifier, command.data, command.reading, command.split)
+    images, views = chosen.images, chosen.views
+    predictions = predicted(classifier.model, views, command.batch, chosen.split)
+    broken = [*empty_files(images, chosen.split), *views.broken.values()]
+    title = f"{command.model.name} on {images.name}, {chosen.split}"
+    write(command, predictions, views, classifier.classes, title, len(broken))
+    for each in broken:
+        print(f"skipped: {each.name}: {each.reason}", file=sys.stderr)
+    return predictions, views
+
+
+def empty_files(images: Images, split: str) -> list[Broken]:
+    """Of a part: those in its own folder, if it has one; which part of a divided folder they are in is not decided."""
+    if split == "all":
+        return [*images.broken]
+    part = images.splits[split]
+    own = f"{part.root}{os.sep}" if isinstance(part, Files) else None
+    return [] if own is None else [each for each in images.broken if each.name.startswith(own)]
+
+
+def write(
+    command: Command, predictions: Predictions, views: Views, classes: Sequence[str], title: str, broken: int
+) -> None:
+    command.out.mkdir(parents=True, exist_ok=True)
+    scores = {**predictions.scores(), "pictures": len(predictions.labels), "broken": broken}
+    save(confusion(predictions, classes, title), command.out / CONFUSION)
+    save(samples(predictions, views, classes, title), command.out / PREDICTIONS)
+    atomic.write(command.out / SCORES, json.dumps(scores, indent=2) + "\n")
+    print(f"{title}: {scores['pictures']:,} pictures, {scores['broken']} that cannot be read\n")
+    print("| accuracy | top 5 | loss |\n|---:|---:|---:|")
+    print(f"| {scores['top1']:.2%} | {scores['top5']:.2%} | {scores['loss']:.4f} |\n")
+
+
+def main(args: Sequence[str]) -> int:
+    command = parse(Command, args, "vision eval", Command())
+    run(command)
+    print(f"Results are in {command.out}/")
+    return 0

@@ -1,0 +1,216 @@
+"""What decides the numbers of a training (the model, the pictures, how it is trained), and the model built from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+
+from femixer.baselines import BASELINES
+from femixer.models import FEMForImageClassification, FEMVisionConfig, preset
+from femixer.models.named import NAMED
+from femixer.models.parameters import parameter_count
+from femixer.models.presets import VISION_PRESETS
+from femixer.models.quiet import without_bars
+from femixer.options import check
+from femixer.tasks.vision.data import Images
+from femixer.tasks.vision.data.augmentation import Augmentation
+from femixer.tasks.vision.data.pictures import Preparation
+from femixer.training import derive
+from femixer.training.results import MODEL, new_model
+
+ENCODERS = {
+    name: fields for name, fields in NAMED.items() if fields["mixer"] == "fem" or BASELINES[fields["mixer"]].encoder
+}
+"""The models of NAMED that can be encoders; the others are causal by definition."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained, with AdamW."""
+
+    epochs: int = 100
+    """Times that training goes over all pictures."""
+    warmup_epochs: float = 5
+    """Epochs in which the learning rate rises linearly; then it falls like half a cosine."""
+    batch: int = 64
+    """Pictures of a training step, over all processes and accumulated pieces."""
+    lr: float = 1e-3
+    """Largest learning rate."""
+    min_lr_fraction: float = 0.01
+    """Share of the largest learning rate that is left at the end."""
+    weight_decay: float = 0.05
+    """Weight decay of matrices."""
+    clip: float | None = None
+    """Largest norm of the gradient."""
+    drop_path: float = 0.0
+    """Stochastic depth: probability that the last block is skipped; less for those before."""
+    dropout: float = 0.0
+    """Dropout."""
+    ema: float = 0.0
+    """Decay of a moving average of the weights, which is evaluated too; 0 keeps none."""
+
+    def validate(self) -> None:
+        for name in ("epochs", "batch"):
+            check(getattr(self, name) > 0, name, getattr(self, name), "a whole number above 0")
+        check(0 <= self.warmup_epochs <= self.epochs, "warmup_epochs", self.warmup_epochs, f"0 to {self.epochs} epochs")
+        check(0 < self.lr < math.inf, "lr", self.lr, "a number above 0")
+        check(0 <= self.min_lr_fraction <= 1, "min_lr_fraction", self.min_lr_fraction, "a number from 0 to 1")
+        check(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "a number of at least 0")
+        check(self.clip is None or self.clip > 0, "clip", self.clip, "a number above 0")
+        check(0 <= self.ema < 1, "ema", self.ema, "a number from 0 to below 1")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the model and of its pictures."""
+
+    preset: str = "deit-tiny"
+    """Sizes by name: deit-tiny, deit-small or digits."""
+    image_size: int | None = None
+    """Height and width of the pictures that the model sees, by default the preset's."""
+    patch_size: int | None = None
+    """Height and width of a patch, by default the preset's."""
+    channels: Literal[1, 3] | None = None
+    """1 for grey, 3 for colours; by default 1 for the digits and 3 otherwise."""
+    width: int | None = None
+    """Width of the layers, by default the preset's."""
+    layers: int | None = None
+    """Layers, by default the preset's."""
+    heads: int | None = None
+    """Heads of a layer, by default the preset's."""
+    parameters: int | None = None
+    """Parameters that the model shall have: its MLPs get the width that comes nearest, instead of 4 x the width."""
+    pooling: Literal["token", "mean"] | None = None
+    """What the classes are told from, a class token or the mean of all patches; by default the preset's."""
+    positions: Literal["learned", "rotary"] | None = None
+    """How the model knows where a patch is; by default the preset's."""
+    initializer_range: float | None = None
+    """Deviation of the starting weights of patches, MLPs and classes, by default 0.02, which suits wide layers."""
+    eval_crop: float = 1.0
+    """Share of the shorter side of a picture that is seen in evaluation, its middle (0.875 is usual for ImageNet)."""
+
+    def fields(self) -> dict[str, Any]:
+        """Of FEMVisionConfig, those that are given."""
+        named = {
+            "image_size": self.image_size,
+            "patch_size": self.patch_size,
+            "hidden_size": self.width,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "pooling": self.pooling,
+            "positions": self.positions,
+            "initializer_range": self.initializer_range,
+        }
+        return {name: value for name, value in named.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Everything that decides the numbers of one training; where the pictures lie does not."""
+
+    model: str
+    preset: str
+    dataset: str
+    fingerprint: str
+    """Of the pictures."""
+    seed: int
+    eval_crop: float = 1.0
+    parameters: int | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Of FEMVisionConfig, besides the preset's."""
+    training: Training = field(default_factory=Training)
+    augmentation: Augmentation = field(default_factory=Augmentation)
+
+    @property
+    def title(self) -> str:
+        return f"{self.model} {self.dataset} seed {self.seed}"
+
+
+def specified(
+    model: str, images: Images, seed: int, sizes: Sizes, training: Training, augmentation: Augmentation
+) -> Spec:
+    check(model in ENCODERS, "model", model, f"one of {', '.join(ENCODERS)}")
+    check(seed >= 0, "seed", seed, "a whole number of at least 0")
+    check(sizes.parameters is None or sizes.parameters > 0, "parameters", sizes.parameters, "a whole number above 0")
+    deviation = sizes.initializer_range
+    check(deviation is None or 0 < deviation < math.inf, "initializer_range", deviation, "a number above 0")
+    check(0 < sizes.eval_crop <= 1, "eval_crop", sizes.eval_crop, "a share above 0 and up to 1")
+    training.validate()
+    augmentation.validate()
+    fields = {
+        **ENCODERS[model],
+        **sizes.fields(),
+        "num_channels": images.channels,
+        "drop_path": training.drop_path,
+        "dropout": training.dropout,
+    }
+    what = (model, sizes.preset, images.name, images.fingerprint)
+    return Spec(*what, seed, sizes.eval_crop, sizes.parameters, fields, training, augmentation)
+
+
+def build_model(spec: Spec, images: Images) -> Any:
+    """Starting weights depend on the seed alone."""
+    config = config_of(spec, images)
+    with torch.random.fork_rng():
+        torch.manual_seed(derive(spec.seed, "weights"))
+        return FEMForImageClassification(config)
+
+
+def config_of(spec: Spec, images: Images) -> FEMVisionConfig:
+    """With MLPs of the width that brings the model nearest to the parameters that it shall have."""
+    config = configured(spec, images)
+    if spec.parameters is None:
+        return config
+    width = config.intermediate_size
+    base, wider = (parameter_count(configured(spec, images, intermediate_size=each)) for each in (width, width + 1))
+    fitting = width + round((spec.parameters - base) / (wider - base))
+    least = base - (width - 1) * (wider - base)
+    check(fitting > 0, "parameters", spec.parameters, f"at least {least:,}, those of {spec.model} besides its MLPs")
+    return configured(spec, images, intermediate_size=fitting)
+
+
+def configured(spec: Spec, images: Images, **changes: Any) -> Any:
+    check(spec.preset in VISION_PRESETS, "preset", spec.preset, f"one of {', '.join(VISION_PRESETS)}")
+    names = dict(enumerate(images.classes))
+    about = {"id2label": names, "label2id": {name: label for label, name in names.items()}}
+    try:
+        return preset(spec.preset, **{**spec.fields, **changes, "num_labels": len(names)}, **about)
+    except StrictDataclassError as error:  # how transformers wraps what the configuration says
+        raise ValueError(str(error.__cause__ or error)) from error
+
+
+def preparation_of(spec: Spec, images: Images) -> Preparation:
+    size = config_of(spec, images).image_size
+    return Preparation(size, images.channels, spec.eval_crop, images.whole, images.validation)
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A trained model with what it must know of pictures."""
+
+    model: Any
+    preparation: Preparation
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        names = self.model.config.id2label
+        return tuple(names[label] for label in range(len(names)))
+
+    def save(self, folder: Path) -> None:
+        with new_model(folder) as partial, without_bars():
+            self.model.save_pretrained(partial)
+            self.preparation.save(partial)
+
+    @classmethod
+    def load(cls, folder: Path) -> Classifier:
+        """From a model folder, or from the results folder of `femixer vision train`."""
+        folder = folder / MODEL if (folder / MODEL).is_dir() else folder
+        preparation = Preparation.load(folder)
+        with without_bars():
+            return cls(FEMForImageClassification.from_pretrained(folder).eval(), preparation)

@@ -1,0 +1,187 @@
+"""`femixer vision table`: results of `femixer vision run`, beside the paper's where there are any.
+
+A job is a model trained with one seed; its scores are those on the test part, of the best weights by validation. Where
+jobs differ in learning rate or weight decay as well, the pair with the highest validation accuracy, as the mean over
+seeds, counts; a pair that has fewer seeds than another does not.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from femixer.reporting import Cell, Column, Group, Row, Score, Table, marked_columns
+from femixer.tasks.runner import Tabulate
+from femixer.training.jobs.store import as_text, distinct, same
+from femixer.training.results import Record
+
+TOP1 = {
+    "deit-tiny": {"SMAttn": 72.20, "TNN": 72.29, "HGRN": 74.40, "HGRN2": 75.39, "FEM-SM": 76.70, "FEM-GLA": 75.80},
+    "deit-small": {"SMAttn": 79.90, "TNN": 79.20, "HGRN": 80.09, "HGRN2": 80.12, "FEM-SM": 80.45, "FEM-GLA": 80.20},
+}
+"""preset -> model -> top-1 accuracy in percent; SMAttn is DeiT itself."""
+CLASSES = 1000
+
+
+def published(dataset: str, classes: int, preset: str, model: str) -> float | None:
+    """The paper's accuracy, if the pictures are ImageNet's."""
+    if "imagenet" not in dataset.lower().replace("-", "") or classes != CLASSES:
+        return None
+    return TOP1.get(preset, {}).get(model)
+
+
+PAIR = ("lr", "weight_decay")
+
+
+@dataclass(frozen=True)
+class Results:
+    """Results that may be compared."""
+
+    dataset: str
+    preset: str
+    classes: int
+    seeds: tuple[int, ...]
+    chosen: dict[str, list[Record]]
+    """model -> the records that count, one per seed."""
+
+    def score(self, model: str, metric: str) -> Score:
+        scores = {record["seed"]: record[metric] for record in self.chosen[model]}
+        return Score(scores, len(self.seeds), len(scores), len(self.seeds))
+
+
+def groups(records: Sequence[Record]) -> list[Results]:
+    """In the order of their first records."""
+    held: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for record in comparable(records):
+        held[record["dataset"], record["preset"]].append(record)
+    return [group(*place, own) for place, own in held.items()]
+
+
+def group(dataset: str, preset: str, records: Sequence[Record]) -> Results:
+    models: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        models[record["model"]].append(record)
+    seeds = tuple(sorted({record["seed"] for record in records}))
+    chosen = {model: best_pair(own) for model, own in models.items()}
+    return Results(dataset, preset, records[0]["classes"], seeds, chosen)
+
+
+def best_pair(records: Sequence[Record]) -> list[Record]:
+    pairs: dict[tuple[float, ...], list[Record]] = defaultdict(list)
+    for record in records:
+        pairs[pair(record)].append(record)
+    return min(pairs.values(), key=lambda own: (-len(own), -statistics.mean(r["validation_top1"] for r in own)))
+
+
+def pair(record: Record) -> tuple[float, ...]:
+    return tuple(record["training"][name] for name in PAIR)
+
+
+def comparable(records: Sequence[Record]) -> list[Record]:
+    """The records, each job once; an error if they are not of one experiment."""
+    same(records, "pictures of one name", lambda record: record["fingerprint"], "dataset")
+    same(records, "ways of training", training, "dataset", "preset")
+    same(records, "models of one name", fields, "model", "dataset", "preset")
+    return distinct(records, lambda record: record["top1"], ("model", "dataset", "preset", "seed", "training"))
+
+
+def training(record: Record) -> str:
+    """How it was trained, besides the learning rate and weight decay."""
+    rest = {name: value for name, value in record["training"].items() if name not in PAIR}
+    return as_text([rest, record["augmentation"], record["eval_crop"]])
+
+
+def fields(record: Record) -> str:
+    """What the model was."""
+    return as_text([record["fields"], record["parameter_count"]])
+
+
+ORDER = ("SMAttn", "FEM-SM", "GLA", "FEM-GLA")
+"""Rows from top to bottom; models that are not among them follow."""
+METRICS = {"top1": "Top-1 (%)", "top5": "Top-5 (%)", "loss": "Loss"}
+
+
+def tabulate(records: Sequence[Record]) -> list[Table]:
+    """A table for each group of results that may be compared."""
+    found = groups(records)
+    tables = [grouped(group) for group in found]
+    notes = legend(records, tables)
+    return [*tables[:-1], replace(tables[-1], notes=notes)]
+
+
+def grouped(group: Results) -> Table:
+    title = f"{group.dataset}, {group.preset}"
+    models = [*(m for m in ORDER if m in group.chosen), *(m for m in group.chosen if m not in ORDER)]
+    cells = marked_columns([scores(group, model) for model in models], [metric != "loss" for metric in METRICS])
+    rows: list[Row] = []
+    for model, own in zip(models, cells, strict=True):
+        records = group.chosen[model]
+        seconds = statistics.mean(record["seconds"] for record in records)
+        rows.append([model, title, f"{records[0]['parameter_count']:,}", *own, f"{seconds:,.0f}"])
+    columns = (
+        Column(title, key="model"),
+        Column("data", hidden=True),
+        Column("Parameters", align="right"),
+        *(Column(heading, key=metric, scores=True) for metric, heading in METRICS.items()),
+        Column("Seconds", align="right"),
+    )
+    return Table(columns, [Group(rows)], stacked=True, melted=("metric", "value"))
+
+
+def scores(group: Results, model: str) -> list[Cell]:
+    paper = published(group.dataset, group.classes, group.preset, model)
+    printed = {"top1": "" if paper is None else f"{paper:.2f}"}
+    return [
+        group.score(model, metric).cell(*((4, 1) if metric == "loss" else (2, 100)), printed.get(metric, ""))
+        for metric in METRICS
+    ]
+
+
+def legend(records: Sequence[Record], tables: Sequence[Table]) -> list[str]:
+    """What a reader must know."""
+    seeds = sorted({record["seed"] for record in records})
+    over = f"mean ± standard error over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
+    text = [f"On the test part, once, at the best validation accuracy; {over}. The best of a column is bold."]
+    entries = [each for table in tables for row in table.rows for each in row if isinstance(each, Cell)]
+    if any(each.paper for each in entries):
+        text.append(f"In parentheses: the paper's top-1 accuracy for {' and '.join(TOP1)}.")
+    if any(each.missing for each in entries):
+        text.append("In brackets: what is finished, where that is not all. Such values are never bold.")
+    for table in tables:
+        text += spread(table)
+    pairs = {(record["model"], record["dataset"], record["preset"], pair(record)) for record in records}
+    if len(pairs) > len({each[:3] for each in pairs}):
+        text.append("Learning rates and weight decays are those of the highest validation accuracy.")
+    diverged = sorted({record["model"] for record in records if record["diverged"]})
+    if diverged:
+        text.append(f"Training diverged, in some runs, of {', '.join(diverged)}; the best weights before that count.")
+    broken = max(record["broken"] for record in records)
+    if broken:
+        text.append(f"Up to {broken} pictures could not be read and were skipped.")
+    if "GLA" in {record["model"] for record in records}:
+        text.append("GLA is the normalized prior with the mean as read, not the published layer.")
+    return text
+
+
+def spread(table: Table) -> list[str]:
+    counts = [int(str(row[2]).replace(",", "")) for row in table.rows]
+    share = max(counts) / min(counts) - 1
+    return [f"Parameters of {table.header[0]} differ by {share:.1%} at most."] if len(counts) > 1 else []
+
+
+@dataclass(frozen=True)
+class VisionTabulate(Tabulate):
+    """Put results of `femixer vision run` into a table.
+
+    Writes table.md, which it prints, table.tex and table.csv: test accuracy, loss and parameters of every model, beside
+    the paper's figures where the pictures are ImageNet's.
+    """
+
+    results: tuple[Path, ...]
+    """Stores of `femixer vision run`, or files of `femixer vision export`."""
+    out: Path = Path("results/vision-table")
+    """Folder of the files."""
+
+    def tables(self, records: Sequence[Record]) -> list[Table]:
+        return tabulate(records)

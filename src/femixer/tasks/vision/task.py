@@ -1,0 +1,225 @@
+"""`femixer vision train` and `run`: one classifier, or models x seeds as jobs of a store."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Self, TypeVar
+
+from femixer.models.parameters import parameter_count
+from femixer.options import check, parse
+from femixer.reporting import Table, as_markdown
+from femixer.reporting.figures import save
+from femixer.tasks.runner import DataJob, Run
+from femixer.tasks.vision.data import DIGITS, Images, Reading, read
+from femixer.tasks.vision.data.augmentation import Augmentation
+from femixer.tasks.vision.data.views import BROKEN, spread, stacked
+from femixer.tasks.vision.evaluate import CONFUSION, PREDICTIONS, confusion, curves, samples
+from femixer.tasks.vision.fit import Fitted, Loading, fitted
+from femixer.tasks.vision.maps import MAPS, map_figure
+from femixer.tasks.vision.model import Sizes, Spec, Training, config_of, specified
+from femixer.tasks.vision.table import ORDER, tabulate
+from femixer.training import EngineOptions, Results, RunOptions, distributed, show_table
+from femixer.training.jobs import Jobs
+from femixer.training.recipe import apply, with_recipe
+from femixer.training.results import MODEL, Record
+
+Options = TypeVar("Options")
+
+FOLDERS = "images"
+"""For pictures of one's own, that are neither the digits nor ImageNet."""
+
+
+def within_epochs(training: Training, args: Sequence[str]) -> Training:
+    """A warm-up that only the recipe asks for lasts no longer than training."""
+    given = any(arg.partition("=")[0].replace("_", "-") == "--warmup-epochs" for arg in args)
+    if given or training.warmup_epochs <= training.epochs:
+        return training
+    return replace(training, warmup_epochs=float(training.epochs))
+
+
+def with_recipe_of_data(default: Options, args: Sequence[str]) -> tuple[Options, list[str]]:
+    """As `with_recipe`; without --recipe it is `digits` for the digits and `images` for everything else."""
+    if any(arg.partition("=")[0] == "--recipe" for arg in args):
+        return with_recipe(default, args)
+    data = DIGITS
+    for number, arg in enumerate(args):
+        name, _, value = arg.partition("=")
+        if name == "--data":
+            data = value or next(iter(args[number + 1 :]), "")
+    return apply(default, DIGITS if data == DIGITS else FOLDERS), [*args]
+
+
+@dataclass(frozen=True)
+class VisionJob(DataJob):
+    """A model trained on one set of pictures with one seed."""
+
+    loading: Loading
+
+    def read(self) -> Images:
+        return read(self.data, self.reading, self.spec.fields["num_channels"])
+
+    def fitted(self, data: Images, options: RunOptions) -> Record:
+        return fitted(self.spec, data, Results("vision", self.spec, options), self.loading).record
+
+    def summary(self, record: Record) -> str:
+        return f"test accuracy {record['top1']:.2%} (validation {record['validation_top1']:.2%})"
+
+
+SHOWN = 4
+"""Pictures of the figure of posterior maps."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one training and many have in common."""
+
+    data: str = DIGITS
+    """A folder with a folder per class (train/ and val/ in it, or one that is divided), datasets:NAME, or digits."""
+    reading: Reading = field(default_factory=Reading)
+    sizes: Sizes = field(default_factory=Sizes)
+    training: Training = field(default_factory=Training)
+    augmentation: Augmentation = field(default_factory=Augmentation)
+    loading: Loading = field(default_factory=Loading)
+
+
+@dataclass(frozen=True)
+class Train(Setting):
+    """Train a classifier on pictures, by default on scikit-learn's digits.
+
+    The results folder gets config.json, metrics.jsonl, table.md, figures (figure.png with the curves, confusion.png,
+    predictions.png, maps.png) and model/, the weights of the best validation accuracy, which `femixer vision eval` and
+    transformers' Auto classes load. `--recipe NAME` (or a YAML file) gives other defaults for all of these options:
+    digits and images (for pictures of your own) are taken by themselves, deit-imagenet is the paper's.
+    """
+
+    model: str = "FEM-SM"
+    """Model by its name in the paper's tables: FEM-SM, FEM-GLA, SMAttn (plain attention), GLA, ..."""
+    seed: int = 0
+    """Seed of the weights, of the order of the pictures, of augmentation and of dropout; not of the parts."""
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    run: RunOptions = field(default_factory=lambda: RunOptions(Path("results/vision")))
+
+
+def trained(command: Train) -> Results:
+    """Train, score and save a model; the folder then holds everything about it."""
+    command.engine.validate()
+    shard = command.engine.shard
+    check(shard == "none", "shard", shard, "none: the best weights are kept whole, and these models are small")
+    command.loading.validate()
+    command.run.apply()
+    images = read(command.data, command.reading, command.sizes.channels)
+    spec = specified(command.model, images, command.seed, command.sizes, command.training, command.augmentation)
+    parameter_count(config_of(spec, images))  # its layers say what they cannot be, before anything is written
+    results = Results("vision", spec, command.run, (BROKEN, CONFUSION, PREDICTIONS, MAPS))
+    if not results.finished:
+        made = fitted(spec, images, results, command.loading, command.engine)
+        distributed.on_main(lambda: finish(results, spec, images, made))
+    return results
+
+
+def finish(results: Results, spec: Spec, images: Images, made: Fitted) -> None:
+    """Save the model, and write figures and table: what makes the run finished comes last."""
+    folder = results.folder
+    made.classifier.save(folder / MODEL)
+    results.write_figure(curves(made.record, spec.title))
+    save(confusion(made.predictions, images.classes, f"{spec.title}, test part"), folder / CONFUSION)
+    save(samples(made.predictions, made.test, images.classes, spec.title), folder / PREDICTIONS)
+    if spec.fields["mixer"] == "fem":  # no other mixer can be looked into
+        places = spread(made.predictions.labels, SHOWN)
+        shown = [view for n in made.predictions.numbers[places].tolist() if (view := made.test.read(n)) is not None]
+        pixels, labels = stacked(shown)
+        save(map_figure(made.classifier, pixels, labels.tolist(), spec.title), folder / MAPS)
+    results.finish(as_markdown(summary(spec, images, made)))
+
+
+def summary(spec: Spec, images: Images, made: Fitted) -> Table:
+    record = made.record
+    parts = ", ".join(f"{count:,} {split}" for split, count in images.counts.items())
+    best = record["best_step"] * spec.training.epochs // max(1, record["steps"])
+    shares = [f"{record[name]:.2%}" for name in ("validation_top1", "top1", "top5")]
+    row = [spec.model, f"{record['parameter_count']:,}", str(best), *shares]
+    notes = []
+    if record["broken"]:
+        notes.append(f"{record['broken']} pictures could not be read and were skipped; {BROKEN} names them.")
+    if record["diverged"]:
+        notes.append(f"Training ended early: {record['diverged']}.")
+    return Table.of(
+        ("model", "parameters", "best epoch", "validation accuracy", "test accuracy", "top 5", "test loss", "seconds"),
+        [[*row, f"{record['loss']:.4f}", f"{record['seconds']:.0f}"]],
+        f"{spec.dataset}: {len(images.classes)} classes, {parts} pictures, {spec.training.epochs} epochs, seed "
+        f"{spec.seed}. The best weights by validation accuracy, scored on the test part.",
+        *notes,
+    )
+
+
+def train(args: Sequence[str]) -> int:
+    default, args = with_recipe_of_data(Train(), args)
+    command = parse(Train, args, "vision train", default)
+    results = trained(replace(command, training=within_epochs(command.training, args)))
+    return show_table(results)
+
+
+EQUAL = 0.02
+"""Parameters that models which are compared may differ by."""
+
+
+@dataclass(frozen=True)
+class Experiment(Setting):
+    """What is run."""
+
+    models: tuple[str, ...] = ORDER
+    """Models by their names in the paper's tables; SMAttn is plain attention."""
+    seeds: int = 1
+    """Runs of everything, with seeds that go up from --seed."""
+    seed: int = 0
+    """The first seed."""
+
+    def jobs(self) -> list[VisionJob]:
+        """Each once, all of the first seed first; a ValueError if one of them is not possible."""
+        check(0 < len(self.models) == len({*self.models}), "models", self.models, "different ones")
+        check(self.seeds > 0, "seeds", self.seeds, "a whole number above 0")
+        self.loading.validate()
+        images = read(self.data, self.reading, self.sizes.channels)
+        first = [
+            specified(model, images, self.seed, self.sizes, self.training, self.augmentation) for model in self.models
+        ]
+        tell_parameters({spec.model: parameter_count(config_of(spec, images)) for spec in first})
+        return [
+            VisionJob(replace(spec, seed=self.seed + number), self.data, self.reading, self.loading)
+            for number in range(self.seeds)
+            for spec in first
+        ]
+
+
+def tell_parameters(counts: dict[str, int]) -> None:
+    """Print how many each model has, and whether that is a fair comparison."""
+    spread = max(counts.values()) / min(counts.values()) - 1
+    fair = "" if spread <= EQUAL else f", which is more than the {EQUAL:.0%} of a fair comparison"
+    told = ", ".join(f"{model} {count:,}" for model, count in counts.items())
+    print(f"parameters: {told}; they differ by {spread:.1%} at most{fair}", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class VisionRun(Run):
+    """Train models on pictures, each with every seed.
+
+    Finished jobs are in the store and are not repeated: the same command, given again, goes on. `--recipe NAME` (or a
+    YAML file) gives other defaults, as for `femixer vision train`.
+    """
+
+    experiment: Experiment = field(default_factory=Experiment)
+    how: Jobs = field(default_factory=lambda: Jobs(Path("results/vision-runs")))
+
+    def jobs(self) -> list[VisionJob]:
+        return self.experiment.jobs()
+
+    def tables(self, records: Sequence[Record]) -> list[Table]:
+        return tabulate(records)
+
+    @classmethod
+    def parse(cls, args: Sequence[str], command: str) -> Self:
+        default, args = with_recipe_of_data(cls(), args)
+        given = parse(cls, args, command, default)
+        training = within_epochs(given.experiment.training, args)
+        return replace(given, experiment=replace(given.experiment, training=training))

@@ -1,0 +1,453 @@
+"""Forecasting: reading series, the windows of the protocol, training to the best weights, tables, predictions."""
+
+import json
+import math
+import shlex
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from femixer.cli import main
+from femixer.models.forecast import Forecaster
+from femixer.tasks.forecast import TASK, fit
+from femixer.tasks.forecast.data import LOOKBACKS, Series, default_lookback, read
+from femixer.tasks.forecast.data.windows import Batches, borders, counted, scaling_of, windows
+from femixer.tasks.forecast.fit import fitted, score
+from femixer.tasks.forecast.model import Sizes, Training, specified
+from femixer.training import Part, Results, RunOptions, best
+from femixer.training.jobs import engines
+from femixer.training.jobs.job import attempt
+from femixer.training.optimizer import one_cycle
+
+
+def hourly(rows, start="2016-07-01"):
+    return pd.date_range(start, periods=rows, freq="h")
+
+
+def series(values, name="mine", **fields):
+    values = np.asarray(values, dtype=float)
+    values = values[:, None] if values.ndim == 1 else values
+    return Series(name, hourly(len(values)), values, tuple(f"c{i}" for i in range(values.shape[1])), **fields)
+
+
+def waves(rows, channels=2, noise=0.0):
+    """Sines of 7 and 11 rows, which a linear map of 22 rows continues and no season of a day does."""
+    t, draw = np.arange(rows)[:, None], np.random.default_rng(0)
+    values = np.sin(2 * np.pi * t / 7 + np.arange(channels)) + 0.5 * np.cos(2 * np.pi * t / 11)
+    return 3 + 5 * values + noise * draw.standard_normal((rows, channels))
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A CSV of waves."""
+    path = tmp_path / "waves.csv"
+    frame = pd.DataFrame(waves(211, noise=0.1), columns=["up", "down"])
+    frame.insert(0, "date", hourly(211))
+    frame.to_csv(path, index=False)
+    return path
+
+
+# Windows and splits
+
+
+def test_the_windows_of_ett_are_those_of_the_protocol(tmp_path):
+    rows = 17420
+    frame = pd.DataFrame({"date": hourly(rows), "HUFL": np.arange(rows), "OT": np.arange(rows) % 24})
+    frame.to_csv(tmp_path / "ETTh1.csv", index=False)
+    hours = read(str(tmp_path / "ETTh1"))
+    assert hours.name == "ETTh1" and hours.columns == ("HUFL", "OT") and len(hours.dates) == rows
+    counts = {horizon: [c for _, c in counted(hours, L, horizon).values()] for horizon, L in LOOKBACKS.items()}
+    assert counts == {
+        96: [7521, 2785, 2785],
+        192: [6401, 2689, 2689],
+        336: [6257, 2545, 2545],
+        720: [3825, 2161, 2161],
+    }
+    quarters = replace(hours, name="ETTm2", values=np.zeros((69680, 3)))
+    assert [c for _, c in counted(quarters, 1024, 96).values()] == [33441, 11425, 11425]
+
+
+def test_a_window_holds_the_rows_before_and_after_its_place():
+    rows = 14400 + 17  # the rows after the last split are not used
+    split, scaling = windows(series(np.arange(rows), "ETTh2"), 11, 5)
+    for name, (begin, end) in {"train": (11, 8640), "validation": (8640, 11520), "test": (11520, 14400)}.items():
+        batch = split[name].take(torch.tensor([0, split[name].count - 1]))
+        expected = [np.arange(first - 11, first + 5) for first in (begin, end - 5)]
+        found = torch.cat([batch.history, batch.future], 1)[..., 0].double().numpy() * scaling.std + scaling.mean
+        np.testing.assert_allclose(found, expected, atol=2e-3)
+        assert batch.observed is None and batch.future_observed is None
+    assert len({each.values.data_ptr() for each in split.values()}) == 1  # one series, and no copy of any window
+
+
+def test_other_data_are_split_by_their_length():
+    assert borders(series(np.zeros(101))) == {"train": (0, 70), "validation": (70, 81), "test": (81, 101)}
+    with pytest.raises(ValueError, match="ETTm1 has its splits in the first 57600 rows, and this file has 101 rows"):
+        borders(series(np.zeros(101), "ETTm1"))
+
+
+def test_the_scale_is_that_of_the_training_rows_alone():
+    draw = np.random.default_rng(1)
+    values = draw.standard_normal((101, 5)) * [1, 1e-7, 1e6, 1, 1] + [0, 3, -1e6, 0, 0]
+    values[:, 3] = 0.1 + 0.2  # constant, but for rounding
+    values[::2, 3] = 0.3
+    values[:70, 4] = np.nan  # missing in all training rows
+    values[3, 0] = np.nan
+    changed = values.copy()
+    changed[70:] = changed[70:] * 1e9 + 1
+    one, other = scaling_of(series(values)), scaling_of(series(changed))
+    np.testing.assert_array_equal(one.mean, other.mean)
+    np.testing.assert_array_equal(one.std, other.std)
+    np.testing.assert_allclose(one.mean[:3], np.nanmean(values[:70, :3], 0))
+    np.testing.assert_allclose(one.std[:3], np.nanstd(values[:70, :3], 0))
+    assert one.std[3] == 1 and (one.mean[4], one.std[4]) == (0, 1)
+    split, _ = windows(series(values), 7, 3)
+    assert bool(split["train"].values.isfinite().all()) and split["train"].values[:, 3].abs().max() < 1e-15
+
+
+@pytest.mark.parametrize(
+    ("rows", "lookback", "horizon", "told"),
+    [
+        (101, 68, 3, "lookback=68 is not allowed; choose at most 67 with horizon 3: mine has 70 rows in its train"),
+        (101, 5, 12, "horizon=12 is not allowed; choose at most 11: mine has 11 rows in its validation split"),
+        (101, 0, 3, "lookback=0"),
+        (101, 5, 0, "horizon=0"),
+        (3, 1, 1, "mine has 3 rows, too few for a test split"),
+        (1, 1, 1, "mine has 1 rows, too few for a train split"),
+    ],
+)
+def test_windows_that_do_not_fit_are_refused(rows, lookback, horizon, told):
+    with pytest.raises(ValueError, match=told):
+        counted(series(np.arange(rows)), lookback, horizon)
+    assert counted(series(np.arange(101)), 67, 3)["train"] == (67, 1)
+
+
+def test_an_epoch_has_every_window_once_in_batches_of_one_size():
+    split, _ = windows(series(np.arange(101)), 7, 3)
+    batches = Batches(split["train"], 13, seed=5)
+    assert batches.per_epoch == 5 and split["train"].count == 61
+    epochs = [[batches(5 * epoch + step, Part()).future[:, 0, 0] for step in range(1, 6)] for epoch in range(2)]
+    orders = [torch.cat(epoch) for epoch in epochs]
+    assert all(len({*order.tolist()}) == 61 for order in orders) and not torch.equal(*orders)
+    assert {len(batch) for batch in epochs[0]} == {12, 13}
+    halves = [batches(7, Part(i, 2)).future[:, 0, 0] for i in range(2)]
+    assert torch.equal(torch.cat(halves), epochs[1][1])
+
+
+# Errors and rates
+
+
+def test_errors_are_means_over_all_known_values_of_all_windows():
+    values = waves(101)
+    values[[13, 77, 85, 85, 90], [0, 1, 0, 1, 1]] = np.nan
+    split, _ = windows(series(values), 7, 3)
+    test = split["test"]
+
+    def last(history, observed):
+        return history[:, -1:].expand(-1, 3, -1) * observed[:, -1:]
+
+    scaled = test.values.double().numpy()
+    scaled[np.isnan(values)] = np.nan
+    errors = []
+    for row in range(81, 99):
+        before = np.nan_to_num(scaled[row - 1])
+        errors += [value for value in (before - scaled[row : row + 3]).ravel() if not math.isnan(value)]
+    for batch in (1, 5, 64):
+        found = score(last, test, batch)
+        assert found["mse"] == pytest.approx(np.mean(np.square(errors)), rel=1e-5)
+        assert found["mae"] == pytest.approx(np.mean(np.abs(errors)), rel=1e-5)
+    values[70:] = np.nan
+    with pytest.raises(ValueError, match="everything in them is missing"):
+        score(last, windows(series(values), 7, 3)[0]["test"], 5)
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1000, 0.05), (37, 0.3)])
+def test_the_rate_is_torchs_one_cycle(steps, warmup):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.7)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.7, total_steps=steps, pct_start=warmup, anneal_strategy="linear", cycle_momentum=False
+    )
+    ours = one_cycle(steps, warmup)
+    for step in range(1, steps + 1):
+        assert 0.7 * ours(step) == pytest.approx(cycle.get_last_lr()[0], rel=1e-9)
+        optimizer.step()
+        if step < steps:
+            cycle.step()
+    assert [one_cycle(1)(1), one_cycle(3)(1)] == [1.0, 1.0]
+
+
+# Training
+
+
+SMALL = Training(epochs=5, patience=2, batch=16, lr=1e-2)
+
+
+def small(model="DLinear", data=None, **changes):
+    data = data or series(waves(211, noise=0.1))
+    spec = specified(model, data, 5, 22, 0, Sizes(width=8, layers=1, heads=2), SMALL)
+    return replace(spec, **changes), data
+
+
+def carry_out(folder, model="DLinear", resume=False, **changes):
+    spec, data = small(model, **changes)
+    return fitted(spec, data, Results("forecast", spec, RunOptions(folder, resume=resume)))
+
+
+def test_a_linear_series_is_learned_and_beats_the_naive_forecasts(tmp_path):
+    how = replace(SMALL, epochs=30, patience=30)
+    errors = {
+        model: carry_out(tmp_path / model, model, training=how).record
+        for model in ("DLinear", "SeasonalNaive", "LastValue")
+    }
+    assert errors["DLinear"]["mse"] < 0.01 < 0.5 < errors["SeasonalNaive"]["mse"]
+    assert errors["SeasonalNaive"]["best_step"] == errors["SeasonalNaive"]["steps"] == 0
+    # The naive forecast is better where it is right about the season.
+    other = carry_out(tmp_path / "77", "SeasonalNaive", season=77, lookback=100).record
+    assert other["mse"] < 0.01
+
+
+def scripted(monkeypatch, errors, stop_at=None):
+    """Validation errors from a script, with the weights that each was given for; the test split is scored as it is."""
+    seen, original = [], fit.score
+
+    def fake(model, split, batch):
+        if split.first == 169:  # the first row of the test split
+            return original(model, split, batch)
+        if stop_at is not None and len(seen) == stop_at:
+            raise KeyboardInterrupt
+        seen.append({name: value.clone() for name, value in model.state_dict().items()})
+        return {"mse": errors[len(seen) - 1], "mae": 1.0}
+
+    monkeypatch.setattr(fit, "score", fake)
+    return seen
+
+
+def same_weights(model, weights):
+    state = model.state_dict()
+    return all(torch.equal(state[name], weights[name]) for name in weights)
+
+
+def test_training_stops_without_progress_and_keeps_the_best_weights(tmp_path, monkeypatch):
+    seen = scripted(monkeypatch, [9.0, 3.0, 2.0, math.nan, 2.0, 1.0])
+    made = carry_out(tmp_path)
+    per_epoch = math.ceil(made.windows["train"].count / 16)
+    assert len(seen) == 5 and made.record["steps"] == 4 * per_epoch  # equal is not better, NaN neither
+    assert made.record["best_step"] == 2 * per_epoch and made.record["validation_mse"] == 2.0
+    assert same_weights(made.model, seen[2]) and not same_weights(made.model, seen[4])
+    assert made.record["mse"] == fit.score(made.model.eval(), made.windows["test"], 7)["mse"]
+    # The test error is in the journal once, though the run is finished anew.
+    again = carry_out(tmp_path, resume=True)
+    assert again.record == made.record and same_weights(again.model, seen[2]) and len(seen) == 5
+    splits = [json.loads(line)["split"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert splits.count("test") == 1 and splits[-1] == "test"
+
+
+@pytest.mark.parametrize("stop_at", [1, 2, 3, 4])
+def test_a_run_that_was_stopped_ends_with_the_same_best_weights(tmp_path, monkeypatch, stop_at):
+    errors = [9.0, 3.0, 2.0, 5.0, 4.0]
+    with monkeypatch.context() as patch:
+        whole = scripted(patch, errors)
+        expected = carry_out(tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        first = scripted(patch, errors, stop_at)
+        with pytest.raises(KeyboardInterrupt):
+            carry_out(tmp_path / "stopped")
+    done = len(first) if stop_at > 1 else 0  # step 0 has no checkpoint
+    rest = scripted(monkeypatch, errors[done:])
+    made = carry_out(tmp_path / "stopped", resume=True)
+    assert done + len(rest) == len(whole) == 5
+    assert {**made.record, "seconds": 0} == {**expected.record, "seconds": 0}
+    assert same_weights(made.model, whole[2])
+
+
+def test_a_crash_after_the_best_weights_and_before_their_checkpoint_loses_nothing(tmp_path, monkeypatch):
+    """The resumed run may find another error by rounding, and then needs the best weights from before."""
+    seen = scripted(monkeypatch, [9.0, 3.0, 5.0, 2.0])
+    save = best.Best._save
+
+    def crash(self, weights, step, keep):
+        save(self, weights, step, keep)
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(best.Best, "_save", crash)
+        with pytest.raises(KeyboardInterrupt):
+            carry_out(tmp_path)
+    scripted(monkeypatch, [4.0])
+    made = carry_out(tmp_path, resume=True)
+    assert made.record["validation_mse"] == 3.0 and same_weights(made.model, seen[1])
+
+
+def test_a_training_that_diverges_is_recorded_with_its_best_weights(tmp_path):
+    record = carry_out(tmp_path, training=replace(SMALL, lr=1e30)).record
+    assert "a smaller learning rate may help" in record["diverged"] and math.isfinite(record["mse"])
+
+
+def test_missing_values_and_constant_channels_can_be_trained_on(tmp_path):
+    values = waves(211, 3)
+    values[:, 1] = 7.0
+    values[np.random.default_rng(2).random((211, 3)) < 0.2] = np.nan
+    record = carry_out(tmp_path, "FEM-SM", data=series(values)).record
+    assert math.isfinite(record["mse"]) and record["diverged"] is None
+    assert record["evaluations"][-1]["mse"] < record["evaluations"][0]["mse"]
+
+
+# The commands
+
+
+TRAIN = shlex.split(
+    "forecast train --horizon 5 --lookback 22 --width 8 --layers 1 --heads 2 --batch 16 --threads 1 --epochs"
+)
+RUN = shlex.split("forecast run --models DLinear LastValue --horizons 3 5 --lookback 22 --epochs 1 --seeds 2")
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Jobs are carried out in this process."""
+    monkeypatch.setattr(engines, "local", lambda assignments, jobs: (attempt(each) for each in assignments))
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_a_trained_model_forecasts_a_file_with_its_dates(tmp_path, file, capsys):
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert main([*TRAIN, "2", "--model", "FEM-SM", "--data", str(file), "--out", str(run)]) == 0
+    shown = capsys.readouterr()
+    assert "| FEM-SM |" in shown.out and "| SeasonalNaive | 0 |" in shown.out and "Writing" not in shown.err
+    assert {"config.json", "metrics.jsonl", "figure.png", "table.md", "model"} < {p.name for p in run.iterdir()}
+    assert main([*TRAIN, "2", "--model", "FEM-SM", "--data", str(file), "--out", str(run), "--resume"]) == 0
+    assert main(["forecast", "predict", "--model", str(run), "--data", str(file), "--out", str(out)]) == 0
+    frame = pd.read_csv(file, index_col="date", parse_dates=True)
+    forecast = pd.read_csv(out / "forecast.csv", index_col="date", parse_dates=True)
+    assert [*forecast.index] == [*pd.date_range(frame.index[-1], periods=6, freq="h")[1:]]
+    expected = Forecaster.from_pretrained(run / "model").predict(frame)
+    np.testing.assert_allclose(forecast, expected, rtol=1e-5)
+    assert (out / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert "truth" not in capsys.readouterr().out
+
+
+def test_a_forecast_may_begin_within_the_data(tmp_path, file, capsys):
+    run, out = tmp_path / "run", tmp_path / "out"
+    options = ["--model", "LastValue", "--data", str(file)]
+    assert main(["forecast", "train", *options, "--horizon", "5", "--lookback", "22", "--out", str(run)]) == 0
+    predict = ["forecast", "predict", "--model", str(run / "model"), "--data", str(file), "--out", str(out)]
+    frame = pd.read_csv(file, index_col="date", parse_dates=True)
+    assert main([*predict, "--start", str(frame.index[-3])]) == 0
+    forecast = pd.read_csv(out / "forecast.csv", index_col="date", parse_dates=True)
+    assert forecast.index[0] == frame.index[-3]
+    np.testing.assert_allclose(forecast, np.tile(frame.iloc[-4], (5, 1)), rtol=1e-5)
+    error = (frame.iloc[-3:] - frame.iloc[-4]).abs().mean()
+    assert f"known: up {error['up']:.4g}, down {error['down']:.4g}" in capsys.readouterr().out
+    assert main([*predict, "--start", str(frame.index[-1] + pd.Timedelta("1h"))]) == 0
+    for start in ("2016-07-01", "2031-01-01", "soon", "2016-07-09 21:00", "2016-07-05 00:00+02:00"):
+        assert main([*predict, "--start", start]) == 2
+        assert f"start={start!r} is not allowed; choose a date" in capsys.readouterr().err
+    file.write_text("date,up\n2016-07-01,1\n")
+    assert main(predict) == 2
+    assert "columns='down' is not allowed; choose different ones of up" in capsys.readouterr().err
+
+
+def test_a_forecast_may_begin_after_missing_rows(tmp_path, file):
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert main([*TRAIN, "1", "--model", "FEM-SM", "--data", str(file), "--out", str(run)]) == 0
+    frame = pd.read_csv(file, index_col="date", parse_dates=True)
+    start, gap = frame.index[190], slice(177, 190)  # longer than the horizon of 5
+    frame.drop(frame.index[gap]).to_csv(file)
+    options = ["--data", str(file), "--start", str(start), "--out", str(out)]
+    assert main(["forecast", "predict", "--model", str(run), *options]) == 0
+    forecast = pd.read_csv(out / "forecast.csv", index_col="date", parse_dates=True)
+    frame.iloc[gap] = np.nan
+    expected = Forecaster.from_pretrained(run / "model").predict(frame.iloc[:190])
+    assert forecast.index[0] == start
+    np.testing.assert_allclose(forecast, expected, rtol=1e-5)
+
+
+def test_a_model_reads_new_files_as_that_of_its_training(tmp_path, file):
+    run, out = tmp_path / "run", tmp_path / "out"
+    frame = pd.read_csv(file, parse_dates=["date"])
+    expected = {}
+    for sentinel in ("nan", "-9999"):
+        told = frame.assign(date=frame["date"].dt.strftime("%d.%m.%Y %H:%M"))
+        told.loc[190:208:5, "up"] = float(sentinel)
+        told.to_csv(file, index=False)
+        if sentinel == "nan":
+            reading = ["--date-format", "%d.%m.%Y %H:%M", "--missing-below", "-9000"]
+            assert main([*TRAIN, "1", "--data", str(file), "--out", str(run), *reading]) == 0
+        assert main(["forecast", "predict", "--model", str(run), "--data", str(file), "--out", str(out)]) == 0
+        expected[sentinel] = pd.read_csv(out / "forecast.csv", index_col="date", parse_dates=True)
+    assert expected["nan"].equals(expected["-9999"])
+    assert expected["nan"].index[0] == frame["date"].iloc[-1] + pd.Timedelta("1h")
+    other = ["--missing-below", "-1e5", "--out", str(out)]
+    assert main(["forecast", "predict", "--model", str(run), "--data", str(file), *other]) == 0
+    assert not pd.read_csv(out / "forecast.csv", index_col="date", parse_dates=True).equals(expected["nan"])
+    model = Forecaster.from_pretrained(pretrained_model_name_or_path=run / "model")
+    np.testing.assert_allclose(model.predict(told)[["up", "down"]], expected["nan"], rtol=1e-5)
+
+
+def test_finished_jobs_are_not_repeated_wherever_the_file_lies(tmp_path, file, capsys, here, monkeypatch):
+    out = tmp_path / "store"
+    assert main([*RUN, "--data", str(file), "--out", str(out)]) == 0
+    shown = capsys.readouterr()
+    assert "8 jobs, 0 of them finished before" in shown.err and "| waves | 22 | mean of 3, 5 |" in shown.out
+    records = TASK.load(out)
+    assert len(records) == 8 and {r["seed"] for r in records} == {0, 1} and not [*out.glob("running/*")]
+    moved = file.rename(tmp_path / "elsewhere" / "waves.csv") if (tmp_path / "elsewhere").mkdir() is None else file
+    monkeypatch.setattr(fit, "fit", None)
+    assert main([*RUN, "--data", str(moved.with_suffix("")), "--out", str(out)]) == 0
+    assert "8 jobs, 8 of them finished before" in capsys.readouterr().err
+    moved.write_text(moved.read_text().replace("2016-07-01 00:00:00,", "2016-07-01 00:00:00,1"))
+    assert main([*RUN, "--data", str(moved), "--out", str(out), "--dry-run"]) == 0
+    assert capsys.readouterr().out == "8 jobs, 0 of them finished\n"
+    assert main(["forecast", "export", "--results", str(out), "--out", str(tmp_path / "all.json")]) == 0
+    assert TASK.load(tmp_path / "all.json") == records
+    assert main(["mad", "table", "--results", str(out)]) == 2
+    assert "or by another command: its format is 'forecast 1' and here it is 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--models", "DLinear", "FEM"], "model='FEM' is not allowed; choose one of SMAttn, "),
+        (["--models", "DLinear", "DLinear"], "models=('DLinear', 'DLinear') is not allowed; choose different ones"),
+        (["--models", "DLinear", "--width", "8"], "width=8 is not allowed; choose None: DLinear has the sizes"),
+        (["--models", "FEM-SM", "--width", "9"], "hidden_size=9 is not allowed"),
+        (["--horizons"], "horizons=() is not allowed"),
+        (["--horizons", "43"], "horizon=43 is not allowed; choose at most"),
+        (["--lookback", "200"], "lookback=200 is not allowed; choose at most"),
+        (["--seeds", "0"], "seeds=0"),
+        (["--seed", "-1"], "seed=-1"),
+        (["--epochs", "0"], "epochs=0"),
+        (["--patience", "0"], "patience=0"),
+        (["--lr", "0"], "lr=0.0"),
+        (["--season", "0"], "season=0"),
+        (["--jobs", "0"], "jobs=0"),
+        (["--data", "ETTh3"], "data='ETTh3' is neither a file nor a folder/NAME of one; . has "),
+        (["--columns", "left"], "columns='left' is not allowed; choose different ones of up, down"),
+        (["--columns", "up", "up"], "columns=('up', 'up') is not allowed"),
+        (["--date-column", "when"], "date_column='when' is not allowed; choose one of the columns of"),
+    ],
+)
+def test_wrong_options_are_refused_before_any_job(tmp_path, file, options, told, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([*RUN, "--data", str(file), "--out", str(tmp_path / "out"), *options]) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_name_that_is_none_offers_what_the_folder_has(tmp_path, file, capsys):
+    for data in (tmp_path, tmp_path / "ETTh1"):
+        assert main([*TRAIN, "1", "--data", str(data)]) == 2
+        told = capsys.readouterr().err
+        assert f"{tmp_path} has waves; known by name are ETTh1, ETTh2" in told and "seattle-temps" in told
+    assert main(["forecast", "predict", "--model", str(tmp_path)]) == 2
+    assert "a results folder of `femixer forecast train`, or the model/ in it" in capsys.readouterr().err
+
+
+def test_lookbacks_go_with_horizons():
+    assert [default_lookback(horizon) for horizon in (1, 96, 97, 192, 336, 337, 720, 5000)] == [
+        *(1024, 1024, 2048, 2048, 2048, 4096, 4096, 4096)
+    ]

@@ -1,0 +1,300 @@
+"""`femixer generate`: the text it streams, and the checkpoints it takes and refuses."""
+
+import io
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from femixer.cli import main
+from femixer.models import FEMConfig, FEMForCausalLM
+from femixer.surgery import upgrade
+from femixer.tasks.lm import generate as command
+from femixer.tasks.lm.checkpoint import Placement, fingerprint, load
+from femixer.tasks.lm.data.tokenizer import byte_tokenizer
+from femixer.tasks.lm.generate import UNFINISHED, TextStream
+from femixer.training.results import model_folder, name_of
+
+TOKENIZER = byte_tokenizer()
+END = TOKENIZER.eos_token_id
+
+
+def tiny(seed=0, vocab_size=257):
+    """Wide initial weights, so that a model that was never trained prefers some tokens clearly."""
+    torch.manual_seed(seed)
+    config = FEMConfig(
+        vocab_size=vocab_size,
+        hidden_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=28,
+        max_position_embeddings=61,
+        initializer_range=0.4,
+    )
+    return FEMForCausalLM(config)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "model"
+    tiny().save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def copy(checkpoint, tmp_path):
+    return shutil.copytree(checkpoint, tmp_path / "copy")
+
+
+def run(*args):
+    return main(["generate", *map(str, args)])
+
+
+def continuation(checkpoint, prompt, **options):
+    """What transformers itself generates."""
+    model, tokenizer = load(checkpoint)
+    ids = tokenizer(prompt, return_tensors="pt")
+    options = {"do_sample": False, "pad_token_id": END, "eos_token_id": END, **options}
+    return model.generate(**ids, **options)[0, ids.input_ids.shape[1] :].tolist()
+
+
+def stream(tokens, prompt="hé "):
+    """The pieces that a stream shows, and after how many tokens each."""
+    pieces, seen = [], []
+    streamer = TextStream(TOKENIZER, lambda text: pieces.append((len(seen), text)))
+    streamer.put(torch.tensor([TOKENIZER(prompt)["input_ids"]]))
+    for token in tokens:
+        seen.append(token)
+        streamer.put(torch.tensor([token]))
+    streamer.end()
+    return pieces
+
+
+@given(st.lists(st.one_of(st.text(min_size=1).map(str.encode), st.binary(min_size=1)), max_size=7).map(b"".join))
+def test_the_pieces_of_a_stream_put_together_are_the_decoded_text(content):
+    tokens = list(content)
+    assert "".join(text for _, text in stream(tokens)) == TOKENIZER.decode(tokens)
+
+
+@given(st.text(alphabet=st.characters(exclude_characters=UNFINISHED, exclude_categories=["Cs"])))
+def test_a_character_is_shown_whole_as_soon_as_its_last_byte_is_there(text):
+    pieces = stream(list(text.encode()))
+    ends = [len(text[: at + 1].encode()) for at in range(len(text))]
+    assert pieces == list(zip(ends, text, strict=True))
+
+
+def test_bytes_that_become_no_character_are_shown_three_tokens_later():
+    assert stream([0xFF] * 9) == [*((at, UNFINISHED) for at in range(4, 10)), (9, 3 * UNFINISHED)]
+
+
+def test_a_token_that_only_means_a_space_beside_others_keeps_it():
+    class Words:
+        """Drops the space before the first word, as sentencepiece tokenizers do."""
+
+        def decode(self, tokens, skip_special_tokens):
+            return "".join(" " + "abc"[token] for token in tokens).removeprefix(" ")
+
+    shown = []
+    streamer = TextStream(Words(), shown.append)
+    for tokens in ([[0, 1]], [2], [0], [1]):
+        streamer.put(torch.tensor(tokens))
+    assert shown == [" c", " a", " b"]
+
+
+def test_greedy_text_is_that_of_transformers_and_alone_on_standard_output(checkpoint, capfd):
+    assert run(checkpoint, "--prompt", "To be", "--max-tokens", 23) == 0
+    shown = capfd.readouterr()
+    expected = TOKENIZER.decode(continuation(checkpoint, "To be", max_new_tokens=23), skip_special_tokens=True)
+    assert len(expected) > 5 and shown.out == expected + "\n"
+    first_use = "femixer: compiling kernels"  # what a machine's first run says
+    (speed,) = [line for line in shown.err.splitlines() if not line.startswith(first_use)]
+    assert speed.startswith("prompt: 5 tokens in ") and "; new: 23 tokens in " in speed
+    assert speed.count("tokens/s") == 2
+
+
+def test_beams_are_those_of_transformers(checkpoint, capfd):
+    assert run(checkpoint, "--prompt", "To be", "--max-tokens", 11, "--beams", 3) == 0
+    expected = continuation(checkpoint, "To be", max_new_tokens=11, num_beams=3)
+    assert expected != continuation(checkpoint, "To be", max_new_tokens=11)
+    assert capfd.readouterr().out == TOKENIZER.decode(expected, skip_special_tokens=True) + "\n"
+
+
+def test_drawing_repeats_with_its_seed_and_obeys_top_k_and_top_p(checkpoint):
+    model, tokenizer = load(checkpoint)
+
+    def text(**options):
+        pieces = []
+        command.generate(model, tokenizer, "To be", command.Sampling(max_tokens=29, **options), pieces.append)
+        return "".join(pieces)
+
+    greedy = text()
+    assert text(temperature=1.0) == text(temperature=1.0) != text(temperature=1.0, seed=1)
+    assert text(temperature=1.0) != greedy
+    assert text(temperature=1.0, top_k=1) == greedy == text(temperature=1.0, top_p=1e-6)
+    assert text(temperature=1e-6) == greedy
+
+
+def test_generation_stops_at_the_end_of_the_text_unless_told_otherwise(checkpoint, copy, capfd):
+    tokens = continuation(checkpoint, "To be", max_new_tokens=17)
+    stop = next(token for token in tokens[3:] if token not in tokens[:3])
+    settings = json.loads((copy / "generation_config.json").read_text())
+    (copy / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": stop, "do_sample": True}))
+    assert run(copy, "--prompt", "To be", "--max-tokens", 17) == 0
+    assert f"new: {tokens.index(stop) + 1} tokens" in capfd.readouterr().err
+    assert run(copy, "--prompt", "To be", "--max-tokens", 17, "--ignore-end") == 0
+    assert "new: 17 tokens" in capfd.readouterr().err
+
+
+def test_the_prompt_comes_from_an_option_a_file_or_standard_input(checkpoint, tmp_path, monkeypatch, capfd):
+    file = tmp_path / "prompt.txt"
+    file.write_text("Ünter\nder\n", encoding="utf-8")
+    shown = set()
+    for source in (["--prompt", "Ünter\nder"], ["--prompt-file", file], ["--prompt-file", "-"], []):
+        monkeypatch.setattr("sys.stdin", io.StringIO("Ünter\nder\n"))
+        assert run(checkpoint, "--max-tokens", 3, "--echo", *source) == 0
+        shown.add(capfd.readouterr().out)
+    assert len(shown) == 1 and shown.pop().startswith("Ünter\nder")
+
+
+def test_an_empty_prompt_begins_a_text(checkpoint, capfd):
+    assert run(checkpoint, "--prompt", "", "--max-tokens", 5) == 0
+    expected = continuation(checkpoint, TOKENIZER.bos_token, max_new_tokens=5)
+    assert capfd.readouterr().out == TOKENIZER.decode(expected, skip_special_tokens=True) + "\n"
+
+
+def test_ctrl_c_keeps_what_there_is(checkpoint, monkeypatch, capfd):
+    full, pieces = command.write, []
+
+    def interrupted(text):
+        full(text)
+        pieces.append(text)
+        if len(pieces) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "write", interrupted)
+    assert run(checkpoint, "--prompt", "To be", "--max-tokens", 1000) == 130
+    shown = capfd.readouterr()
+    assert shown.out == "".join(pieces) and shown.out.endswith("\n")
+    assert shown.err.startswith("stopped; prompt: 5 tokens")
+
+
+def test_a_reader_that_closes_the_pipe_ends_it_quietly(checkpoint, monkeypatch, capfd):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        assert run(checkpoint, "--prompt", "To be", "--max-tokens", 3) == 141
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-tokens", "0"], "max_tokens=0 is not allowed"),
+        (["--temperature", "-1"], "temperature=-1.0 is not allowed"),
+        (["--top-p", "0.5"], "top_p=0.5 is not allowed; choose a --temperature above 0"),
+        (["--top-p", "1.5", "--temperature", "1"], "top_p=1.5 is not allowed"),
+        (["--top-k", "0", "--temperature", "1"], "top_k=0 is not allowed"),
+        (["--beams", "2", "--temperature", "1"], "beams=2 is not allowed"),
+        (["--prompt-file", "nowhere"], "prompt='x' is not allowed; choose either"),
+        (["--device", "warp"], "device='warp' cannot be used here"),
+        (["--dtype", "int8"], "dtype='int8' is not allowed"),
+    ],
+)
+def test_a_wrong_option_is_one_line(checkpoint, options, message, capsys):
+    assert run(checkpoint, "--prompt", "x", *options) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_checkpoint_is_a_model_folder_or_a_results_folder_with_one(checkpoint):
+    assert model_folder(checkpoint) == model_folder(checkpoint.parent) == checkpoint
+    assert name_of(checkpoint) == name_of(checkpoint.parent) == checkpoint.parent.name
+
+
+def broken(kind, folder):
+    weights = folder / "model.safetensors"
+    if kind == "missing":
+        shutil.rmtree(folder)
+    elif kind == "file":
+        return weights
+    elif kind == "empty":
+        shutil.rmtree(folder)
+        folder.mkdir()
+    elif kind == "unfinished":
+        weights.unlink()
+        (folder / "config.json").write_text(json.dumps({"task": "lm", "experiment": {}}))
+    elif kind == "weights":
+        weights.unlink()
+    elif kind == "pickle":
+        torch.save(tiny().state_dict(), folder / "pytorch_model.bin")
+        weights.unlink()
+    elif kind == "corrupt":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif kind == "other":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    elif kind == "tokenizer":
+        (folder / "tokenizer.json").unlink()
+        (folder / "tokenizer_config.json").unlink()
+    elif kind == "vocabulary":
+        tiny(vocab_size=251).save_pretrained(folder)
+    elif kind == "large vocabulary":
+        tiny(vocab_size=3001).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("missing", "does not exist; choose a model folder or a results folder"),
+        ("file", "is a file; choose"),
+        ("empty", "has no config.json of a model"),
+        ("unfinished", "has not saved a model yet"),
+        ("weights", "has no weights"),
+        ("pickle", "has its weights as a pickle (pytorch_model.bin)"),
+        ("corrupt", "has weights that cannot be read"),
+        ("other", "does not fit its config.json: the weights lack model.layers.2."),
+        ("tokenizer", "has no tokenizer"),
+        ("vocabulary", "has a tokenizer of 257 tokens and a model of 251"),
+        ("large vocabulary", "has a tokenizer of 257 tokens and a model of 3001"),
+    ],
+)
+def test_a_broken_checkpoint_is_one_line_that_says_what_is_wrong(copy, kind, message, capsys):
+    assert run(broken(kind, copy), "--prompt", "x") == 2
+    error = capsys.readouterr().err
+    assert message in error and str(copy) in error
+    assert error.startswith("error: ") and error.endswith("\n") and error.count("\n") == 1
+
+
+def test_rows_that_pad_an_embedding_are_allowed(copy):
+    tiny(vocab_size=320).save_pretrained(copy)
+    load(copy)
+
+
+def test_an_upgraded_model_is_a_checkpoint_too(tmp_path, capfd):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 28}
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=257, max_position_embeddings=61, eos_token_id=END, **sizes))
+    upgrade(llama).save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    assert run(tmp_path, "--prompt", "To be", "--max-tokens", 5) == 0
+    assert "new: 5 tokens" in capfd.readouterr().err
+    assert type(load(tmp_path)[0]) is type(llama)
+
+
+def test_a_model_is_loaded_in_the_precision_asked_for(checkpoint):
+    assert load(checkpoint)[0].dtype == torch.float32
+    assert load(checkpoint, Placement(dtype="bfloat16"))[0].dtype == torch.bfloat16
+
+
+def test_the_fingerprint_changes_with_weights_and_tokenizer(checkpoint, copy):
+    assert fingerprint(copy) == fingerprint(checkpoint)
+    tiny(seed=1).save_pretrained(copy)
+    assert fingerprint(copy) != fingerprint(checkpoint)

@@ -1,0 +1,461 @@
+"""`femixer lm train` and `compare`: what they learn, what they leave, and what stops them."""
+
+import errno
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+
+import pytest
+import safetensors.torch
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from femixer.cli import main
+from femixer.models import PRESETS, FEMForCausalLM
+from femixer.tasks.lm import task
+from femixer.tasks.lm.data.building import prepare
+from femixer.tasks.lm.data.corpus import open_corpus
+from femixer.tasks.lm.data.shards import Batches
+from femixer.tasks.lm.data.tokenizer import load_tokenizer, train_bpe
+from femixer.tasks.lm.fit import documents, summed_loss
+from femixer.tasks.lm.model import ModelOptions, build
+
+WORDS = ("violet ", "quartz ", "jumbled ", "phobic ", "skewing\n")
+SMALL = ("--hidden-size", 12, "--layers", 1, "--heads", 2, "--context", 23, "--batch-tokens", 92, "--threads", 1)
+SHORT = (*SMALL, "--steps", 6, "--evaluate-every", 3, "--sample-tokens", 5, "--validation-tokens", "None")
+TIMES = ("seconds", "tokens_per_second")
+
+
+def words(seed, count):
+    draw = random.Random(seed)
+    return "".join(draw.choice(WORDS) for _ in range(count))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Where all tests run, so that a text is tokenized once."""
+    folder = tmp_path_factory.mktemp("lm")
+    (folder / "text.txt").write_text(words(0, 600))
+    (folder / "held.txt").write_text(words(1, 40))
+    train_bpe([words(0, 600)], 263).save_pretrained(folder / "tokenizer")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def inside(place, monkeypatch):
+    monkeypatch.chdir(place)
+
+
+def lm(command, out, *options, text="text.txt"):
+    return main(["lm", command, "--data", str(text), "--out", str(out), *map(str, options)])
+
+
+def trained(out, *options, **named):
+    assert lm("train", out, *SHORT, *options, **named) == 0
+    return outcome(out)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def timeless(records):
+    return [{name: value for name, value in record.items() if name not in TIMES} for record in records]
+
+
+def outcome(out):
+    """All of a run that does not depend on the clock."""
+    records = timeless(lines(out / "metrics.jsonl")), lines(out / "samples.jsonl")
+    return *records, (out / "model/model.safetensors").read_bytes()
+
+
+def losses(result, split="train"):
+    return [record["loss"] for record in result[0] if record["split"] == split]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(place, tmp_path_factory):
+    """The outcome of a run of 61 steps that nobody stops."""
+    before = os.getcwd()
+    os.chdir(place)
+    out = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert lm("train", out, *LONG) == 0
+    os.chdir(before)
+    return outcome(out)
+
+
+LONG = (*SMALL, "--steps", 61, "--evaluate-every", 13, "--sample-tokens", 3, "--dropout", 0.1)
+
+
+# --- one run
+
+
+def test_a_run_learns_and_leaves_a_model_with_the_recorded_loss(tmp_path):
+    out = tmp_path / "run"
+    options = ("--tokenizer", "tokenizer", "--validation", "held.txt", "--prompt", "jumb", "--lr", 0.02)
+    options += ("--steps", 90, "--evaluate-every", 45, "--sample-tokens", 31, "--validation-tokens", "None")
+    assert lm("train", out, *SMALL, *options) == 0
+
+    held = words(1, 40)
+    tokenizer = AutoTokenizer.from_pretrained(out / "model")
+    model = AutoModelForCausalLM.from_pretrained(out / "model")
+    ids = torch.tensor([tokenizer.eos_token_id, *tokenizer(held, add_special_tokens=False).input_ids])
+    nats = sum(
+        functional.cross_entropy(model(part[None, :-1]).logits[0], part[1:], reduction="sum").item()
+        for part in (ids[start : start + 24] for start in range(0, len(ids) - 1, 23))
+    )
+    records = lines(out / "metrics.jsonl")
+    validation = [record for record in records if record["split"] == "validation"]
+    assert [record["step"] for record in validation] == [0, 45, 90]
+    final = validation[-1]
+    assert final["loss"] == pytest.approx(nats / (len(ids) - 1), rel=1e-5)
+    assert final["perplexity"] == pytest.approx(math.exp(final["loss"]))
+    assert final["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(held.encode()), rel=1e-5)
+    counts = Counter(ids[1:].tolist())
+    unigram = -sum(n * math.log(n / counts.total()) for n in counts.values()) / counts.total()
+    assert final["loss"] < 0.5 * unigram < validation[0]["loss"]
+
+    training = [record for record in records if record["split"] == "train"]
+    assert [record["step"] for record in training] == [*range(10, 91, 10)]
+    assert {"loss", "lr", "grad_norm", "tokens", "tokens_per_second"} <= {*training[0]}
+    assert training[-1]["tokens"] == 90 * 92 and training[-1]["lr"] == pytest.approx(0.02 * 0.1)
+    samples = lines(out / "samples.jsonl")
+    assert [sample["step"] for sample in samples] == [0, 45, 90] and samples[-1]["prompt"] == "jumb"
+    assert samples[-1]["text"] != samples[0]["text"]
+    config = json.loads((out / "config.json").read_text())
+    assert config["experiment"]["lr"] == 0.02 and config["experiment"]["vocabulary"] == len(tokenizer)
+    assert (out / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert f"| {model.num_parameters():,} | {final['loss']:.4f} |" in (out / "table.md").read_text()
+
+    pair = tokenizer(["violet qu", "phobic jumbled skew"], padding=True, padding_side="left", return_tensors="pt")
+    written = model.generate(**pair, max_new_tokens=5, do_sample=False)  # no warning about a missing pad token
+    assert written.shape == (2, pair.input_ids.shape[1] + 5)
+
+
+def test_a_killed_run_resumes_to_the_same_digits(tmp_path, undisturbed, capsys):
+    out = tmp_path / "run"
+    command = [
+        sys.executable,
+        "-m",
+        "femixer",
+        "lm",
+        "train",
+        "--data",
+        "text.txt",
+        "--out",
+        out,
+        "--save-every",
+        1,
+        *LONG,
+    ]
+    log = (tmp_path / "log").open("w+")
+    child = subprocess.Popen([*map(str, command)], stdout=log, stderr=log)
+    deadline = time.monotonic() + 120
+    while child.poll() is None and not [*out.glob("checkpoints/step-*[4-9]")] and time.monotonic() < deadline:
+        time.sleep(0.002)
+    child.send_signal(signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL, (tmp_path / "log").read_text()
+    log.close()
+    assert not (out / "table.md").exists()
+    assert lm("train", out, *LONG, "--resume") == 0
+    assert outcome(out) == undisturbed
+
+    capsys.readouterr()
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    assert lm("train", out, *LONG, "--resume") == 0
+    assert (out / "table.md").read_text() in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+
+
+def test_the_engine_changes_nothing_but_rounding(tmp_path):
+    plain = losses(trained(tmp_path / "plain"))
+    assert losses(trained(tmp_path / "pieces", "--accumulate", 2)) == pytest.approx(plain, rel=1e-5)
+    assert losses(trained(tmp_path / "again", "--checkpointing")) == pytest.approx(plain, rel=1e-5)
+    low = losses(trained(tmp_path / "bf16", "--precision", "bf16"))
+    assert low == pytest.approx(plain, rel=0.02) and low != plain
+
+
+def test_two_processes_train_the_model_of_one(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        2,
+        "-m",
+        "femixer",
+    ]
+    command += ["lm", "train", "--data", "text.txt", "--out", tmp_path / "two", "--device", "cpu", *SHORT]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    two = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=300)
+    assert two.returncode == 0, two.stderr
+    assert two.stdout.count("validation loss") == 1
+    one = trained(tmp_path / "one")
+    for split in ("train", "validation"):
+        assert losses(outcome(tmp_path / "two"), split) == pytest.approx(losses(one, split), rel=1e-4)
+    first, second = (FEMForCausalLM.from_pretrained(tmp_path / name / "model") for name in ("one", "two"))
+    for expected, found in zip(first.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert sorted(os.listdir(tmp_path)) == ["one", "two"]
+
+
+# --- packed documents
+
+
+@pytest.mark.parametrize("options", [{}, {"prior": ("gla", "softmax")}, {"mixer": ("attention",)}])
+def test_no_loss_crosses_documents(tmp_path, options):
+    texts = ["violet quartz", "skewing phobic q", "jumbled"]
+
+    def packed(name, texts):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        shards = prepare(open_corpus([path], ["held.txt"]), load_tokenizer(), tmp_path / name)
+        return Batches(shards, context=38, batch=1)(0)
+
+    model = build(ModelOptions(hidden_size=12, layers=2, heads=2, **options).config(38, vocab_size=257), seed=0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(5)  # far from the flat predictions of the start
+
+        def token_losses(batch):
+            logits = model(batch.inputs, segments=documents(batch.segments)).logits
+            return functional.cross_entropy(logits[0], batch.targets[0], reduction="none")
+
+        batch = packed("one", texts)
+        found = token_losses(batch)
+        ids = [[256, *text.encode()] for text in texts]
+        expected = []
+        for document, following in zip(ids, [*ids[1:], []], strict=True):
+            targets = torch.tensor([*document[1:], *following[:1]])
+            logits = model(torch.tensor([document])).logits[0, : len(targets)]
+            expected.append(functional.cross_entropy(logits, targets, reduction="none"))
+        torch.testing.assert_close(found, torch.cat(expected)[:38])
+        assert summed_loss(model, batch).item() == pytest.approx(found.sum().item(), rel=1e-5)
+
+        other = token_losses(packed("other", [texts[0], "q cibohp gniweks", texts[2]]))
+        same = torch.isclose(other, found)
+        assert same[:14].all() and same[31:].all() and not same[14:30].any()
+
+
+# --- several models
+
+
+def recorded(monkeypatch):
+    """Runs of a comparison as they happen: for each, the batches it was given."""
+    runs = defaultdict(list)
+    original, call = task.trained, Batches.__call__
+
+    def run(experiment, *rest):
+        runs["current"] = experiment
+        return original(experiment, *rest)
+
+    def batch(self, step, rank=0, world=1):
+        given = call(self, step, rank, world)
+        runs[runs["current"]].append((step, given.inputs.tolist()))
+        return given
+
+    monkeypatch.setattr(task, "trained", run)
+    monkeypatch.setattr(Batches, "__call__", batch)
+    return runs
+
+
+def without_speed(table):
+    """The rows up to their last column."""
+    return [line.rpartition("|")[0].rpartition("|")[0] for line in table.splitlines()]
+
+
+def test_compared_models_see_the_same_batches_and_share_a_table(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "three"
+    options = (*SMALL, "--steps", 3, "--evaluate-every", 2, "--seeds", 2, "--seed", 5, "--models", "SMAttn")
+    options += ("FEM-GLA", "custom", "--prior", "gla:decay=channel", "softmax", "--parts", "CL")
+    with monkeypatch.context() as patch:
+        runs = recorded(patch)
+        assert lm("compare", out, *options) == 0
+    del runs["current"]
+    assert len(runs) == 6
+    by_seed = {seed: [batches for run, batches in runs.items() if run.seed == seed] for seed in (5, 6)}
+    assert all(len(each) == 3 and each[0] == each[1] == each[2] and len(each[0]) == 3 for each in by_seed.values())
+    assert by_seed[5] != by_seed[6]
+
+    table = (out / "table.md").read_text()
+    best = {}
+    for name in ("SMAttn", "FEM-GLA", "custom"):
+        each = [lines(out / "runs" / f"{name} seed {seed}" / "metrics.jsonl") for seed in (5, 6)]
+        a, b = ([record for record in run if record["split"] == "validation"][-1]["loss"] for run in each)
+        best[name] = (a + b) / 2
+        assert f"{(a + b) / 2:.4f}" in table and f" ± {abs(a - b) / math.sqrt(2):.4f} |" in table
+        model = FEMForCausalLM.from_pretrained(out / "runs" / f"{name} seed 5" / "model")
+        assert f" | {model.num_parameters():,} | " in table
+    winner = min(best, key=best.get)
+    assert table.count("**") == 2 and f"| {winner} | **{best[winner]:.4f}**" in table
+    assert statistics.fmean(best.values()) < math.log(257)
+    assert not [*out.glob("runs/*/checkpoints")] and (out / "figure.png").exists()
+
+    (out / "table.md").unlink()
+    shutil.rmtree(out / "runs/custom seed 6")
+    kept = {path: path.stat().st_mtime_ns for path in out.glob("runs/*/*")}
+    with monkeypatch.context() as patch:
+        runs = recorded(patch)
+        assert lm("compare", out, *options, "--resume") == 0
+    assert [batches for run, batches in runs.items() if run != "current" and batches] == [by_seed[6][2]]
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    assert without_speed((out / "table.md").read_text()) == without_speed(table)
+
+    side_by_side = tmp_path / "side by side"
+    assert lm("compare", side_by_side, *options, "--jobs", 2) == 0
+    for path in out.glob("runs/*/metrics.jsonl"):
+        assert timeless(lines(side_by_side / path.relative_to(out))) == timeless(lines(path))
+    assert "run 6/6 done" in capsys.readouterr().err
+
+
+# --- options
+
+
+def test_options_reach_the_model(tmp_path):
+    options = (
+        "--prior",
+        "gla:decay=channel",
+        "softmax",
+        "--mixer",
+        "fem",
+        "--layers",
+        3,
+        "--kv-heads",
+        1,
+        "--window",
+        7,
+    )
+    trained(tmp_path / "run", *options, "--parts", "LT", "--tie-embeddings", "--dropout", 0.1)
+    config = FEMForCausalLM.from_pretrained(tmp_path / "run/model").config
+    assert (config.mixer, config.prior, config.parts) == ("fem", ["gla", "softmax"], "LT")
+    assert config.prior_options == {"gla": {"decay": "channel"}}
+    assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (3, 2, 1)
+    assert (config.window, config.mixer_dropout, config.tie_word_embeddings) == (7, 0.1, True)
+    assert (config.hidden_size, config.max_position_embeddings, config.vocab_size) == (12, 23, 257)
+    attention = ModelOptions(mixer=("attention",)).config(23)
+    assert (attention.mixer, attention.num_hidden_layers) == ("attention", PRESETS["tiny"]["num_hidden_layers"])
+
+
+# --- what stops a run
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--data", "nowhere.txt"], "data='nowhere.txt' is not there; choose a file"),
+        (["--data", "empty.txt"], "data='empty.txt' is not allowed; choose a file that is not empty"),
+        (["--context", 9000, "--batch-tokens", 9000], "too few for one window of context=9000"),
+        (["--preset", "huge"], "preset='huge' is not allowed; choose one of tiny, mini"),
+        (["--tokenizer", "./nowhere"], "tokenizer='./nowhere' is unknown"),
+        (["--recipe", "nowhere"], "recipe='nowhere' is not allowed; choose a YAML file, or one of "),
+        (["--recipe", "bad.yaml"], "bad.yaml: learning_rate is unknown; choose from accumulate"),
+        (["--batch-tokens", 100], "batch_tokens=100 is not allowed; choose a multiple of 23 (context 23 x processes 1"),
+        (
+            ["--accumulate", 3],
+            "batch_tokens=92 is not allowed; choose a multiple of 69 (context 23 x processes 1 x acc",
+        ),
+        (["--warmup-steps", 7], "warmup_steps=7 is not allowed; choose at most the run's 6 steps of 92 tokens"),
+        (["--warmup-tokens", 900], "warmup_tokens=900 is not allowed; choose at most the run's 6 steps of 92 tokens"),
+        (["--tokens", 1000], "steps=6 is not allowed; choose either steps or tokens (1000), and None for the other"),
+        (["--min-lr-fraction", 2], "min_lr_fraction=2.0 is not allowed; choose a number from 0 to 1"),
+        (["--dropout", 1], "dropout=1.0 is not allowed"),
+        (["--beta2", 1], "beta2=1.0 is not allowed"),
+        (["--heads", 5], "heads=5"),
+        (["--mixer", "fam"], "mixer='fam' is unknown; choose one of fem, attention"),
+        (["--prior", "sofmax"], "prior='sofmax' is not allowed; choose one of softmax"),
+        (["--prior", "gla", "gla:decay=channel"], "choose the same options wherever one occurs"),
+        (["--prior", "gla:decay=sometimes"], "decay='sometimes'"),
+        (["--parts", "X"], "parts='X'"),
+        (["--mixer", "attention", "--window", 5], "window=5 does not fit mixer='attention'"),
+    ],
+)
+def test_wrong_input_is_one_line_that_says_what_is_allowed(place, tmp_path, options, told, capsys):
+    (place / "empty.txt").touch()
+    (place / "bad.yaml").write_text("learning_rate: 1\n")
+    assert lm("train", tmp_path / "run", *SHORT, *options) == 2
+    *before, error = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ") and told in error
+    assert all(line.startswith("tokenized") for line in before)  # once, where no test has needed the text yet
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--models", "SMAttn", "FEM"], "models='FEM' is not allowed; choose different ones of SMAttn"),
+        (["--models", "SMAttn", "SMAttn"], "choose different ones of"),
+        (["--models"], "choose different ones of"),
+        (["--prior", "gla"], "prior=('gla',) is not allowed; choose --models ... custom too"),
+        (["--seeds", 0], "seeds=0"),
+        (["--jobs", 0], "jobs=0"),
+    ],
+)
+def test_a_comparison_says_what_is_allowed(tmp_path, options, told, capsys):
+    assert lm("compare", tmp_path / "run", *SMALL, *options) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_resumed_as_it_was_only(tmp_path, capsys):
+    out, text = tmp_path / "run", tmp_path / "own.txt"
+    text.write_text(words(0, 80))
+    trained(out, text=text)
+
+    def told(*options):
+        capsys.readouterr()
+        assert lm("train", out, *SHORT, *options, text=text) == 2
+        return capsys.readouterr().err
+
+    assert "holds a finished run (--resume shows its table)" in told()
+    assert "lr was 0.002 and is now 0.1" in told("--resume", "--lr", 0.1)
+    (out / "table.md").unlink()
+    assert "holds an unfinished run (--resume continues it)" in told()
+    assert "vocabulary was 257 and is now 263" in told("--resume", "--tokenizer", "tokenizer")
+    text.write_text(words(1, 80))
+    assert "text was" in told("--resume")
+
+
+def test_a_full_disk_or_a_damaged_checkpoint_loses_only_what_came_after(tmp_path, undisturbed, monkeypatch, capsys):
+    out = tmp_path / "run"
+    write, saved = safetensors.torch.save_file, []
+
+    def no_room(*args, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def full(tensors, path, *rest, **options):
+        saved.append(path)
+        if len(saved) == 6:  # weights and optimizer of the third checkpoint
+            path.write_bytes(b"the first part of the fi")
+            no_room()
+        return write(tensors, path, *rest, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors.torch, "save_file", full)
+        assert lm("train", out, *LONG) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "step-00000039 could not be saved" in error and "No space left" in error and "intact" in error
+    assert sorted(os.listdir(out / "checkpoints")) == ["step-00000013", "step-00000026"]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FEMForCausalLM, "save_pretrained", no_room)
+        assert lm("train", out, *LONG, "--resume") == 2
+    assert "model could not be saved ([Errno 28] No space left" in capsys.readouterr().err.splitlines()[-1]
+    assert sorted(os.listdir(out / "checkpoints")) == ["step-00000052", "step-00000061"]
+
+    newest = out / "checkpoints/step-00000061/weights.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[-7] ^= 1
+    newest.write_bytes(content)
+    with pytest.warns(UserWarning, match="step-00000061 is damaged .* going back"):
+        assert lm("train", out, *LONG, "--resume") == 0
+    assert outcome(out) == undisturbed
