@@ -1,14 +1,8 @@
 """Models over several devices: sequences (cp), heads (tp) and batches (dp) divided over the ranks of a mesh."""
 
 from femixer.parallel.cut import own_tokens, whole_sequence
-from femixer.parallel.plan import (
-    HeadParallel,
-    WidthParallel,
-    full_state_dict,
-    load_full_state_dict,
-    parallelize,
-    tensor_plan,
-)
+from femixer.parallel.plan import HeadParallel, WidthParallel, parallelize, tensor_plan
+from femixer.parallel.weights import full_state_dict, load_full_state_dict
 
 __all__ = [
     "HeadParallel",

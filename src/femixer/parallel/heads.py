@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from femixer.kernels.modulation import modulation
 from femixer.mixer import FreeEnergyMixer, Projected
 from femixer.parallel.exchange import shared, summed
-from femixer.parallel.local import Dimension, distributed_parameter, divide, fill, whole
+from femixer.parallel.local import Dimension, distributed_parameter, divide
 from femixer.parallel.swapping import swapped
 from femixer.priors.softmax import SoftmaxPrior
-from femixer.projection import Columns, Projection
+from femixer.projection import Projection
 
 Known = dict[int, nn.Parameter]
 
@@ -103,11 +103,9 @@ class SummedOutput(nn.Linear):
 class CutProjection(nn.Module):
     """A Projection of which each rank has the columns of its heads, and all of those that heads share.
 
-    Columns side by side cannot be cut in one piece, so every name has its own parameters: weight_q, bias_q,
-    modulation_q, ...
+    Columns side by side cannot be cut in one piece, so every name has parameters of its own: q.weight, q.bias,
+    q.modulation, k.weight, ...
     """
-
-    KINDS = ("weight", "bias", "modulation")
 
     def __init__(self, projection: Projection, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -118,30 +116,31 @@ class CutProjection(nn.Module):
             for name, columns in projection.columns.items()
         }
         self.scaled = sum(c.width for c in self.columns.values() if not c.additive)
-        held = {"weight": projection.linear.weight, "bias": projection.linear.bias, "modulation": projection.modulation}
-        self.kinds = [kind for kind in self.KINDS if held[kind] is not None]
-        for kind in self.kinds:
-            parameter = held[kind]
-            assert parameter is not None
-            for (name, columns), piece in zip(self.columns.items(), parameter.split(self.whole_widths), strict=True):
-                piece = piece.detach().clone().requires_grad_(parameter.requires_grad)
-                own = distributed_parameter(piece, mesh, None if columns.shared else 0)
-                self.register_parameter(f"{kind}_{name}", own)
+        held = dict(projection.named_parameters())
+        self.kinds = [kind for kind, name in WHOLE_NAMES.items() if name in held]
+        for number, (name, columns) in enumerate(self.columns.items()):
+            piece = nn.Module()
+            for kind in self.kinds:
+                parameter = held[WHOLE_NAMES[kind]]
+                rows = parameter.detach().split(self.whole_widths)[number].clone()
+                own = distributed_parameter(rows, mesh, None if columns.shared else 0)
+                piece.register_parameter(kind, own.requires_grad_(parameter.requires_grad))
+            self.add_module(name, piece)
 
     @property
     def widths(self) -> list[int]:
         return [c.width for c in self.columns.values()]
 
+    def _pieces(self, kind: str) -> list[Tensor]:
+        return [getattr(self.get_submodule(name), kind) for name in self.columns]
+
     def _own(self, kind: str) -> Tensor | None:
         """This rank's columns [width, ...]; heads on other ranks read shared ones too."""
         if kind not in self.kinds:
             return None
-        pieces = []
-        for name, columns in self.columns.items():
-            parameter = getattr(self, f"{kind}_{name}")
-            piece = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            pieces.append(shared(piece, self.group) if columns.shared else piece)
-        return torch.cat(pieces)
+        own = [piece.to_local() if isinstance(piece, DTensor) else piece for piece in self._pieces(kind)]
+        columns = self.columns.values()
+        return torch.cat([shared(x, self.group) if c.shared else x for x, c in zip(own, columns, strict=True)])
 
     def forward(self, x: Tensor, features: Tensor | None = None) -> dict[str, Tensor]:
         weight, rows = self._own("weight"), self._own("modulation")
@@ -153,19 +152,6 @@ class CutProjection(nn.Module):
             pieces = modulation(projected, features, rows, self.scaled, self.widths)
         return dict(zip(self.columns, pieces, strict=True))
 
-    def whole_state(self) -> dict[str, Tensor]:
-        """The parameters of the Projection; every rank takes part."""
-        return {
-            _WHOLE[kind]: torch.cat([whole(getattr(self, f"{kind}_{name}")) for name in self.columns])
-            for kind in self.kinds
-        }
 
-    def fill(self, state: dict[str, Tensor]) -> None:
-        for kind in self.kinds:
-            for name, piece in zip(self.columns, state[_WHOLE[kind]].split(self.whole_widths), strict=True):
-                fill(getattr(self, f"{kind}_{name}"), piece)
-
-
-_WHOLE = {"weight": "linear.weight", "bias": "linear.bias", "modulation": "modulation"}
-
-__all__ = ["Columns", "CutProjection", "check_heads", "cut_heads", "cut_inputs", "cut_width"]
+# A Projection's names of what its pieces have.
+WHOLE_NAMES = {"weight": "linear.weight", "bias": "linear.bias", "modulation": "modulation"}

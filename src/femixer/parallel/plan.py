@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -15,8 +14,8 @@ from femixer.mixer import FreeEnergyMixer
 from femixer.parallel.context import cut_mixer
 from femixer.parallel.cut import Cut
 from femixer.parallel.exchange import summed
-from femixer.parallel.heads import CutProjection, check_heads, cut_heads, cut_width
-from femixer.parallel.local import divide, fill, whole
+from femixer.parallel.heads import check_heads, cut_heads, cut_width
+from femixer.parallel.local import divide
 from femixer.parallel.swapping import swapped
 from femixer.priors.softmax import SoftmaxPrior
 
@@ -177,34 +176,3 @@ def _shard(model: nn.Module, mesh: DeviceMesh, replicas: list[str], mean_over: i
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(mean_over)
-
-
-@torch.no_grad()
-def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The weights as one rank would have them, by their usual names, on every rank; all ranks must call it."""
-    state: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules():
-        dot = f"{prefix}." if prefix else ""
-        if isinstance(module, CutProjection):
-            state |= {dot + name: value for name, value in module.whole_state().items()}
-            continue
-        held = {
-            **module._parameters,
-            **{n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set},
-        }
-        state |= {dot + name: whole(value) for name, value in held.items() if value is not None}
-    return state
-
-
-def load_full_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Fill a model, on however many ranks, with weights of `full_state_dict` or of the model on one rank."""
-    for prefix, module in model.named_modules():
-        dot = f"{prefix}." if prefix else ""
-        if isinstance(module, CutProjection):
-            module.fill({name.removeprefix(dot): value for name, value in state.items() if name.startswith(dot)})
-            continue
-        for name, target in {**module._parameters, **module._buffers}.items():
-            if target is not None and dot + name in state:
-                fill(target, state[dot + name])
-            elif target is not None and name not in module._non_persistent_buffers_set:
-                raise ValueError(f"state has no {dot + name!r}, which the model needs")
