@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from femixer.parallel.exchange import gathered
+from femixer.parallel.exchange import gathered, summed
 
 
 @dataclass(frozen=True)
@@ -101,3 +101,9 @@ def own_tokens(model: Any, x: Tensor) -> Tensor:
     """Of a parallelized model, this rank's tokens [B, T / ranks, ...] of x [B, T, ...]."""
     cut: Cut | None = getattr(model, "cut", None)
     return x if cut is None else cut.take(x)
+
+
+def summed_over_cut(model: Any, x: Tensor) -> Tensor:
+    """Of a parallelized model, the sum over the whole sequence of what x is the sum of over this rank's tokens."""
+    cut: Cut | None = getattr(model, "cut", None)
+    return x if cut is None else summed(x, cut.group)

@@ -176,3 +176,4 @@ def _shard(model: nn.Module, mesh: DeviceMesh, replicas: list[str], mean_over: i
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(mean_over)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no sum that multiplies first
