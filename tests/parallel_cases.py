@@ -415,23 +415,24 @@ def process(folder: Path, rank: int, ranks: int) -> None:
 CASES: tuple[Callable[[int], Iterator[tuple[str, Callable[[], Any]]]], ...] = (mixers, languages, traffic, refusals)
 
 
-def one_dies() -> None:
-    """Started by torchrun: the second rank is killed in the middle of training."""
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
+def femixer(args: list[str], dies: int) -> None:
+    """Started by torchrun: a command whose second rank is killed once the checkpoint of step `dies` is saved."""
+    from femixer.cli import main
+    from femixer.training import checkpoint, distributed
 
-    from femixer.parallel import parallelize
+    save = checkpoint.save
 
-    distributed.init_process_group("gloo")
-    model = parallelize(language(["gla"]), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
-    for step in range(STEPS):
-        if step == 2 and distributed.get_rank() == 1:
+    def saved(folder: Path, model: Any, optimizer: Any, position: Any, keep: int = 2) -> None:
+        save(folder, model, optimizer, position, keep)
+        if position.step == dies and distributed.rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        loss_of(model, *batch(step)).backward()
+
+    checkpoint.save = saved
+    sys.exit(main(args))
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "one dies":
-        one_dies()
+    if sys.argv[1] == "femixer":
+        femixer(sys.argv[3:], int(sys.argv[2]))
     else:
         process(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

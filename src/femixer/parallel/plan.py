@@ -71,7 +71,7 @@ def _checked(model: nn.Module, sizes: dict[str, int]) -> list[FreeEnergyMixer]:
         if not isinstance(block.mixer, FreeEnergyMixer):
             raise ValueError(f"mixer={type(block.mixer).__name__} cannot be divided over 'cp' or 'tp'; choose fem")
     if not isinstance(model, FreeEnergyMixer) and type(model).__name__ not in ("FEMModel", "FEMForCausalLM"):
-        raise TypeError(f"model is {type(model).__name__}; allowed is FreeEnergyMixer, FEMModel or FEMForCausalLM")
+        raise ValueError(f"model is {type(model).__name__}; allowed is FreeEnergyMixer, FEMModel or FEMForCausalLM")
     for mixer in mixers:
         if hasattr(mixer, "cut") or hasattr(mixer, "group"):
             raise ValueError("the model is divided over ranks already")

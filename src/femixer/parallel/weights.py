@@ -47,7 +47,8 @@ def fitting(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
         if isinstance(module, CutProjection):
             for key in [key for key in state if key.rpartition(":")[0] == together or key == together]:
                 value, ending = state.pop(key), key.removeprefix(together)
-                parts = value.split(module.whole_widths) if value.dim() else [value] * len(apart)
+                # A count of steps is one number, of which each has its own.
+                parts = value.split(module.whole_widths) if value.dim() else [value.clone() for _ in apart]
                 state |= {name + ending: part for name, part in zip(apart, parts, strict=True)}
     return state
 
