@@ -123,8 +123,8 @@ class CutProjection(nn.Module):
             for kind in self.kinds:
                 parameter = held[WHOLE_NAMES[kind]]
                 rows = parameter.detach().split(self.whole_widths)[number].clone()
-                own = distributed_parameter(rows, mesh, None if columns.shared else 0)
-                piece.register_parameter(kind, own.requires_grad_(parameter.requires_grad))
+                rows.requires_grad_(parameter.requires_grad)
+                piece.register_parameter(kind, distributed_parameter(rows, mesh, None if columns.shared else 0))
             self.add_module(name, piece)
 
     @property

@@ -44,9 +44,10 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, shard: bool = False) -> A
     replicas = [name for name in ("dp", "cp") if sizes[name] > 1]
     if shard and replicas:
         _shard(model, mesh, replicas, sizes["dp"])
-    else:
+    elif replicas:
+        together = _Synchronised([mesh[name].get_group() for name in replicas], sizes["dp"])
         for parameter in {id(p): p for p in model.parameters() if p.requires_grad}.values():
-            parameter.register_hook(_Synchronised([mesh[name].get_group() for name in replicas], sizes["dp"]))
+            parameter.register_hook(together)
     return model
 
 
