@@ -1,4 +1,4 @@
-"""What ranks do in test_parallel.py: `python parallel_cases.py FOLDER RANK RANKS` is one of them.
+"""What ranks do in test_parallel.py: `python parallel_cases.py FOLDER RANK` is one of four.
 
 They are connected through gloo. Every rank computes the result of one process itself and writes down how far its part
 of the divided one is away, or what an error said.
@@ -6,7 +6,6 @@ of the divided one is away, or what an error said.
 
 import json
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -34,9 +33,19 @@ KINDS: dict[str, dict[str, Any]] = {
     "mamba, not normalized": {"prior_options": {"state_size": 3, "normalize": False}},
     "mamba-interactive": {"prior_options": {"state_size": 3}},
 }
-DIM, HEADS, WORDS, STEPS = 24, 4, 29, 20
+RANKS, DIM, HEADS, WORDS, STEPS = 4, 24, 4, 29, 20
 TOKENS = 24  # stretches of 3 tokens on four ranks
 Errors = dict[str, float]
+
+
+def meshes(names: tuple[str, ...] = ("cp", "tp", "rows")) -> dict[str, Any]:
+    """Of two ranks each: the four ranks are two pairs."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return {name: init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", name))[name] for name in names}
+
+
+PAIRS: dict[str, Any] = {}
 
 
 def mixer(kind: str, dtype: torch.dtype, **options: Any) -> FreeEnergyMixer:
@@ -120,7 +129,7 @@ def mixers(ranks: int) -> Iterator[tuple[str, Callable[[], Errors]]]:
         return lambda: same_as_alone(mixer(kind, dtype, **options), mesh, GIVEN[given]())
 
     if ranks == 2:
-        cp, tp = (init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("cp", "tp"))
+        cp, tp = PAIRS["cp"], PAIRS["tp"]
         for kind in KINDS:
             for causal in (True, False):
                 for given in ("nothing", "segments") if causal else ("mask", "segments"):
@@ -147,7 +156,7 @@ def language(priors: list[str], dtype: torch.dtype = torch.float32) -> Any:
     from femixer.models import FEMConfig, FEMForCausalLM
 
     torch.manual_seed(0)
-    shape = {"hidden_size": DIM, "intermediate_size": 34, "num_hidden_layers": 2, "num_attention_heads": HEADS}
+    shape = {"hidden_size": DIM, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": HEADS}
     config = FEMConfig(vocab_size=WORDS, prior=priors, tie_word_embeddings=True, **shape)
     return disturbed(FEMForCausalLM(config)).to(dtype)
 
@@ -174,8 +183,8 @@ def loss_of(model: Any, words: Tensor, documents: Tensor) -> Tensor:
     return loss if own.shape == labels.shape else summed(loss, model.cut.group)
 
 
-def fit(model: Any, steps: int, rows: slice = slice(None)) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+def fit(model: Any, steps: int, rows: slice = slice(None), optimizer: Any = None) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02) if optimizer is None else optimizer
     losses = []
     for step in range(steps):
         words, documents = batch(step)
@@ -220,11 +229,38 @@ def trained_as_alone(
     return errors
 
 
+def resumed_as_alone(folder: Path) -> Errors:
+    """Distances after a checkpoint of one process, with AdamW's state, was taken up by two that divide the heads."""
+    from torch import distributed
+
+    from femixer.parallel import full_state_dict, parallelize
+    from femixer.training import adamw, checkpoint
+
+    place = folder / f"alone {distributed.get_rank()}"
+    alone, divided = language(["gla", "mamba"], torch.float64), language(["gla", "mamba"], torch.float64)
+    optimizer = adamw(alone, 1e-2, 0.1)
+    fit(alone, 2, optimizer=optimizer)
+    checkpoint.save(place, alone, optimizer, checkpoint.Position(2, 0.0))
+    parallelize(divided, PAIRS["tp"])
+    other = adamw(divided, 1e-2, 0.1)
+    assert checkpoint.restore(place, divided, other).step == 2
+    expected, losses = (
+        torch.tensor(fit(model, 3, optimizer=of), dtype=torch.float64)
+        for model, of in ((alone, optimizer), (divided, other))
+    )
+    state = full_state_dict(divided)
+    errors = {name: relative(state[name], value, 0.1) for name, value in alone.state_dict().items()}
+    return {**errors, "losses": relative(losses, expected, 0)}
+
+
 def languages(ranks: int) -> Iterator[tuple[str, Callable[[], Errors]]]:
     from torch.distributed.device_mesh import init_device_mesh
 
     def case(priors: list[str], sizes: dict[str, int], steps: int, dtype: Any = torch.float32, **options: Any) -> Any:
-        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        if ranks == 2:
+            mesh = PAIRS[next(iter(sizes))]
+        else:
+            mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         return lambda: trained_as_alone(lambda: language(priors, dtype), mesh, steps, **options)
 
     if ranks == 2:
@@ -252,10 +288,10 @@ def planned_by_transformers(folder: Path) -> Errors:
     if distributed.get_rank() == 0:
         alone.save_pretrained(folder / "planned")
     distributed.barrier()
-    plan = DistributedConfig(tp_plan="auto", tp_size=2)
+    plan = DistributedConfig(tp_plan="auto", tp_size=4)
     divided = FEMForCausalLM.from_pretrained(folder / "planned", distributed_config=plan)
     weight: Any = divided.model.layers[0].mlp.gate_proj.weight
-    assert weight.to_local().shape[0] * 2 == weight.shape[0]
+    assert weight.to_local().shape[0] * 4 == weight.shape[0]
     words, _ = batch(0)
     with torch.no_grad():
         return {"logits": relative(divided(words).logits, alone(words).logits, 0)}
@@ -295,8 +331,6 @@ def numbers(layer: FreeEnergyMixer) -> int:
 
 def sent(kind: str, tokens: int) -> list[int]:
     """Bytes that a rank gives in the forward pass on so many tokens per rank, and what the formula says."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     from femixer.parallel import parallelize
 
     layer, batch = mixer(kind, torch.float32), 3
@@ -306,7 +340,7 @@ def sent(kind: str, tokens: int) -> list[int]:
     else:
         stretches, of_prior = 1, 8 * batch * numbers(layer)
     segments = 8 * 4 * batch * stretches + (8 * batch * tokens if kind == "softmax" else 0)
-    parallelize(layer, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+    parallelize(layer, PAIRS["cp"])
     found = []
     for given in ({}, {"segments": torch.zeros(batch, tokens, dtype=torch.long)}):
         with Sent() as counted, torch.no_grad():
@@ -318,13 +352,11 @@ def sent(kind: str, tokens: int) -> list[int]:
 
 def sent_by_heads(tokens: int) -> list[int]:
     """The same of tensor parallelism, forwards and backwards."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     from femixer.parallel import parallelize
 
     layer, batch = mixer("gla", torch.float32), 3
     channels = layer.conditioner.channels  # type: ignore[union-attr]
-    parallelize(layer, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    parallelize(layer, PAIRS["tp"])
     with Sent() as forwards:
         y = layer(torch.randn(batch, tokens, DIM, requires_grad=True))
     with Sent() as backwards:
@@ -351,29 +383,28 @@ def refusals(ranks: int) -> Iterator[tuple[str, Callable[[], str]]]:
 
     if ranks != 2:
         return
-    meshes = {name: init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("cp", "tp", "rows")}
 
     def small(**options: Any) -> Any:
-        shape = {"hidden_size": DIM, "intermediate_size": 34, "num_hidden_layers": 1, "num_attention_heads": HEADS}
+        shape = {"hidden_size": DIM, "intermediate_size": 36, "num_hidden_layers": 1, "num_attention_heads": HEADS}
         return FEMForCausalLM(FEMConfig(vocab_size=WORDS, **{**shape, **options}))
 
     words = torch.zeros(1, 7, dtype=torch.long)
     tries: dict[str, Callable[[], Any]] = {
-        "dimensions": lambda: parallelize(small(), meshes["rows"]),
-        "heads": lambda: parallelize(small(num_attention_heads=3), meshes["tp"]),
-        "kv_heads": lambda: parallelize(small(num_key_value_heads=1), meshes["tp"]),
-        "width": lambda: parallelize(small(intermediate_size=33), meshes["tp"]),
-        "bias": lambda: parallelize(mixer("softmax, bias", torch.float32), meshes["tp"]),
-        "length": lambda: parallelize(small(prior="gla"), meshes["cp"])(words),
-        "zigzag": lambda: parallelize(small(), meshes["cp"])(words[:, :6]),
-        "rival": lambda: parallelize(small(mixer="deltanet"), meshes["cp"]),
-        "model": lambda: parallelize(nn.Linear(2, 2), meshes["cp"]),
-        "twice": lambda: parallelize(parallelize(small(), meshes["cp"]), meshes["cp"]),
-        "cache": lambda: parallelize(small(), meshes["cp"])(words[:, :4], use_cache=True),
-        "state": lambda: parallelize(mixer("gla", torch.float32), meshes["cp"])(
+        "dimensions": lambda: parallelize(small(), PAIRS["rows"]),
+        "heads": lambda: parallelize(small(num_attention_heads=3), PAIRS["tp"]),
+        "kv_heads": lambda: parallelize(small(num_key_value_heads=1), PAIRS["tp"]),
+        "width": lambda: parallelize(small(intermediate_size=33), PAIRS["tp"]),
+        "bias": lambda: parallelize(mixer("softmax, bias", torch.float32), PAIRS["tp"]),
+        "length": lambda: parallelize(small(prior="gla"), PAIRS["cp"])(words),
+        "zigzag": lambda: parallelize(small(), PAIRS["cp"])(words[:, :6]),
+        "rival": lambda: parallelize(small(mixer="deltanet"), PAIRS["cp"]),
+        "model": lambda: parallelize(nn.Linear(2, 2), PAIRS["cp"]),
+        "twice": lambda: parallelize(parallelize(small(), PAIRS["cp"]), PAIRS["cp"]),
+        "cache": lambda: parallelize(small(), PAIRS["cp"])(words[:, :4], use_cache=True),
+        "state": lambda: parallelize(mixer("gla", torch.float32), PAIRS["cp"])(
             torch.zeros(1, 4, DIM), return_state=True
         ),
-        "mesh": lambda: init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)),
+        "mesh": lambda: init_device_mesh("cpu", (8,), mesh_dim_names=("cp",)),
     }
     for name, action in tries.items():
         yield f"refused {name}", lambda action=action: refusal(action)  # type: ignore[misc]
@@ -398,41 +429,29 @@ def attempt(action: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def process(folder: Path, rank: int, ranks: int) -> None:
-    from torch import distributed
-
-    torch.set_num_threads(1)
-    meeting, patience = f"file://{folder / f'meeting {ranks}'}", timedelta(seconds=120)
-    distributed.init_process_group("gloo", meeting, patience, world_size=ranks, rank=rank)
-    only, outcome = os.environ.get("ONLY", ""), {}
-    if ranks == 2 and only in "transformers":
-        outcome["transformers, float32"] = attempt(lambda: planned_by_transformers(folder))
-    outcome |= {name: attempt(action) for cases in CASES for name, action in cases(ranks) if only in name}
-    (folder / f"{ranks} {rank}.json").write_text(json.dumps(outcome))
-    distributed.destroy_process_group()
-
-
 CASES: tuple[Callable[[int], Iterator[tuple[str, Callable[[], Any]]]], ...] = (mixers, languages, traffic, refusals)
 
 
-def femixer(args: list[str], dies: int) -> None:
-    """Started by torchrun: a command whose second rank is killed once the checkpoint of step `dies` is saved."""
-    from femixer.cli import main
-    from femixer.training import checkpoint, distributed
+def process(folder: Path, rank: int) -> None:
+    """All cases of four ranks, and those of two that fall to this pair."""
+    from torch import distributed
 
-    save = checkpoint.save
-
-    def saved(folder: Path, model: Any, optimizer: Any, position: Any, keep: int = 2) -> None:
-        save(folder, model, optimizer, position, keep)
-        if position.step == dies and distributed.rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    checkpoint.save = saved
-    sys.exit(main(args))
+    torch.set_num_threads(1)
+    meeting, patience = f"file://{folder / 'meeting'}", timedelta(seconds=120)
+    distributed.init_process_group("gloo", meeting, patience, world_size=RANKS, rank=rank)
+    PAIRS.update(meshes())
+    only, outcome = os.environ.get("ONLY", ""), {}
+    for ranks in (2, RANKS):
+        found = [(name, action) for cases in CASES for name, action in cases(ranks) if only in name]
+        if ranks == 2:
+            found += [("resumed", lambda: resumed_as_alone(folder))] if only in "resumed" else []
+            found = found[rank // 2 :: 2]
+        elif only in "transformers":
+            found.append(("transformers, float32", lambda: planned_by_transformers(folder)))
+        outcome[ranks] = {name: attempt(action) for name, action in found}
+    (folder / f"{rank}.json").write_text(json.dumps(outcome))
+    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "femixer":
-        femixer(sys.argv[3:], int(sys.argv[2]))
-    else:
-        process(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    process(Path(sys.argv[1]), int(sys.argv[2]))
