@@ -26,11 +26,13 @@ class Past(NamedTuple):
 class Layout(NamedTuple):
     """segment [B, T]: number of the token's segment, -1 for padding; position [B, T] or [1, T]: real tokens before it.
 
-    segment is None where every token is real and of one segment.
+    segment is None where every token is real and of one segment. following [B]: segment of the first real token behind
+    this layout, where more of the sequence is known to come.
     """
 
     segment: Tensor | None
     position: Tensor
+    following: Tensor | None = None
 
     @property
     def padding(self) -> Tensor | None:
@@ -44,13 +46,14 @@ class Layout(NamedTuple):
 
     @property
     def ends(self) -> Tensor | None:
-        """bool [B, T]: the last real token of a segment (as far as this layout reaches)."""
+        """bool [B, T]: the last real token of a segment (as far as is known)."""
         if self.segment is None:
             return None
-        segment = self.segment
+        segment, none = self.segment, torch.iinfo(self.segment.dtype).max
         # The next real token's segment, looking back from the end; padding is skipped by the running minimum.
-        later = segment.masked_fill(segment < 0, torch.iinfo(segment.dtype).max)
-        later = torch.cat([later[:, 1:], torch.full_like(later[:, :1], torch.iinfo(segment.dtype).max)], 1)
+        later = segment.masked_fill(segment < 0, none)
+        behind = torch.full_like(later[:, :1], none) if self.following is None else self.following[:, None]
+        later = torch.cat([later[:, 1:], behind], 1)
         following = later.flip(1).cummin(1).values.flip(1)
         return (segment >= 0) & (following != segment)
 

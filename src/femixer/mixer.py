@@ -153,7 +153,7 @@ class FreeEnergyMixer(MixerLayer):
         self, x: Tensor, mask: Tensor | None, segments: Tensor | None, before: State, keep: bool
     ) -> tuple[Tensor, State]:
         """-> (y, the state after x, if it is to be kept)."""
-        layout, past = arrange(x, mask, segments, before.past)
+        layout, past = self._arrange(x, mask, segments, before.past)
         inputs, v, lam, gate, context = self._project(x, layout, before.conditioner)
         read, memory = self.prior(inputs, v, self._beta(), lam, gate, layout, before.prior, keep)
         y = self.out_proj(self.dropout(read.flatten(-2).to(x.dtype)))
@@ -161,12 +161,18 @@ class FreeEnergyMixer(MixerLayer):
             y = y.masked_fill(layout.padding[..., None], 0)
         return y, before.next(past, memory, context) if keep else before
 
+    def _arrange(self, x: Tensor, mask: Tensor | None, segments: Tensor | None, past: Past) -> tuple[Layout, Past]:
+        return arrange(x, mask, segments, past)
+
     def _project(self, x: Tensor, layout: Layout, context: Tensor | None) -> Projected:
         if layout.padding is not None:
             x = x.masked_fill(layout.padding[..., None], 0)
         features = None
         if self.conditioner is not None:
             features, context = self.conditioner(x, layout, context)
+        return self._columns(x, features, context)
+
+    def _columns(self, x: Tensor, features: Tensor | None, context: Tensor | None) -> Projected:
         inputs = {} if self.prior_proj is None else self.prior_proj(x, features)
         values = self.value_proj(x, features)
         heads = {name: columns.unflatten(-1, (-1, self.widths.value)) for name, columns in values.items()}

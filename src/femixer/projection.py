@@ -12,10 +12,11 @@ from femixer.kernels.modulation import modulation
 
 class Columns(NamedTuple):
     """Columns of a projection. The conditioner multiplies them by 1 + eta or, for logits of decays and steps
-    (`additive`), adds eta."""
+    (`additive`), adds eta. They belong to the heads, in order, in equal parts, or all heads read all (`shared`)."""
 
     width: int
     additive: bool = False
+    shared: bool = False
 
 
 class Projection(nn.Module):

@@ -23,6 +23,12 @@ class FEMConfig(PreTrainedConfig):
 
     model_type = "fem"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  transformers adds to it
+    # Tensor parallelism by transformers: of the MLPs; femixer.parallel also divides the heads of the mixers.
+    base_model_tp_plan = {  # noqa: RUF012
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
 
     vocab_size: int = 32000
     hidden_size: int = 512

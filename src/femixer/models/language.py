@@ -144,6 +144,7 @@ class FEMForCausalLM(FEMPreTrainedModel, FEMGeneration, GenerationMixin):  # tra
     """FEMModel with logits of the next token, a loss and generate()."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
 
     def __init__(self, config: FEMConfig) -> None:
         if not config.causal:

@@ -54,7 +54,7 @@ class GLAPrior(LinearPrior):
             nn.init.normal_(self.decay_map, std=self.rank**-0.5)
 
     def columns(self) -> dict[str, Columns]:
-        return {**super().columns(), "decay": Columns(self.rank, additive=True)}
+        return {**super().columns(), "decay": Columns(self.rank, additive=True, shared=self.decay_map is not None)}
 
     def tracks(self, inputs: dict[str, Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
         logits = inputs["decay"].to(dtype)

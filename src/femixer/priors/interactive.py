@@ -62,8 +62,8 @@ class InteractivePrior(DirectedPrior):
 
     def columns(self) -> dict[str, Columns]:
         return {
-            "b": Columns(self.state_size),
-            "c": Columns(self.state_size),
+            "b": Columns(self.state_size, shared=True),
+            "c": Columns(self.state_size, shared=True),
             "delta": Columns(self.heads, additive=True),
         }
 

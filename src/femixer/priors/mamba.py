@@ -76,9 +76,9 @@ class MambaPrior(StateSpacePrior):
 
     def columns(self) -> dict[str, Columns]:
         return {
-            "b": Columns(self.state_size),
-            "c": Columns(self.state_size),
-            "delta": Columns(self.rank, additive=True),
+            "b": Columns(self.state_size, shared=True),
+            "c": Columns(self.state_size, shared=True),
+            "delta": Columns(self.rank, additive=True, shared=True),
         }
 
     def tracks(self, inputs: dict[str, Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -79,7 +79,11 @@ def restore(folder: Path, model: nn.Module, optimizer: Optimizer) -> Position:
                 warnings.warn(f"checkpoint {path} is damaged ({problem}); going back to the one before", stacklevel=2)
                 atomic.remove(path)
             continue
-        if (path / SHARDS).exists():
+        from femixer.parallel.weights import is_named_otherwise  # torch's distributed tensors, only where needed
+
+        if is_named_otherwise(model, _held(path)):
+            _read_translated(path, model, optimizer)
+        elif (path / SHARDS).exists():
             _read_shards(path, model, optimizer)
         else:
             _read_whole(path, model, optimizer)
@@ -89,12 +93,36 @@ def restore(folder: Path, model: nn.Module, optimizer: Optimizer) -> Position:
 
 def weights(path: Path) -> dict[str, Tensor]:
     """The model's weights in a checkpoint of either kind, on the CPU, without the model."""
+    return _whole(path, "model", WEIGHTS)
+
+
+def _whole(path: Path, kind: str, file: str) -> dict[str, Tensor]:
+    """The tensors of the model or of the optimizer, all of them, on the CPU."""
     if not (path / SHARDS).exists():
-        return require("safetensors.torch", "cli").load_file(path / WEIGHTS)
+        return require("safetensors.torch", "cli").load_file(path / file)
     about = _shards_held(path).items()
-    found = {key: torch.empty(e.size, dtype=e.properties.dtype) for key, e in about if key.startswith("model:")}
+    found = {key: torch.empty(e.size, dtype=e.properties.dtype) for key, e in about if key.startswith(f"{kind}:")}
     _load_shards(path, found)
-    return {key.removeprefix("model:"): value for key, value in found.items()}
+    return {key.removeprefix(f"{kind}:"): value for key, value in found.items()}
+
+
+def _held(path: Path) -> list[str]:
+    """Names of the weights in a checkpoint."""
+    if (path / SHARDS).exists():
+        return [key.removeprefix("model:") for key in _shards_held(path) if key.startswith("model:")]
+    with require("safetensors", "cli").safe_open(path / WEIGHTS, framework="pt") as file:
+        return [*file.keys()]
+
+
+def _read_translated(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """A checkpoint of a model whose heads were divided and are not here, or the other way round."""
+    from femixer.parallel.weights import fitting
+
+    held, target = fitting(model, weights(path)), model_state(model)
+    _check_same(path, {name: tuple(value.shape) for name, value in held.items()}, target)
+    for name, tensor in target.items():
+        tensor.copy_(like(tensor, held[name]))
+    _fill(model, optimizer, fitting(model, _whole(path, "optimizer", OPTIMIZER)).items())
 
 
 def verify(path: Path) -> Position:

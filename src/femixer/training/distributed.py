@@ -18,6 +18,8 @@ Value = TypeVar("Value")
 
 _control: Any = None
 """The processes connected through the CPU, whatever connects their devices: for decisions, not for tensors."""
+_copies = 1
+"""Processes that have the same part of a batch."""
 
 
 @dataclass(frozen=True)
@@ -71,23 +73,31 @@ def is_main() -> bool:
     return rank() == 0
 
 
+def share_parts(copies: int) -> None:
+    """From now on so many processes in a row have the same part of a batch: they divide the model or the sequences."""
+    global _copies
+    _copies = copies
+
+
 def part() -> Part:
     """This process's share of work that all of them divide, such as an evaluation."""
-    return Part(rank(), world())
+    return Part(rank() // _copies, world() // _copies)
 
 
 def own_parts(pieces: int) -> list[Part]:
     """Those of a global batch that are this process's, where each process makes so many pieces of its share."""
-    return [Part(rank() * pieces + number, world() * pieces) for number in range(pieces)]
+    own = part()
+    return [Part(own.index * pieces + number, own.count * pieces) for number in range(pieces)]
 
 
 def total(*values: float) -> list[float]:
-    """The sum of each value over all processes, in float64, the same in every process."""
+    """The sum of each value over all parts, in float64, the same in every process. Processes with the same part have
+    the same values."""
     if world() == 1:
         return [*values]
     sums = torch.tensor(values, dtype=torch.float64)
     distributed.all_reduce(sums, group=_control)
-    return sums.tolist()
+    return (sums / _copies).tolist()
 
 
 def gather(value: Value) -> list[Value]:

@@ -33,8 +33,26 @@ class EngineOptions:
     """Compile the model with torch.compile."""
     checkpointing: bool = False
     """Gradient checkpointing: keep only the input of each block and compute the rest again; less memory, more time."""
+    context_parallel: int = 1
+    """Processes among which every sequence is cut (docs/scaling.md)."""
+    tensor_parallel: int = 1
+    """Processes among which the heads and widths of every layer are divided (docs/scaling.md)."""
+
+    @property
+    def copies(self) -> int:
+        """Processes that have the same part of a batch."""
+        return self.context_parallel * self.tensor_parallel
+
+    def parts(self, processes: int) -> int:
+        """Parts of a batch that so many processes have."""
+        why = f"{self.context_parallel} x {self.tensor_parallel} (context_parallel x tensor_parallel)"
+        check(processes % self.copies == 0, "processes", processes, f"a multiple of {why}; torchrun starts them")
+        return processes // self.copies
 
     def validate(self) -> None:
+        for name in ("context_parallel", "tensor_parallel"):
+            check(getattr(self, name) > 0, name, getattr(self, name), "a whole number above 0")
+        check(not (self.compile and self.copies > 1), "compile", True, f"False with {self.copies} processes per part")
         check(self.precision in ("no", "bf16"), "precision", self.precision, "no or bf16")
         check(self.accumulate > 0, "accumulate", self.accumulate, "a whole number above 0")
         check(self.shard in ("none", "full"), "shard", self.shard, "none or full")
@@ -56,17 +74,32 @@ class Engine:
         # Mixed precision is ours: accelerate's would turn the logits into float32 once more, the largest tensor of all.
         self.called: Any
         self.accelerator = accelerate.Accelerator(cpu=self.device.type == "cpu", mixed_precision="no")
-        self.sharded = options.shard == "full" and distributed.world() > 1
+        options.parts(distributed.world())
+        distributed.share_parts(options.copies)
+        self.sharded = options.shard == "full" and distributed.world() > options.tensor_parallel
         if options.checkpointing:
             enable = getattr(model, "gradient_checkpointing_enable", None)
             check(enable is not None, "checkpointing", True, f"False: {type(model).__name__} does not offer it")
             enable()  # type: ignore[misc]
-        if self.sharded:
+        if options.copies > 1:
+            self._divide()
+            self.called = model
+        elif self.sharded:
             self._shard(blocks)
             self.called = model
         else:
             compiled = torch.compile(model) if options.compile else model
             self.called = self.accelerator.prepare_model(compiled)
+
+    def _divide(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from femixer.parallel import parallelize
+
+        options = self.options
+        sizes = (distributed.part().count, options.context_parallel, options.tensor_parallel)
+        mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp", "cp", "tp"))
+        parallelize(self.model.to(self.device), mesh, shard=self.sharded)
 
     def _shard(self, blocks: Sequence[str] | None) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -115,8 +148,8 @@ class Engine:
                 torch.manual_seed(seed)
                 with self.autocast():
                     parts = losses(self.called, self.place(piece))
-                # DDP and FSDP average the gradients of the processes, where the sum is wanted.
-                (torch.stack([*parts.values()]).sum() * (scale * distributed.world())).backward()
+                # DDP and FSDP average the gradients of the parts, where the sum is wanted.
+                (torch.stack([*parts.values()]).sum() * (scale * distributed.part().count)).backward()
             for name, value in parts.items():
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach()
         return sums
@@ -126,7 +159,7 @@ class Engine:
         if self.sharded:
             self.called.set_requires_gradient_sync(now)
             return nullcontext()
-        return nullcontext() if now else self.accelerator.no_sync(self.called)
+        return nullcontext() if now or self.options.copies > 1 else self.accelerator.no_sync(self.called)
 
     def clip(self, largest: float | None) -> Tensor:
         """The norm of all gradients together; they are shrunk to `largest` where they exceed it."""
@@ -150,4 +183,9 @@ def full_weights(model: nn.Module) -> dict[str, Tensor]:
         value = value.full_tensor() if hasattr(value, "full_tensor") else value  # every process takes part
         if distributed.is_main():
             whole[id(tensor)] = value.cpu()
-    return {name: whole[id(tensor)] for name, tensor in named.items() if id(tensor) in whole}
+    weights = {name: whole[id(tensor)] for name, tensor in named.items() if id(tensor) in whole}
+    if not weights:
+        return {}
+    from femixer.parallel.weights import joined
+
+    return joined(model, weights)

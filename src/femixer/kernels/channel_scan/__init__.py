@@ -58,26 +58,26 @@ def channel_scan(
     free energy of the last one, None where there is none. Results have at least float32.
 
     exclusive: every row reads the tokens before it, decayed by its own gate; where there is none its log total is -inf.
-    Such a scan starts from no state.
     """
     mean, free, log_total, last, _ = OPERATOR(key, gate, v, beta, marks, state)
     read = Reading(mean, None if beta is None else free, log_total, last)
-    return _without_itself(read, gate, marks) if exclusive else read
+    return _without_itself(read, gate, marks, state) if exclusive else read
 
 
-def _without_itself(read: Reading, gate: Tensor | None, marks: Tensor | None) -> Reading:
-    """The results of the real token before, in the same segment."""
+def _without_itself(read: Reading, gate: Tensor | None, marks: Tensor | None, state: Tensor | None) -> Reading:
+    """The results of the real token before, in the same segment, or of the state."""
+    rows = [read.log_total, read.mean, *([] if read.free is None else [read.free])]
+    first = [torch.zeros_like(x[:, :1]) if state is None else state[i, :, None].to(x.dtype) for i, x in enumerate(rows)]
+    moved = [torch.cat(pair, 1) for pair in zip(first, rows, strict=True)]
+    index = torch.arange(read.mean.shape[1], device=read.mean.device)[None]
     if marks is None:
-        mean, free, log_total = (None if x is None else F.pad(x[:, :-1], (0, 0, 1, 0)) for x in read[:3])
-        nothing = torch.arange(read.mean.shape[1], device=read.mean.device)[:, None] == 0
+        log_total, mean, *free = (x[:, :-1] for x in moved)
+        nothing = (index == 0) & (state is None)
     else:
-        index = torch.arange(marks.shape[1], device=marks.device).expand_as(marks)
-        real = index.masked_fill(is_padding(marks), -1).cummax(1).values
-        before = F.pad(real[:, :-1], (1, 0), value=-1).masked_fill(is_start(marks), -1)[..., None]
-        take = before.clamp(min=0).expand_as(read.mean)
-        mean, free, log_total = (None if x is None else x.gather(1, take) for x in read[:3])
-        nothing = before < 0
-    assert mean is not None
-    assert log_total is not None
+        index = F.pad((index + 1).masked_fill(is_padding(marks), 0).cummax(1).values[:, :-1], (1, 0))
+        take = index[..., None].expand_as(read.mean)
+        log_total, mean, *free = (x.gather(1, take) for x in moved)
+        nothing = is_start(marks) | ((index == 0) & (state is None))
+    nothing = nothing[..., None]
     log_total = (log_total if gate is None else log_total + gate).masked_fill(nothing, -torch.inf)
-    return Reading(mean.masked_fill(nothing, 0), free, log_total, read.state)
+    return Reading(mean.masked_fill(nothing, 0), free[0] if free else None, log_total, read.state)

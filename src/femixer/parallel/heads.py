@@ -1,0 +1,157 @@
+"""Tensor parallelism: the heads of a mixer, and the width of an MLP, over the ranks of a mesh.
+
+All ranks have the same tokens x. Each computes its heads from them and its part of the output projection; the parts are
+added up (once forwards, and once for the gradient of x backwards). The conditioner, whose features all heads read, is
+the same everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from femixer.kernels.modulation import modulation
+from femixer.mixer import FreeEnergyMixer, Projected
+from femixer.parallel.exchange import shared, summed
+from femixer.parallel.local import Dimension, distributed_parameter, divide
+from femixer.parallel.swapping import swapped
+from femixer.priors.softmax import SoftmaxPrior
+from femixer.projection import Projection
+
+Known = dict[int, nn.Parameter]
+
+
+def check_heads(mixer: FreeEnergyMixer, ranks: int) -> None:
+    """Raise a ValueError unless the mixer's heads can be divided among so many ranks."""
+    for name, count in (("heads", mixer.heads), ("kv_heads", mixer.kv_heads)):
+        if count % ranks:
+            raise ValueError(f"{name}={count} cannot be divided among {ranks} ranks of 'tp'; allowed is a multiple")
+    if isinstance(mixer.prior, SoftmaxPrior) and mixer.prior.score_bias is not None:
+        raise ValueError("score_bias does not fit 'tp': it scores all heads at once")
+
+
+def cut_heads(mixer: FreeEnergyMixer, mesh: DeviceMesh, known: Known) -> None:
+    """From now on each rank of the mesh (of one dimension) has its part of the heads."""
+    ranks, group = mesh.size(), mesh.get_group()
+    check_heads(mixer, ranks)
+    for name in ("prior_proj", "value_proj"):
+        projection = getattr(mixer, name)
+        if projection is not None:
+            setattr(mixer, name, CutProjection(projection, mesh))
+    for part in (mixer, mixer.prior):
+        part.heads, part.kv_heads = part.heads // ranks, part.kv_heads // ranks
+    swapped(mixer, HeadsMixer).group = group
+    # Temperatures and the parameters of priors have the heads first.
+    divide(mixer, mesh, lambda name: 0, known)
+    divide(mixer.prior, mesh, lambda name: 0, known)
+    cut_inputs(mixer.out_proj, mesh, known)
+    if mixer.conditioner is not None:
+        divide(mixer.conditioner.in_proj, mesh, lambda name: None, known)
+
+
+def cut_width(mlp: Any, mesh: DeviceMesh, known: Known) -> None:
+    """The width of a SwiGLU over the ranks."""
+    width, ranks = mlp.gate_proj.weight.shape[0], mesh.size()
+    if width % ranks:
+        raise ValueError(
+            f"intermediate_size={width} cannot be divided among {ranks} ranks of 'tp'; allowed is a multiple"
+        )
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        divide(linear, mesh, lambda name: 0, known)
+    cut_inputs(mlp.down_proj, mesh, known)
+    swapped(mlp, SharedInput).group = mesh.get_group()
+
+
+def cut_inputs(linear: nn.Linear, mesh: DeviceMesh, known: Known) -> None:
+    """A linear map of whose inputs each rank has some."""
+
+    def dimension(name: str) -> Dimension:
+        return 1 if name == "weight" else None
+
+    swapped(linear, SummedOutput).group = mesh.get_group()
+    divide(linear, mesh, dimension, known)
+
+
+class HeadsMixer(FreeEnergyMixer):
+    group: Any
+
+    def _columns(self, x: Tensor, features: Tensor | None, context: Tensor | None) -> Projected:
+        features = None if features is None else shared(features, self.group)
+        return super()._columns(shared(x, self.group), features, context)
+
+
+class SharedInput(nn.Module):
+    group: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(shared(x, self.group))
+
+
+class SummedOutput(nn.Linear):
+    group: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = summed(F.linear(x, self.weight), self.group)
+        return y if self.bias is None else y + self.bias
+
+
+class CutProjection(nn.Module):
+    """A Projection of which each rank has the columns of its heads, and all of those that heads share.
+
+    Columns side by side cannot be cut in one piece, so every name has parameters of its own: q.weight, q.bias,
+    q.modulation, k.weight, ...
+    """
+
+    def __init__(self, projection: Projection, mesh: DeviceMesh) -> None:
+        super().__init__()
+        ranks, self.group = mesh.size(), mesh.get_group()
+        self.whole_widths = projection.widths
+        self.columns = {
+            name: columns if columns.shared else columns._replace(width=columns.width // ranks)
+            for name, columns in projection.columns.items()
+        }
+        self.scaled = sum(c.width for c in self.columns.values() if not c.additive)
+        held = dict(projection.named_parameters())
+        self.kinds = [kind for kind, name in WHOLE_NAMES.items() if name in held]
+        for number, (name, columns) in enumerate(self.columns.items()):
+            piece = nn.Module()
+            for kind in self.kinds:
+                parameter = held[WHOLE_NAMES[kind]]
+                rows = parameter.detach().split(self.whole_widths)[number].clone()
+                rows.requires_grad_(parameter.requires_grad)
+                piece.register_parameter(kind, distributed_parameter(rows, mesh, None if columns.shared else 0))
+            self.add_module(name, piece)
+
+    @property
+    def widths(self) -> list[int]:
+        return [c.width for c in self.columns.values()]
+
+    def _pieces(self, kind: str) -> list[Tensor]:
+        return [getattr(self.get_submodule(name), kind) for name in self.columns]
+
+    def _own(self, kind: str) -> Tensor | None:
+        """This rank's columns [width, ...]; heads on other ranks read shared ones too."""
+        if kind not in self.kinds:
+            return None
+        own = [piece.to_local() if isinstance(piece, DTensor) else piece for piece in self._pieces(kind)]
+        columns = self.columns.values()
+        return torch.cat([shared(x, self.group) if c.shared else x for x, c in zip(own, columns, strict=True)])
+
+    def forward(self, x: Tensor, features: Tensor | None = None) -> dict[str, Tensor]:
+        weight, rows = self._own("weight"), self._own("modulation")
+        assert weight is not None
+        projected = F.linear(x, weight, self._own("bias"))
+        if rows is None or features is None:
+            pieces = projected.split(self.widths, -1)
+        else:
+            pieces = modulation(projected, features, rows, self.scaled, self.widths)
+        return dict(zip(self.columns, pieces, strict=True))
+
+
+# A Projection's names of what its pieces have.
+WHOLE_NAMES = {"weight": "linear.weight", "bias": "linear.bias", "modulation": "modulation"}

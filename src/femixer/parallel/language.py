@@ -1,0 +1,88 @@
+"""Language models whose sequences are cut over ranks.
+
+Every rank of a cut is called with the same whole batch: tokens are small, and with all of them a rank knows paddings,
+documents and labels beyond its own. It computes hidden states and logits of its own tokens only; the loss is that of
+all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from femixer.models.language import FEMForCausalLM, FEMModel, padding_mask, within_documents
+from femixer.models.packing import PACKING, packed_segments
+from femixer.parallel.cut import Cut
+from femixer.parallel.exchange import summed
+
+
+def _refuse(options: dict[str, Any]) -> None:
+    """What makes no sense for a part of a sequence."""
+    for name, allowed in (("past_key_values", (None,)), ("use_cache", (None, False)), ("logits_to_keep", (None, 0))):
+        value = options.get(name)
+        if not any(value is one or (isinstance(value, int) and value == one) for one in allowed):
+            raise ValueError(f"{name} does not fit a sequence that is cut over ranks; leave it out")
+
+
+class CutModel(FEMModel):
+    """input_ids [B, T] -> hidden states [B, T / ranks, hidden_size] of this rank's tokens."""
+
+    cut: Cut
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        _refuse(options)
+        x = input_ids if inputs_embeds is None else inputs_embeds
+        if x is None:
+            raise ValueError("give either input_ids or inputs_embeds")
+        self.cut.check_length(x.shape[1])
+        mask = padding_mask(attention_mask, x)
+        segments = packed_segments(x, segments, mask, options, 0)
+        if mask is not None:  # as segments, which all ranks then have, also one without padding
+            segments = mask.long() - 1 if segments is None else segments.masked_fill(~mask, -1)
+        options = {name: value for name, value in options.items() if name not in PACKING}
+        return super().forward(
+            input_ids=None if input_ids is None else self.cut.take(input_ids),
+            segments=None if segments is None else self.cut.take(segments),
+            inputs_embeds=None if inputs_embeds is None else self.cut.take(inputs_embeds),
+            **{**options, "use_cache": False},
+        )
+
+
+class CutLanguageModel(FEMForCausalLM):
+    """Logits [B, T / ranks, vocabulary] of this rank's tokens, and the loss of all."""
+
+    cut: Cut
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        labels: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        _refuse(options)
+        given = {"input_ids": input_ids, "attention_mask": attention_mask, "segments": segments, "labels": labels}
+        if labels is None:
+            return super().forward(**given, **options)
+        after = options.pop("shift_labels", None)
+        if after is None:
+            x = input_ids if input_ids is not None else options["inputs_embeds"]
+            documents = packed_segments(x, segments, padding_mask(attention_mask, x), options, 0)
+            within = labels if documents is None else within_documents(labels, documents)
+            after = F.pad(within, (0, 1), value=-100)[:, 1:]
+        count = options.pop("num_items_in_batch", None)
+        count = (after != -100).sum() if count is None else count
+        wanted = options.pop("return_dict", None)
+        out = super().forward(**given, shift_labels=self.cut.take(after), num_items_in_batch=count, **options)
+        out.loss = summed(out.loss, self.cut.group)
+        return out.to_tuple() if wanted is False else out

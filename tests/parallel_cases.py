@@ -1,0 +1,457 @@
+"""What ranks do in test_parallel.py: `python parallel_cases.py FOLDER RANK` is one of four.
+
+They are connected through gloo. Every rank computes the result of one process itself and writes down how far its part
+of the divided one is away, or what an error said.
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from femixer import FreeEnergyMixer
+
+KINDS: dict[str, dict[str, Any]] = {
+    "softmax": {"kv_heads": 2},
+    "softmax, window": {"window": 5},
+    "softmax, bias": {"prior_options": {"score_bias": "alibi"}},
+    "linear": {"kv_heads": 2},
+    "gla": {"kv_heads": 2},
+    "gla, channel": {"prior_options": {"decay": "channel"}},
+    "aft": {},
+    "decay": {},
+    "ssm": {"prior_options": {"state_size": 3}},
+    "mamba": {"prior_options": {"state_size": 3}},
+    "mamba, not normalized": {"prior_options": {"state_size": 3, "normalize": False}},
+    "mamba-interactive": {"prior_options": {"state_size": 3}},
+}
+RANKS, DIM, HEADS, WORDS, STEPS = 4, 24, 4, 29, 20
+TOKENS = 24  # stretches of 3 tokens on four ranks
+Errors = dict[str, float]
+
+
+def meshes(names: tuple[str, ...] = ("cp", "tp", "rows")) -> dict[str, Any]:
+    """Of two ranks each: the four ranks are two pairs."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return {name: init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", name))[name] for name in names}
+
+
+PAIRS: dict[str, Any] = {}
+
+
+def mixer(kind: str, dtype: torch.dtype, **options: Any) -> FreeEnergyMixer:
+    from femixer.priors import Alibi
+
+    torch.manual_seed(0)
+    options = {**KINDS[kind], **options}
+    if "score_bias" in options.get("prior_options", {}):
+        options["prior_options"] = {"score_bias": Alibi(HEADS)}
+    layer = FreeEnergyMixer(DIM, HEADS, prior=kind.split(",")[0], dtype=dtype, **options)
+    return disturbed(layer)
+
+
+def disturbed(model: Any) -> Any:
+    """With every path in use: no parameter is zero."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape))
+    return model
+
+
+def ids() -> Tensor:
+    """Segments that end at cuts, before and behind them, some within one stretch; padding at both ends and inside."""
+    segments = torch.tensor([[0] * 7 + [1] * 2 + [2] * 11 + [3] * 4, [5] * TOKENS, [0] * 6 + [1] * 6 + [2] * 12])
+    for row, places in ((0, [3, 11, 12, 13]), (1, [*range(6), 9, *range(20, TOKENS)])):
+        segments[row, places] = -1
+    return segments
+
+
+GIVEN: dict[str, Callable[[], dict[str, Tensor]]] = {
+    "nothing": dict,
+    "mask": lambda: {"mask": ids() >= 0},
+    "segments": lambda: {"segments": ids()},
+}
+
+
+def relative(actual: Tensor, expected: Tensor, scale: float) -> float:
+    """Relative to the largest number, but to no less than `scale`: some gradients are zero but for rounding."""
+    return float((actual - expected).detach().abs().max() / max(float(expected.detach().abs().max()), scale))
+
+
+def same_as_alone(layer: FreeEnergyMixer, mesh: Any, given: dict[str, Tensor]) -> Errors:
+    """Distances of the output and of all gradients of a divided mixer from those of one process."""
+    from femixer.parallel import full_state_dict, own_tokens, parallelize
+
+    dtype = layer.out_proj.weight.dtype
+    x, weight = torch.randn(2, 3, TOKENS, DIM, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    alone = x.clone().requires_grad_()
+    y = layer(alone, **given)
+    (y * weight).sum().backward()
+    assert alone.grad is not None
+    expected = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+    largest = max(float(g.abs().max()) for g in expected.values())
+    before = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    layer.zero_grad()
+    parallelize(layer, mesh)
+    part = own_tokens(layer, x).requires_grad_()
+    out = layer(part, **{name: own_tokens(layer, value) for name, value in given.items()})
+    (out * own_tokens(layer, weight)).sum().backward()
+    assert part.grad is not None
+    errors = {
+        "output": relative(out, own_tokens(layer, y), 0),
+        "x": relative(part.grad, own_tokens(layer, alone.grad), 0),
+    }
+    held = full_state_dict(layer)
+    assert set(held) == set(before)
+    assert all(torch.equal(held[name], before[name]) for name in before)
+    with torch.no_grad():
+        for parameter in layer.parameters():  # a gradient is divided as its parameter is
+            assert parameter.grad is not None
+            parameter.copy_(parameter.grad)
+    for name, grad in full_state_dict(layer).items():
+        errors[name] = relative(grad, expected[name], 1e-3 * largest)
+    return errors
+
+
+def mixers(ranks: int) -> Iterator[tuple[str, Callable[[], Errors]]]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def case(kind: str, given: str, mesh: Any, dtype: torch.dtype, **options: Any) -> Callable[[], Errors]:
+        return lambda: same_as_alone(mixer(kind, dtype, **options), mesh, GIVEN[given]())
+
+    if ranks == 2:
+        cp, tp = PAIRS["cp"], PAIRS["tp"]
+        for kind in KINDS:
+            for causal in (True, False):
+                for given in ("nothing", "segments") if causal else ("mask", "segments"):
+                    name = f"cp {kind}, {'causal' if causal else 'encoder'}, {given}"
+                    yield name, case(kind, given, cp, torch.float64, causal=causal)
+            yield f"cp {kind}, float32", case(kind, "segments", cp, torch.float32)
+            yield f"cp {kind}, the mean alone", case(kind, "mask", cp, torch.float64, parts="")
+            if kind != "softmax, bias":
+                yield f"tp {kind}", case(kind, "segments", tp, torch.float64)
+    else:
+        cp = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        for kind in KINDS:
+            yield f"cp {kind}, segments", case(kind, "segments", cp, torch.float64)
+        for kind in ("softmax", "gla", "mamba"):
+            yield f"cp {kind}, encoder", case(kind, "segments", cp, torch.float64, causal=False)
+            yield f"cp and tp {kind}", case(kind, "segments", both, torch.float64)
+
+
+# Language models
+
+
+def language(priors: list[str], dtype: torch.dtype = torch.float32) -> Any:
+    from femixer.models import FEMConfig, FEMForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": DIM, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": HEADS}
+    config = FEMConfig(vocab_size=WORDS, prior=priors, tie_word_embeddings=True, **shape)
+    return disturbed(FEMForCausalLM(config)).to(dtype)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Words and documents; every row has as many labels as any other."""
+    words = torch.randint(WORDS, (4, TOKENS), generator=torch.Generator().manual_seed(step))
+    return words, (torch.arange(TOKENS) >= 10 + step % 3).long().expand(4, -1)
+
+
+def loss_of(model: Any, words: Tensor, documents: Tensor) -> Tensor:
+    """The model's own loss; in float64 by hand, since transformers' is float32."""
+    if next(model.parameters()).dtype == torch.float32:
+        return model(words, segments=documents, labels=words, attention_mask=torch.ones_like(words)).loss
+    from femixer.models.language import within_documents
+    from femixer.parallel import own_tokens
+    from femixer.parallel.exchange import summed
+
+    labels = within_documents(words, documents).roll(-1, 1)
+    labels[:, -1] = -100
+    logits, own = model(words, segments=documents).logits, own_tokens(model, labels)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum")
+    loss = loss / (labels >= 0).sum()
+    return loss if own.shape == labels.shape else summed(loss, model.cut.group)
+
+
+def fit(model: Any, steps: int, rows: slice = slice(None), optimizer: Any = None) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02) if optimizer is None else optimizer
+    losses = []
+    for step in range(steps):
+        words, documents = batch(step)
+        loss = loss_of(model, words[rows], documents[rows])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def trained_as_alone(
+    model: Callable[[], Any], mesh: Any, steps: int, shard: bool = False, checkpointing: bool = False
+) -> Errors:
+    """Distances of losses and final weights of a divided run from those of one process."""
+    from torch import distributed
+
+    from femixer.parallel import full_state_dict, load_full_state_dict, parallelize
+
+    alone, divided = model(), parallelize(model(), mesh, shard=shard)
+    if checkpointing:
+        divided.gradient_checkpointing_enable()
+        divided.train()
+    expected = fit(alone, steps)
+    rows = slice(None)
+    if "dp" in mesh.mesh_dim_names:
+        place = mesh["dp"].get_local_rank()
+        rows = slice(2 * place, 2 * place + 2)
+    losses = torch.tensor(fit(divided, steps, rows), dtype=torch.float64)
+    if "dp" in mesh.mesh_dim_names:
+        distributed.all_reduce(losses, group=mesh["dp"].get_group())
+        losses /= mesh["dp"].size()
+    errors = {"losses": relative(losses, torch.tensor(expected, dtype=torch.float64), 0)}
+    state = full_state_dict(divided)
+    wanted = alone.state_dict()
+    assert set(state) == set(wanted)
+    errors |= {name: relative(state[name], value, 0.1) for name, value in wanted.items()}
+    again = parallelize(model(), mesh, shard=shard)
+    load_full_state_dict(again, state)
+    assert all(torch.equal(value, state[name]) for name, value in full_state_dict(again).items())
+    return errors
+
+
+def resumed_as_alone(folder: Path) -> Errors:
+    """Distances after a checkpoint of one process, with AdamW's state, was taken up by two that divide the heads."""
+    from torch import distributed
+
+    from femixer.parallel import full_state_dict, parallelize
+    from femixer.training import adamw, checkpoint
+
+    place = folder / f"alone {distributed.get_rank()}"
+    alone, divided = language(["gla", "mamba"], torch.float64), language(["gla", "mamba"], torch.float64)
+    optimizer = adamw(alone, 1e-2, 0.1)
+    fit(alone, 2, optimizer=optimizer)
+    checkpoint.save(place, alone, optimizer, checkpoint.Position(2, 0.0))
+    parallelize(divided, PAIRS["tp"])
+    other = adamw(divided, 1e-2, 0.1)
+    assert checkpoint.restore(place, divided, other).step == 2
+    expected, losses = (
+        torch.tensor(fit(model, 3, optimizer=of), dtype=torch.float64)
+        for model, of in ((alone, optimizer), (divided, other))
+    )
+    state = full_state_dict(divided)
+    errors = {name: relative(state[name], value, 0.1) for name, value in alone.state_dict().items()}
+    return {**errors, "losses": relative(losses, expected, 0)}
+
+
+def languages(ranks: int) -> Iterator[tuple[str, Callable[[], Errors]]]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def case(priors: list[str], sizes: dict[str, int], steps: int, dtype: Any = torch.float32, **options: Any) -> Any:
+        if ranks == 2:
+            mesh = PAIRS[next(iter(sizes))]
+        else:
+            mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        return lambda: trained_as_alone(lambda: language(priors, dtype), mesh, steps, **options)
+
+    if ranks == 2:
+        yield "lm cp, float32", case(["softmax", "gla"], {"cp": 2}, STEPS)
+        yield "lm cp", case(["mamba", "decay"], {"cp": 2}, STEPS, torch.float64)
+        yield "lm tp", case(["softmax", "mamba"], {"tp": 2}, 5, torch.float64)
+        yield "lm cp sharded, float32", case(["softmax", "gla"], {"cp": 2}, 5, shard=True)
+        yield "lm cp checkpointing", case(["softmax", "gla"], {"cp": 2}, 2, torch.float64, checkpointing=True)
+    else:
+        yield "lm cp tp", case(["softmax", "gla"], {"cp": 2, "tp": 2}, 5, torch.float64)
+        yield "lm dp cp", case(["softmax", "ssm"], {"dp": 2, "cp": 2}, 5, torch.float64)
+        yield "lm dp tp sharded", case(["softmax", "gla"], {"dp": 2, "tp": 2}, 5, torch.float64, shard=True)
+        yield "lm cp tp sharded", case(["gla", "aft"], {"cp": 2, "tp": 2}, 5, torch.float64, shard=True)
+        yield "lm dp cp sharded", case(["gla", "softmax"], {"dp": 2, "cp": 2}, 5, torch.float64, shard=True)
+
+
+def planned_by_transformers(folder: Path) -> Errors:
+    """The MLPs by from_pretrained's tp_plan="auto"."""
+    from torch import distributed
+    from transformers.distributed import DistributedConfig
+
+    from femixer.models import FEMForCausalLM
+
+    alone = language(["softmax", "gla"])
+    if distributed.get_rank() == 0:
+        alone.save_pretrained(folder / "planned")
+    distributed.barrier()
+    plan = DistributedConfig(tp_plan="auto", tp_size=4)
+    divided = FEMForCausalLM.from_pretrained(folder / "planned", distributed_config=plan)
+    weight: Any = divided.model.layers[0].mlp.gate_proj.weight
+    assert weight.to_local().shape[0] * 4 == weight.shape[0]
+    words, _ = batch(0)
+    with torch.no_grad():
+        return {"logits": relative(divided(words).logits, alone(words).logits, 0)}
+
+
+# Bytes
+
+
+class Sent(TorchDispatchMode):
+    """Bytes that this rank gives to exchanges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            given = args[1] if "allgather" in str(func) else args[0]  # a gather writes to its first argument
+            self.bytes += sum(x.nbytes for x in ([given] if isinstance(given, Tensor) else given))
+        return func(*args, **(kwargs or {}))
+
+
+def numbers(layer: FreeEnergyMixer) -> int:
+    """docs/scaling.md: numbers of float64 that a stretch of one sequence gives to the exchange of its prior's state."""
+    (key, value), heads, groups = layer.widths, layer.heads, layer.kv_heads
+    prior: Any = layer.prior
+    if layer.prior_name == "linear":
+        return groups * (key * (2 * value + 1) + value) + 1
+    if layer.prior_name == "gla":
+        return groups * (key * (2 * value + 1) + value + prior.gates)
+    if layer.prior_name in ("aft", "decay"):
+        return 4 * heads * value
+    if layer.prior_name == "mamba-interactive":
+        return heads * (4 * prior.state_size + 1)
+    return heads * value * (4 * prior.state_size + 1)
+
+
+def sent(kind: str, tokens: int) -> list[int]:
+    """Bytes that a rank gives in the forward pass on so many tokens per rank, and what the formula says."""
+    from femixer.parallel import parallelize
+
+    layer, batch = mixer(kind, torch.float32), 3
+    conditioner = 2 * layer.conditioner.channels  # type: ignore[union-attr]
+    if kind == "softmax":
+        stretches, of_prior = 2, 4 * batch * tokens * layer.kv_heads * sum(layer.widths)
+    else:
+        stretches, of_prior = 1, 8 * batch * numbers(layer)
+    segments = 8 * 4 * batch * stretches + (8 * batch * tokens if kind == "softmax" else 0)
+    parallelize(layer, PAIRS["cp"])
+    found = []
+    for given in ({}, {"segments": torch.zeros(batch, tokens, dtype=torch.long)}):
+        with Sent() as counted, torch.no_grad():
+            layer(torch.randn(batch, tokens, DIM), **given)
+        found.append(counted.bytes)
+    formula = of_prior + 8 * batch * stretches * conditioner
+    return [*found, formula, formula + segments]
+
+
+def sent_by_heads(tokens: int) -> list[int]:
+    """The same of tensor parallelism, forwards and backwards."""
+    from femixer.parallel import parallelize
+
+    layer, batch = mixer("gla", torch.float32), 3
+    channels = layer.conditioner.channels  # type: ignore[union-attr]
+    parallelize(layer, PAIRS["tp"])
+    with Sent() as forwards:
+        y = layer(torch.randn(batch, tokens, DIM, requires_grad=True))
+    with Sent() as backwards:
+        y.sum().backward()
+    return [forwards.bytes, backwards.bytes, 4 * batch * tokens * DIM, 4 * batch * tokens * (DIM + channels)]
+
+
+def traffic(ranks: int) -> Iterator[tuple[str, Callable[[], list[int]]]]:
+    if ranks == 2:
+        for kind in ("softmax", "linear", "gla", "gla, channel", "decay", "ssm", "mamba", "mamba-interactive"):
+            for tokens in (4, 10):
+                yield f"bytes {kind}, {tokens}", lambda kind=kind, tokens=tokens: sent(kind, tokens)  # type: ignore[misc]
+        yield "bytes heads", lambda: sent_by_heads(5)
+
+
+# Bad input
+
+
+def refusals(ranks: int) -> Iterator[tuple[str, Callable[[], str]]]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from femixer.models import FEMConfig, FEMForCausalLM
+    from femixer.parallel import parallelize
+
+    if ranks != 2:
+        return
+
+    def small(**options: Any) -> Any:
+        shape = {"hidden_size": DIM, "intermediate_size": 36, "num_hidden_layers": 1, "num_attention_heads": HEADS}
+        return FEMForCausalLM(FEMConfig(vocab_size=WORDS, **{**shape, **options}))
+
+    words = torch.zeros(1, 7, dtype=torch.long)
+    tries: dict[str, Callable[[], Any]] = {
+        "dimensions": lambda: parallelize(small(), PAIRS["rows"]),
+        "heads": lambda: parallelize(small(num_attention_heads=3), PAIRS["tp"]),
+        "kv_heads": lambda: parallelize(small(num_key_value_heads=1), PAIRS["tp"]),
+        "width": lambda: parallelize(small(intermediate_size=33), PAIRS["tp"]),
+        "bias": lambda: parallelize(mixer("softmax, bias", torch.float32), PAIRS["tp"]),
+        "length": lambda: parallelize(small(prior="gla"), PAIRS["cp"])(words),
+        "zigzag": lambda: parallelize(small(), PAIRS["cp"])(words[:, :6]),
+        "rival": lambda: parallelize(small(mixer="deltanet"), PAIRS["cp"]),
+        "model": lambda: parallelize(nn.Linear(2, 2), PAIRS["cp"]),
+        "twice": lambda: parallelize(parallelize(small(), PAIRS["cp"]), PAIRS["cp"]),
+        "cache": lambda: parallelize(small(), PAIRS["cp"])(words[:, :4], use_cache=True),
+        "state": lambda: parallelize(mixer("gla", torch.float32), PAIRS["cp"])(
+            torch.zeros(1, 4, DIM), return_state=True
+        ),
+        "mesh": lambda: init_device_mesh("cpu", (8,), mesh_dim_names=("cp",)),
+    }
+    for name, action in tries.items():
+        yield f"refused {name}", lambda action=action: refusal(action)  # type: ignore[misc]
+
+
+def refusal(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except (ValueError, TypeError, RuntimeError) as error:
+        return str(error)
+    return "nothing was refused"
+
+
+# One rank
+
+
+def attempt(action: Callable[[], Any]) -> Any:
+    try:
+        return action()
+    except Exception as error:
+        traceback.print_exc()
+        return f"{type(error).__name__}: {error}"
+
+
+CASES: tuple[Callable[[int], Iterator[tuple[str, Callable[[], Any]]]], ...] = (mixers, languages, traffic, refusals)
+
+
+def process(folder: Path, rank: int) -> None:
+    """All cases of four ranks, and those of two that fall to this pair."""
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    meeting, patience = f"file://{folder / 'meeting'}", timedelta(seconds=120)
+    distributed.init_process_group("gloo", meeting, patience, world_size=RANKS, rank=rank)
+    PAIRS.update(meshes())
+    only, outcome = os.environ.get("ONLY", ""), {}
+    for ranks in (2, RANKS):
+        found = [(name, action) for cases in CASES for name, action in cases(ranks) if only in name]
+        if ranks == 2:
+            found += [("resumed", lambda: resumed_as_alone(folder))] if only in "resumed" else []
+            found = found[rank // 2 :: 2]
+        elif only in "transformers":
+            found.append(("transformers, float32", lambda: planned_by_transformers(folder)))
+        outcome[ranks] = {name: attempt(action) for name, action in found}
+    (folder / f"{rank}.json").write_text(json.dumps(outcome))
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    process(Path(sys.argv[1]), int(sys.argv[2]))
