@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import Any
 
 import torch
 import triton
@@ -35,10 +36,9 @@ def spilling() -> dict[str, object]:
     }
 
 
-def kernels(target: str, dtypes: list[str]) -> dict[str, object]:
-    chosen = gpu_compile.uses(
-        dtypes=[getattr(torch, name) for name in dtypes], head_widths=(64,), modes=((True, False),)
-    )
+def kernels(target: str, dtype: str, priors: list[str]) -> dict[str, object]:
+    kinds: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in priors]
+    chosen = gpu_compile.uses(kinds, [getattr(torch, dtype)], head_widths=(64,), modes=((True, False),))
     wanted = gpu_compile.wanted(target, list(chosen))
     results = gpu_compile.compile_all([(source, target) for source in wanted], workers=1)
     lines = list(gpu_compile.table(results, [target]))
@@ -47,4 +47,4 @@ def kernels(target: str, dtypes: list[str]) -> dict[str, object]:
 
 if __name__ == "__main__":
     what, *rest = sys.argv[1:]
-    print(json.dumps(spilling() if what == "spilling" else kernels(what, rest)))
+    print(json.dumps(spilling() if what == "spilling" else kernels(what, rest[0], rest[1:])))
