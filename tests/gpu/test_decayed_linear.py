@@ -51,12 +51,9 @@ def wide_example(length: int, gates: int, keys: int = 19, values: int = 17, **op
 
 
 def assert_exact(arguments: tuple[Any, ...]) -> None:
-    """Like plain torch's, gradients come from F in float32: where beta's cancels, both miss the tolerance."""
-    errors, plain = (check.compare(OPERATOR, each, arguments) for each in ("triton", "plain"))
-    allowed = check.tolerance(OPERATOR, torch.float32)
+    errors, allowed = check.compare(OPERATOR, "triton", arguments), check.tolerance(OPERATOR, torch.float32)
     assert errors.results < allowed.results, errors
-    for name, error in errors.gradients.items():
-        assert error < max(allowed.gradients, 2 * plain.gradients[name]), (name, errors, plain)
+    assert all(error < allowed.gradients for error in errors.gradients.values()), errors
 
 
 def assert_same(free: Tensor | None, wanted: Tensor) -> None:
@@ -66,7 +63,8 @@ def assert_same(free: Tensor | None, wanted: Tensor) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_results_and_gradients_are_the_definitions(name: str) -> None:
-    assert_exact(one_head(EXAMPLES[name], b=1, g=2))
+    # Values of any size: as for the other backends, errors are relative to the largest gradient of all heads.
+    assert_exact(EXAMPLES[name] if name.startswith("values") else one_head(EXAMPLES[name], b=1, g=2))
 
 
 def test_several_sequences_and_heads() -> None:
