@@ -96,7 +96,7 @@ def forward(
 
 def _keys_at_a_time(q: Tensor, key_width: int, width: int) -> int:
     wide = max(padded(key_width), padded(width)) * (2 if q.dtype == torch.float32 else 1)
-    return 64 if wide <= 128 else 32
+    return 64 if wide <= 64 else 32
 
 
 def _sums(q: Tensor, splits: int, groups: int, width: int, free: bool) -> tuple[Tensor, ...]:
