@@ -51,12 +51,12 @@ def wide_example(length: int, gates: int, keys: int = 19, values: int = 17, **op
 
 
 def assert_exact(arguments: tuple[Any, ...]) -> None:
-    """Gradients of large values are as good as F in float32 allows: plain torch's are no better."""
+    """Like plain torch's, gradients come from F in float32: where beta's cancels, both miss the tolerance."""
     errors, plain = (check.compare(OPERATOR, each, arguments) for each in ("triton", "plain"))
     allowed = check.tolerance(OPERATOR, torch.float32)
     assert errors.results < allowed.results, errors
     for name, error in errors.gradients.items():
-        assert error < max(1e-5, 2 * plain.gradients[name]), (name, errors, plain)
+        assert error < max(allowed.gradients, 2 * plain.gradients[name]), (name, errors, plain)
 
 
 def assert_same(free: Tensor | None, wanted: Tensor) -> None:

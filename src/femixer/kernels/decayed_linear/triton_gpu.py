@@ -66,7 +66,8 @@ class Plan(NamedTuple):
 
     @property
     def tiles(self) -> dict[str, Any]:
-        return {"C": self.C, "BE": self.BE, "BD": self.BD, "W": self.W, "num_warps": WARPS, "num_stages": 1}
+        warps = WARPS if self.BE <= 64 else 2 * WARPS
+        return {"C": self.C, "BE": self.BE, "BD": self.BD, "W": self.W, "num_warps": warps, "num_stages": 1}
 
     @property
     def streams(self) -> int:
