@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from femixer.kernels.modulation import modulation
 
+# Parameters of the columns, and their names where the columns are side by side.
+KINDS = {"weight": "linear.weight", "bias": "linear.bias", "modulation": "modulation"}
+
 
 class Columns(NamedTuple):
     """Columns of a projection. The conditioner multiplies them by 1 + eta or, for logits of decays and steps
@@ -45,6 +48,12 @@ class Projection(nn.Module):
     @property
     def widths(self) -> list[int]:
         return [c.width for c in self.columns.values()]
+
+    is_apart = False  # see femixer.pieces
+
+    @property
+    def pieces(self) -> dict[str, list[str]]:
+        return {whole: [f"{name}.{kind}" for name in self.columns] for kind, whole in KINDS.items()}
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.linear.weight, std=0.02)

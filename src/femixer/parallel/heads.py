@@ -21,7 +21,7 @@ from femixer.parallel.exchange import shared, summed
 from femixer.parallel.local import Dimension, distributed_parameter, divide
 from femixer.parallel.swapping import swapped
 from femixer.priors.softmax import SoftmaxPrior
-from femixer.projection import Projection
+from femixer.projection import KINDS, Projection
 
 Known = dict[int, nn.Parameter]
 
@@ -107,8 +107,11 @@ class CutProjection(nn.Module):
     q.modulation, k.weight, ...
     """
 
+    is_apart = True  # see femixer.pieces
+
     def __init__(self, projection: Projection, mesh: DeviceMesh) -> None:
         super().__init__()
+        self.pieces = projection.pieces
         ranks, self.group = mesh.size(), mesh.get_group()
         self.whole_widths = projection.widths
         self.columns = {
@@ -117,11 +120,11 @@ class CutProjection(nn.Module):
         }
         self.scaled = sum(c.width for c in self.columns.values() if not c.additive)
         held = dict(projection.named_parameters())
-        self.kinds = [kind for kind, name in WHOLE_NAMES.items() if name in held]
+        self.kinds = [kind for kind, name in KINDS.items() if name in held]
         for number, (name, columns) in enumerate(self.columns.items()):
             piece = nn.Module()
             for kind in self.kinds:
-                parameter = held[WHOLE_NAMES[kind]]
+                parameter = held[KINDS[kind]]
                 rows = parameter.detach().split(self.whole_widths)[number].clone()
                 rows.requires_grad_(parameter.requires_grad)
                 piece.register_parameter(kind, distributed_parameter(rows, mesh, None if columns.shared else 0))
@@ -151,7 +154,3 @@ class CutProjection(nn.Module):
         else:
             pieces = modulation(projected, features, rows, self.scaled, self.widths)
         return dict(zip(self.columns, pieces, strict=True))
-
-
-# A Projection's names of what its pieces have.
-WHOLE_NAMES = {"weight": "linear.weight", "bias": "linear.bias", "modulation": "modulation"}

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from femixer.optional import require
+from femixer.pieces import fitting, is_named_otherwise
 from femixer.training import atomic, distributed
 
 WEIGHTS, OPTIMIZER, ABOUT = "weights.safetensors", "optimizer.safetensors", "checkpoint.json"
@@ -79,8 +80,6 @@ def restore(folder: Path, model: nn.Module, optimizer: Optimizer) -> Position:
                 warnings.warn(f"checkpoint {path} is damaged ({problem}); going back to the one before", stacklevel=2)
                 atomic.remove(path)
             continue
-        from femixer.parallel.weights import is_named_otherwise  # torch's distributed tensors, only where needed
-
         if is_named_otherwise(model, _held(path)):
             _read_translated(path, model, optimizer)
         elif (path / SHARDS).exists():
@@ -116,8 +115,6 @@ def _held(path: Path) -> list[str]:
 
 def _read_translated(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
     """A checkpoint of a model whose heads were divided and are not here, or the other way round."""
-    from femixer.parallel.weights import fitting
-
     held, target = fitting(model, weights(path)), model_state(model)
     _check_same(path, {name: tuple(value.shape) for name, value in held.items()}, target)
     for name, tensor in target.items():

@@ -14,8 +14,12 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from femixer.optional import require
 from femixer.options import check
+from femixer.pieces import joined
 from femixer.training import distributed
 from femixer.training.distributed import Part
+
+Divide = Callable[[nn.Module, Any, bool], Any]
+"""(model, mesh with dimensions dp, cp and tp, whether weights are sharded too): divides the model in place."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,13 @@ class Engine:
     compiled and wrapped.
     """
 
-    def __init__(self, model: nn.Module, options: EngineOptions, blocks: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        options: EngineOptions,
+        blocks: Sequence[str] | None = None,
+        divide: Divide | None = None,
+    ) -> None:
         """blocks: class names of the submodules that are sharded one by one, by default `_no_split_modules`."""
         options.validate()
         self.model, self.options = model, options
@@ -82,7 +92,9 @@ class Engine:
             check(enable is not None, "checkpointing", True, f"False: {type(model).__name__} does not offer it")
             enable()  # type: ignore[misc]
         if options.copies > 1:
-            self._divide()
+            check(divide is not None, "processes per part", options.copies, "1: this model cannot be divided")
+            assert divide is not None
+            self._divide(divide)
             self.called = model
         elif self.sharded:
             self._shard(blocks)
@@ -91,15 +103,13 @@ class Engine:
             compiled = torch.compile(model) if options.compile else model
             self.called = self.accelerator.prepare_model(compiled)
 
-    def _divide(self) -> None:
+    def _divide(self, divide: Divide) -> None:
         from torch.distributed.device_mesh import init_device_mesh
-
-        from femixer.parallel import parallelize
 
         options = self.options
         sizes = (distributed.part().count, options.context_parallel, options.tensor_parallel)
         mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp", "cp", "tp"))
-        parallelize(self.model.to(self.device), mesh, shard=self.sharded)
+        divide(self.model.to(self.device), mesh, self.sharded)
 
     def _shard(self, blocks: Sequence[str] | None) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -183,9 +193,4 @@ def full_weights(model: nn.Module) -> dict[str, Tensor]:
         value = value.full_tensor() if hasattr(value, "full_tensor") else value  # every process takes part
         if distributed.is_main():
             whole[id(tensor)] = value.cpu()
-    weights = {name: whole[id(tensor)] for name, tensor in named.items() if id(tensor) in whole}
-    if not weights:
-        return {}
-    from femixer.parallel.weights import joined
-
-    return joined(model, weights)
+    return joined(model, {name: whole[id(tensor)] for name, tensor in named.items() if id(tensor) in whole})

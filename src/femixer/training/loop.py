@@ -13,7 +13,7 @@ from femixer.options import check
 from femixer.training import checkpoint, distributed
 from femixer.training.checkpoint import Position
 from femixer.training.distributed import Part
-from femixer.training.engine import Engine, EngineOptions
+from femixer.training.engine import Divide, Engine, EngineOptions
 from femixer.training.journal import Journal, journal
 from femixer.training.optimizer import Schedule, constant
 from femixer.training.processes import Interrupted, StopRequest
@@ -44,6 +44,8 @@ class Fit(Generic[Batch]):
     """model -> records of text, after every evaluation, for samples.jsonl."""
     enough: Callable[[Sequence[Record]], bool] = lambda records: False
     """The records of one evaluation -> whether training may end there."""
+    divide: Divide | None = None
+    """Divides the model over the processes of a mesh, where that is possible."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class Trainer:
 
     def __init__(self, fit: Fit[Any], options: TrainOptions) -> None:
         self.fit, self.options = fit, options
-        self.engine = Engine(fit.model, options.engine, options.blocks)
+        self.engine = Engine(fit.model, options.engine, options.blocks, fit.divide)
         self.optimizer = fit.optimizer(fit.model)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.sums: dict[str, Tensor] = {}

@@ -17,7 +17,7 @@ from femixer.models.parameters import parameter_count
 from femixer.models.quiet import without_bars
 from femixer.optional import require
 from femixer.options import check
-from femixer.parallel import own_tokens, summed_over_cut
+from femixer.parallel import own_tokens, parallelize, summed_over_cut
 from femixer.reporting import Column, Table, as_markdown
 from femixer.reporting.figures import COLOURS, figure, plain_log, quiet
 from femixer.tasks.lm.data import DataOptions
@@ -238,6 +238,7 @@ def trained(experiment: Experiment, data: DataOptions, engine: EngineOptions, op
         items=scored,
         evaluate=lambda model: evaluate(model, validation),
         samples=lambda model: samples(model, shards, experiment),
+        divide=lambda model, mesh, shard: parallelize(model, mesh, shard=shard),
     )
     course = TrainOptions(
         steps=experiment.count,
