@@ -19,6 +19,8 @@ from femixer.priors import PRIORS, Alibi, Prior
 torch.set_num_threads(1)
 
 BATCH, LENGTH, DIM, HEADS = 3, 23, 24, 3
+EXACT = 1e-10  # float64, different order of summation
+ROUNDING = 2e-5  # float32, relative to the largest output
 
 EVERY_PRIOR: dict[str, dict[str, Any]] = {
     "CLTG": {},

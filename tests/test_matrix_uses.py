@@ -1,0 +1,299 @@
+"""Every prior compiled, copied, at small sizes, with dropout, and what it says to wrong arguments (see matrix.py)."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from matrix import (
+    BATCH,
+    DIM,
+    EXACT,
+    HEADS,
+    LENGTH,
+    MASK,
+    ROUNDING,
+    SEGMENTS,
+    Variant,
+    assert_close,
+    outcome,
+    plain_gate,
+    tokens,
+    variants,
+)
+from torch import Tensor
+
+from femixer import FreeEnergyMixer
+from femixer.priors import PRIORS
+
+# One prior of each kind of kernel.
+KINDS = ("softmax", "gla", "aft", "mamba")
+
+
+def wrong(error: type[Exception], *words: str, **options: object):
+    return pytest.param(options, error, words, id=" ".join(words))
+
+
+# torch about itself: its tracing and its imports.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated:DeprecationWarning")
+class TestCompile:
+    @staticmethod
+    def compare(m: FreeEnergyMixer, backend: str, tolerance: float, **layout: Tensor) -> None:
+        torch._dynamo.reset()
+        x = tokens(dtype=m.out_proj.weight.dtype)
+        compiled = torch.compile(m, fullgraph=True, backend=backend)
+        assert_close(outcome(m, lambda x: compiled(x, **layout), x), outcome(m, lambda x: m(x, **layout), x), tolerance)
+
+    @variants("CLTG")
+    def test_one_graph_equals_eager(self, variant: Variant):
+        self.compare(variant.build(), "aot_eager", EXACT, segments=SEGMENTS)
+
+    @variants("CLTG", priors=KINDS)
+    def test_one_graph_equals_eager_without_segments(self, variant: Variant):
+        self.compare(variant.build(), "aot_eager", EXACT)
+
+    @variants("mean")
+    def test_one_graph_equals_eager_in_encoder_mode(self, variant: Variant):
+        self.compare(variant.build(causal=False), "aot_eager", EXACT)
+
+    @variants("alibi")
+    def test_one_graph_equals_eager_under_a_mask(self, variant: Variant):
+        self.compare(variant.build(causal=False), "aot_eager", EXACT, mask=MASK[:BATCH])
+
+    @variants("L", priors=KINDS)
+    def test_one_graph_serves_any_length(self, variant: Variant):
+        torch._dynamo.reset()
+        m = variant.build()
+        compiled = torch.compile(m, fullgraph=True, backend="aot_eager", dynamic=True)
+        with torch.no_grad():
+            for length in (5, 11, LENGTH):
+                x = tokens(length=length)
+                assert_close({"y": compiled(x)}, {"y": m(x)}, EXACT)
+
+    def test_inductor_equals_eager(self):
+        m = Variant("softmax", "CLTG", {}).build(dtype=torch.float32)
+        self.compare(m, "inductor", ROUNDING, segments=SEGMENTS)
+
+
+class TestCopies:
+    @variants()
+    def test_state_dict_round_trip_bit_for_bit(self, variant: Variant):
+        m, x = variant.build(dtype=torch.float32), tokens(dtype=torch.float32)
+        file = io.BytesIO()
+        torch.save(m.state_dict(), file)
+        file.seek(0)
+        other = FreeEnergyMixer(DIM, HEADS, variant.prior, **variant.options)
+        other.load_state_dict(torch.load(file, weights_only=True))
+        assert torch.equal(other(x), m(x))
+
+    @variants()
+    def test_deepcopy_is_a_mixer_of_its_own(self, variant: Variant):
+        m, x = variant.build(), tokens()
+        before = m(x)
+        other = copy.deepcopy(m)
+        assert torch.equal(other(x), before)
+        with torch.no_grad():
+            other.out_proj.weight.mul_(2)
+        assert torch.equal(m(x), before)
+
+    @variants()
+    def test_pickle(self, variant: Variant):
+        m, x = variant.build(), tokens()
+        assert torch.equal(pickle.loads(pickle.dumps(m))(x), m(x))
+
+    @variants("CLTG")
+    def test_a_state_of_the_original_is_refused_by_its_copy(self, variant: Variant):
+        """Layers of a model are often made by deepcopy; a state of one is none of the other."""
+        m, x = variant.build(), tokens()
+        _, state = m(x, return_state=True)
+        with pytest.raises(ValueError, match="state belongs to another mixer"):
+            copy.deepcopy(m)(x, state=state, return_state=True)
+
+
+class TestSmallSizes:
+    @variants()
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_no_sequences(self, variant: Variant, causal: bool):
+        m, x = variant.build(causal=causal), tokens()[:0]
+        assert m(x).shape == x.shape
+        assert m(x, mask=torch.ones(x.shape[:2], dtype=torch.bool)).shape == x.shape
+        m(x).sum().backward()
+
+    @variants()
+    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize("kind", ["plain", "mask", "segments"])
+    def test_no_tokens(self, variant: Variant, causal: bool, kind: str):
+        m, x = variant.build(causal=causal), tokens(length=0).requires_grad_()
+        layout = {"plain": {}, "mask": {"mask": MASK[:BATCH, :0]}, "segments": {"segments": SEGMENTS[:, :0]}}[kind]
+        y = m(x, **layout)
+        assert y.shape == (BATCH, 0, DIM)
+        y.sum().backward()
+        assert all(p.grad is None or p.grad.count_nonzero() == 0 for p in m.parameters())
+
+    @variants()
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_one_token_reads_itself(self, variant: Variant, causal: bool):
+        """With one visible token mean and free energy are its value, so L and T change nothing."""
+        m, x = variant.build(causal=causal), tokens(length=1)
+        if not getattr(m.prior, "normalize", True) or m.prior.one_temperature:
+            return  # what it reads is not one value
+        projected, _ = m.prepare(x)
+        value = projected.v.repeat_interleave(m.heads // m.kv_heads, 2)
+        if "G" in m.parts:
+            value = value * plain_gate(projected.gate)
+        assert_close({"y": m(x)}, {"y": m.out_proj(value.flatten(-2))}, EXACT)
+
+    @variants()
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_batch_of_one_is_a_row_of_a_batch(self, variant: Variant, causal: bool):
+        m, x = variant.build(causal=causal), tokens()
+        assert_close({"y": torch.cat([m(row[None]) for row in x])}, {"y": m(x)}, EXACT)
+
+
+class TestDropout:
+    @variants("CLTG", "mean")
+    def test_dropout_acts_in_training_on_the_output_of_the_read(self, variant: Variant):
+        m, x = variant.build(dropout=0.25), tokens()
+        seen: list[Tensor] = []
+        m.out_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        m.eval()(x)
+        torch.manual_seed(0)
+        m.train()(x)
+        read, dropped = seen
+        kept = dropped != 0
+        assert 0.7 < kept.double().mean() < 0.8
+        assert_close({"read": dropped[kept]}, {"read": read[kept] / 0.75}, EXACT)
+
+    @variants("CLTG")
+    def test_dropout_does_nothing_in_evaluation(self, variant: Variant):
+        m, x = variant.build(dropout=0.9).eval(), tokens()
+        assert torch.equal(m(x), variant.build(dropout=0.0)(x))
+
+
+class TestErrors:
+    """Every bad argument has an error that names the argument, what came and what is allowed."""
+
+    @pytest.mark.parametrize(
+        ("options", "error", "words"),
+        [
+            wrong(ValueError, "prior='sofmax'", *PRIORS, prior="sofmax"),
+            wrong(ValueError, "prior=['softmax']", *PRIORS, prior=["softmax"]),
+            wrong(ValueError, "prior_options has rope=False", "own rope=", prior_options={"rope": False}),
+            wrong(ValueError, "prior_options has window=5", "own window=", window=3, prior_options={"window": 5}),
+            wrong(TypeError, "prior_options=3", "dict", prior_options=3),
+            wrong(TypeError, "causal='yes'", "True or False", causal="yes"),
+            wrong(TypeError, "value_dim=12.0", "integer", value_dim=12.0),
+            wrong(ValueError, "dropout='a'", "at least 0", dropout="a"),
+            wrong(ValueError, "window=True", "positive", window=True),
+            wrong(ValueError, "budget='large'", "attention", "balanced", budget="large"),
+            wrong(ValueError, "dim=25", "heads=3", "divisible", dim=25),
+            wrong(ValueError, "dim=0", "positive", dim=0),
+            wrong(ValueError, "dim=24.0", "integer", dim=24.0),
+            wrong(ValueError, "heads=0", "positive", heads=0),
+            wrong(ValueError, "heads=-3", "positive", heads=-3),
+            wrong(ValueError, "heads=True", "integer", heads=True),
+            wrong(ValueError, "kv_heads=2", "heads=3", kv_heads=2),
+            wrong(ValueError, "kv_heads=0", "positive", kv_heads=0),
+            wrong(ValueError, "value_dim=13", "multiple of heads=3", value_dim=13),
+            wrong(ValueError, "value_dim=0", "positive", value_dim=0),
+            wrong(ValueError, "value_dim=-3", "positive", value_dim=-3),
+            wrong(ValueError, "value_dim=240", "dim=24", "at most", value_dim=240),
+            wrong(ValueError, "parts='CLX'", "CLTG", parts="CLX"),
+            wrong(ValueError, "parts='LL'", "CLTG", parts="LL"),
+            wrong(ValueError, "parts='cl'", "CLTG", parts="cl"),
+            wrong(ValueError, "parts='TG'", "needs L", parts="TG"),
+            wrong(TypeError, "parts", "CLTG", "None", parts=None),
+            wrong(ValueError, "dropout=1.0", "below 1", dropout=1.0),
+            wrong(ValueError, "dropout=-0.1", "at least 0", dropout=-0.1),
+            wrong(ValueError, "window=0", "positive", window=0),
+            wrong(ValueError, "window=-5", "positive", window=-5),
+            wrong(ValueError, "window=2.5", "number of tokens", window=2.5),
+            wrong(ValueError, "decay='head'", "prior='softmax'", "score_bias", prior_options={"decay": "head"}),
+            wrong(ValueError, "cache='none'", "value", "exp", prior_options={"cache": "none"}),
+            wrong(ValueError, "rope_base=0.0", "positive", prior_options={"rope_base": 0.0}),
+            wrong(TypeError, "score_bias", "callable", "3", prior_options={"score_bias": 3}),
+        ],
+    )
+    def test_constructor(self, options: dict, error: type[Exception], words: tuple[str, ...]):
+        with pytest.raises(error) as raised:
+            FreeEnergyMixer(**{"dim": DIM, "heads": HEADS, **options})
+        for word in words:
+            assert word in str(raised.value), str(raised.value)
+
+    @pytest.mark.parametrize("prior", PRIORS)
+    def test_the_widest_value_dim_that_an_error_names_is_possible(self, prior: str):
+        with pytest.raises(ValueError, match="at most") as raised:
+            FreeEnergyMixer(DIM, HEADS, prior, value_dim=240)
+        most = int(str(raised.value).split("at most ")[1].split()[0])
+        m = FreeEnergyMixer(DIM, HEADS, prior, value_dim=most)
+        assert m(torch.zeros(1, 2, DIM)).shape == (1, 2, DIM)
+        with pytest.raises(ValueError, match="value_dim"):
+            FreeEnergyMixer(DIM, HEADS, prior, value_dim=most + HEADS)
+
+    @pytest.mark.parametrize("options", [{"rope": True}, {"window": 5}])
+    def test_what_needs_queries_and_keys_does_not_fit_a_prior_without(self, options: dict):
+        (name,) = options
+        for prior in (prior for prior, kind in PRIORS.items() if not kind.queries_and_keys):
+            with pytest.raises(ValueError, match=f"{name}=.* does not fit prior='{prior}'"):
+                FreeEnergyMixer(DIM, HEADS, prior, **options)
+
+    @pytest.mark.parametrize("prior", PRIORS)
+    @pytest.mark.parametrize(
+        ("inputs", "error", "words"),
+        [
+            wrong(ValueError, "x", "(3, 24)", "24]", x=torch.zeros(3, DIM)),
+            wrong(ValueError, "x", "(3, 5, 23)", "24]", x=torch.zeros(3, 5, DIM - 1)),
+            wrong(TypeError, "x", "int64", "float", x=torch.zeros(3, 5, DIM, dtype=torch.long)),
+            wrong(TypeError, "x", "float64", "float32", x=torch.zeros(3, 5, DIM, dtype=torch.float64)),
+            wrong(TypeError, "x", "list", "tensor", x=[[[0.0] * DIM]]),
+            wrong(ValueError, "mask", "(3, 4)", "(3, 5)", mask=torch.ones(3, 4, dtype=torch.bool)),
+            wrong(TypeError, "mask", "float32", "bool", mask=torch.ones(3, 5)),
+            wrong(TypeError, "mask", "int64", "bool", mask=torch.ones(3, 5, dtype=torch.long)),
+            wrong(TypeError, "mask", "list", "tensor", mask=[[True] * 5] * 3),
+            wrong(ValueError, "mask", "meta", "cpu", mask=torch.ones(3, 5, dtype=torch.bool, device="meta")),
+            wrong(ValueError, "segments", "(3, 5, 1)", "(3, 5)", segments=torch.zeros(3, 5, 1, dtype=torch.long)),
+            wrong(TypeError, "segments", "float32", "integer", segments=torch.zeros(3, 5)),
+            wrong(TypeError, "segments", "bool", "integer", segments=torch.ones(3, 5, dtype=torch.bool)),
+            wrong(ValueError, "segments", "meta", "cpu", segments=torch.zeros(3, 5, dtype=torch.long, device="meta")),
+            wrong(
+                ValueError,
+                "mask",
+                "segments",
+                "both",
+                mask=torch.ones(3, 5, dtype=torch.bool),
+                segments=torch.zeros(3, 5, dtype=torch.long),
+            ),
+            wrong(TypeError, "state", "dict", "return_state", state={}),
+        ],
+    )
+    def test_inputs(self, prior: str, inputs: dict, error: type[Exception], words: tuple[str, ...]):
+        m = FreeEnergyMixer(DIM, HEADS, prior)
+        with pytest.raises(error) as raised:
+            m(**{"x": torch.zeros(3, 5, DIM), **inputs})
+        for word in words:
+            assert word in str(raised.value), str(raised.value)
+
+    @pytest.mark.parametrize("prior", PRIORS)
+    def test_a_state_that_does_not_fit(self, prior: str):
+        m, x = FreeEnergyMixer(DIM, HEADS, prior), torch.zeros(3, 5, DIM)
+        _, state = m(x, return_state=True)
+        _, other = FreeEnergyMixer(DIM, HEADS, prior)(x, return_state=True)
+        with pytest.raises(ValueError, match="state belongs to another mixer"):
+            m(x, state=other)
+        with pytest.raises(ValueError, match="state has batch size 3; x has 2"):
+            m(x[:2], state=state)
+        with pytest.raises(ValueError, match="state is on cpu; x is on meta"):
+            m(x.to("meta"), state=state)
+
+    @pytest.mark.parametrize("prior", PRIORS)
+    def test_an_encoder_has_no_state(self, prior: str):
+        m, x = FreeEnergyMixer(DIM, HEADS, prior, causal=False), torch.zeros(3, 5, DIM)
+        with pytest.raises(ValueError, match=r"state.*causal=True.*causal=False"):
+            m(x, return_state=True)
+        _, state = FreeEnergyMixer(DIM, HEADS, prior)(x, return_state=True)
+        with pytest.raises(ValueError, match=r"state.*causal=True.*causal=False"):
+            m(x, state=state)
