@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from femixer.gates import EPS
-from femixer.kernels.gated_softmax import gated_softmax_read
+from femixer.kernels.gated_softmax import gated_softmax_read, handed_dtype
 from femixer.kernels.softmax import reading_dtype, softmax_read
 from femixer.kernels.softmax_step import HEADROOM, TOO_LARGE, softmax_step
 from femixer.layout import Layout, segments_together
@@ -172,18 +172,24 @@ class SoftmaxPrior(Prior):
         """`read` and the gates, as one operator where the tokens are a sequence of their own."""
         if state is not None or keep:
             return super().gated_read(inputs, v, beta, lam, gate, layout, state, keep)
-        q, k, v, beta = self._read_from(inputs, v, beta, layout)
+        q, k, v, beta = self._read_from(inputs, v, beta, layout, handed_dtype(v, beta))
         gates = None if lam is None else lam.to(v.dtype), None if gate is None else gate.to(v.dtype)
         visible = self._visible(layout, v.dtype)
         return gated_softmax_read(q, k, v, beta, gates, EPS, causal=self.causal, **visible), None
 
     def _read_from(
-        self, inputs: dict[str, Tensor], v: Tensor, beta: Tensor | None, layout: Layout
+        self,
+        inputs: dict[str, Tensor],
+        v: Tensor,
+        beta: Tensor | None,
+        layout: Layout,
+        dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries, keys, values and temperatures in the type they are read in."""
-        dtype = reading_dtype(v, beta)
+        """Queries, keys and values in a type, by default that in which they are read; temperatures in the latter."""
+        wide = reading_dtype(v, beta)
+        dtype = wide if dtype is None else dtype
         q, k = self._heads(inputs, layout.position, dtype)
-        return q, k, v.to(dtype), None if beta is None else beta.to(dtype)
+        return q, k, v.to(dtype), None if beta is None else beta.to(wide)
 
     def _visible(self, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
         """What besides causality decides who sees whom, among the tokens of a layout."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from femixer.kernels.gates import gated
-from femixer.kernels.softmax import softmax_read
+from femixer.kernels.softmax import reading_dtype, softmax_read
 
 DIFFERENTIABLE = True
 
@@ -24,6 +24,9 @@ def forward(
     window: int | None,
     eps: float,
 ) -> tuple[Tensor, ...]:
+    dtype = reading_dtype(v, beta)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    beta, lam, gate = (None if x is None else x.to(dtype) for x in (beta, lam, gate))
     segments = None if segments_q is None or segments_k is None else (segments_q, segments_k)
     mean, free = softmax_read(q, k, v, beta, causal=causal, window=window, bias=bias, segments=segments)
     if free is None or lam is None:
