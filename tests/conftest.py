@@ -2,6 +2,8 @@
 
 import gc
 import os
+import re
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -70,3 +72,28 @@ def two_ends_folder(tmp_path_factory):
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     fast.save_pretrained(folder)
     return folder
+
+
+# How many tests of the suite name a prior or a backend; longer names first, because shorter ones are parts of them.
+PRIOR_NAMES = ("mamba-interactive", "softmax", "linear", "mamba", "decay", "gla", "aft", "ssm")
+BACKEND_NAMES = ("plain", "numba", "triton")
+
+
+def _named(test: str, names: tuple[str, ...]) -> set[str]:
+    """The names among the parameters of a test, [softmax-CLTG] for example; tests/gpu is all Triton's."""
+    parameters = test.partition("[")[2]
+    found = set()
+    for name in names:
+        if re.search(rf"(?<![a-z]){name}(?![a-z])", parameters):
+            found.add(name)
+            parameters = parameters.replace(name, "")
+    return found | ({"triton"} & set(names) if "/gpu/" in test else set())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Properties held per prior and per backend: what a change to one of them has to keep."""
+    passed = [report.nodeid for report in terminalreporter.stats.get("passed", []) if report.when == "call"]
+    for what, names in (("prior", PRIOR_NAMES), ("backend", BACKEND_NAMES)):
+        counts = Counter(name for test in passed for name in _named(test, names))
+        if counts:
+            terminalreporter.write_line(f"properties per {what}: " + ", ".join(f"{n} {counts[n]}" for n in names))
