@@ -15,11 +15,10 @@ KINDS = {"weight": "linear.weight", "bias": "linear.bias", "modulation": "modula
 
 class Columns(NamedTuple):
     """Columns of a projection. The conditioner multiplies them by 1 + eta or, for logits of decays and steps
-    (`additive`), adds eta. They belong to the heads, in order, in equal parts, or all heads read all (`shared`)."""
+    (`additive`), adds eta."""
 
     width: int
     additive: bool = False
-    shared: bool = False
 
 
 class Projection(nn.Module):

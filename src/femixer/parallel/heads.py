@@ -39,10 +39,10 @@ def cut_heads(mixer: FreeEnergyMixer, mesh: DeviceMesh, known: Known) -> None:
     """From now on each rank of the mesh (of one dimension) has its part of the heads."""
     ranks, group = mesh.size(), mesh.get_group()
     check_heads(mixer, ranks)
-    for name in ("prior_proj", "value_proj"):
+    for name, common in (("prior_proj", mixer.prior.shared_columns), ("value_proj", ())):
         projection = getattr(mixer, name)
         if projection is not None:
-            setattr(mixer, name, CutProjection(projection, mesh))
+            setattr(mixer, name, CutProjection(projection, common, mesh))
     for part in (mixer, mixer.prior):
         part.heads, part.kv_heads = part.heads // ranks, part.kv_heads // ranks
     swapped(mixer, HeadsMixer).group = group
@@ -109,25 +109,26 @@ class CutProjection(nn.Module):
 
     is_apart = True  # see femixer.pieces
 
-    def __init__(self, projection: Projection, mesh: DeviceMesh) -> None:
+    def __init__(self, projection: Projection, common: tuple[str, ...], mesh: DeviceMesh) -> None:
+        """common: the names that heads share."""
         super().__init__()
-        self.pieces = projection.pieces
+        self.pieces, self.common = projection.pieces, common
         ranks, self.group = mesh.size(), mesh.get_group()
         self.whole_widths = projection.widths
         self.columns = {
-            name: columns if columns.shared else columns._replace(width=columns.width // ranks)
+            name: columns if name in common else columns._replace(width=columns.width // ranks)
             for name, columns in projection.columns.items()
         }
         self.scaled = sum(c.width for c in self.columns.values() if not c.additive)
         held = dict(projection.named_parameters())
         self.kinds = [kind for kind, name in KINDS.items() if name in held]
-        for number, (name, columns) in enumerate(self.columns.items()):
+        for number, name in enumerate(self.columns):
             piece = nn.Module()
             for kind in self.kinds:
                 parameter = held[KINDS[kind]]
                 rows = parameter.detach().split(self.whole_widths)[number].clone()
                 rows.requires_grad_(parameter.requires_grad)
-                piece.register_parameter(kind, distributed_parameter(rows, mesh, None if columns.shared else 0))
+                piece.register_parameter(kind, distributed_parameter(rows, mesh, None if name in common else 0))
             self.add_module(name, piece)
 
     @property
@@ -142,8 +143,8 @@ class CutProjection(nn.Module):
         if kind not in self.kinds:
             return None
         own = [piece.to_local() if isinstance(piece, DTensor) else piece for piece in self._pieces(kind)]
-        columns = self.columns.values()
-        return torch.cat([shared(x, self.group) if c.shared else x for x, c in zip(own, columns, strict=True)])
+        named = zip(self.columns, own, strict=True)
+        return torch.cat([shared(x, self.group) if name in self.common else x for name, x in named])
 
     def forward(self, x: Tensor, features: Tensor | None = None) -> dict[str, Tensor]:
         weight, rows = self._own("weight"), self._own("modulation")

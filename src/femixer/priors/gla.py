@@ -40,6 +40,7 @@ class GLAPrior(LinearPrior):
             raise ValueError(f"decay={decay!r} is unknown; choose one of {', '.join(DECAYS)}")
         self.decay, self.reads_on = decay, decay == "channel"
         self.gates = 1 if decay == "head" else widths.key
+        self.shared_columns = () if decay == "head" else ("decay",)
         self.rank = min(16, max(1, kv_heads * widths.key // 32)) if decay == "channel" else kv_heads
         self.decay_bias = nn.Parameter(torch.empty(kv_heads, self.gates, **made))
         self.decay_map: nn.Parameter | None = None
@@ -54,7 +55,7 @@ class GLAPrior(LinearPrior):
             nn.init.normal_(self.decay_map, std=self.rank**-0.5)
 
     def columns(self) -> dict[str, Columns]:
-        return {**super().columns(), "decay": Columns(self.rank, additive=True, shared=self.decay_map is not None)}
+        return {**super().columns(), "decay": Columns(self.rank, additive=True)}
 
     def tracks(self, inputs: dict[str, Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
         logits = inputs["decay"].to(dtype)

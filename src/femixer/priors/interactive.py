@@ -32,6 +32,7 @@ class InteractivePrior(DirectedPrior):
 
     queries_and_keys = False
     one_temperature = True
+    shared_columns = ("b", "c")
 
     def __init__(
         self, heads: int, kv_heads: int, widths: Widths, *, causal: bool, state_size: int = 16, **made: Any
@@ -62,8 +63,8 @@ class InteractivePrior(DirectedPrior):
 
     def columns(self) -> dict[str, Columns]:
         return {
-            "b": Columns(self.state_size, shared=True),
-            "c": Columns(self.state_size, shared=True),
+            "b": Columns(self.state_size),
+            "c": Columns(self.state_size),
             "delta": Columns(self.heads, additive=True),
         }
 

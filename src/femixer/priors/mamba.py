@@ -31,6 +31,8 @@ class MambaPrior(StateSpacePrior):
     with memory spans spread from 2 to 1000 tokens in every head; the others decay n times as fast.
     """
 
+    shared_columns = ("b", "c", "delta")
+
     def __init__(
         self,
         heads: int,
@@ -76,9 +78,9 @@ class MambaPrior(StateSpacePrior):
 
     def columns(self) -> dict[str, Columns]:
         return {
-            "b": Columns(self.state_size, shared=True),
-            "c": Columns(self.state_size, shared=True),
-            "delta": Columns(self.rank, additive=True, shared=True),
+            "b": Columns(self.state_size),
+            "c": Columns(self.state_size),
+            "delta": Columns(self.rank, additive=True),
         }
 
     def tracks(self, inputs: dict[str, Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
