@@ -20,7 +20,7 @@ def test_the_slowest_of_three_decides_and_a_launch_costs_something() -> None:
     half, full = torch.bfloat16, torch.float32
 
     def seconds(dtype: torch.dtype, ours: bool, moved: int, flops: int, exponentials: int) -> float:
-        return (card.seconds(Step("", ours, moved, flops, exponentials), dtype) - gpu.OVERHEAD) * gpu.REACHED
+        return (card.seconds(Step("", ours, moved, flops, exponentials, dtype)) - gpu.OVERHEAD) * gpu.REACHED
 
     assert seconds(half, True, 300, 100, 10) == pytest.approx(3)
     assert seconds(half, True, 300, 200, 10) == pytest.approx(4)

@@ -14,6 +14,7 @@ import femixer
 from femixer.kernels import dispatch
 from femixer.kernels.dispatch import BackendError
 from femixer.kernels.rms_norm import OPERATOR, numba_cpu, plain, rms_norm, triton_gpu
+from femixer.kernels.triton_launch import launch
 
 X, WEIGHT = torch.randn(3, 7), torch.randn(7)
 ARGUMENTS = (X, WEIGHT, 1e-6)
@@ -159,3 +160,8 @@ print("triton" in sys.modules)
 def test_a_cpu_that_nobody_asked_imports_no_triton() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, timeout=120)
     assert done.stdout == "False\n", done.stderr
+
+
+def test_a_grid_that_no_gpu_takes_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"axes have at most 65535 programs"):
+        launch(triton_gpu._forward, (1, 65536), torch.empty(1, device="meta"))

@@ -1,5 +1,6 @@
 """The RMS norm in Triton's interpreter against its definition."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,3 +44,17 @@ def test_what_it_does_not_serve_is_named() -> None:
     wide = torch.empty(3, 20_000)
     assert "20000 channels are too wide" in str(triton_gpu.refuse(wide, wide[0], 1e-6))
     assert "not torch.float64" in str(triton_gpu.refuse(wide.double(), wide[0], 1e-6))
+
+
+@pytest.mark.parametrize("spread", [lambda x: x[:, -1:], lambda x: x[..., ::2], lambda x: x.mT])
+def test_rows_may_lie_anywhere_and_gradients_be_one_number(spread: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 6, requires_grad=True)
+    given = spread(x)
+    weight = torch.randn(given.shape[-1])
+    with use_backend("triton"):
+        y = rms_norm(given, weight, 1e-5)
+        (found,) = torch.autograd.grad(y.sum(), x)
+    wanted = torch.nn.functional.rms_norm(given, weight.shape, weight, 1e-5)
+    torch.testing.assert_close(y, wanted)
+    torch.testing.assert_close(found, torch.autograd.grad(wanted.sum(), x)[0])

@@ -51,11 +51,12 @@ class Gpu(NamedTuple):
     float32: float
     exponentials: float
 
-    def seconds(self, step: Step, dtype: torch.dtype) -> float:
+    def seconds(self, step: Step) -> float:
         rate = self.bfloat16
-        if dtype == torch.float32:
-            # Kernels keep float32's digits by three TF32 products; torch's own products use plain float32.
-            rate = max(self.tf32 / 3, self.float32) if step.kernel else self.float32
+        if step.dtype == torch.float32:
+            # NVIDIA's kernels keep float32's digits by three TF32 products; all other products use plain float32.
+            three = step.kernel and self.target.startswith("sm_")
+            rate = max(self.tf32 / 3, self.float32) if three else self.float32
         work = (step.bytes / self.bandwidth, step.flops / rate, step.exponentials / self.exponentials)
         return max(work) / REACHED + OVERHEAD
 
@@ -140,7 +141,7 @@ def surroundings(options: Options) -> dict[str, Any]:
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
-        "gpu": torch.cuda.get_device_name() if there else None,
+        "gpu": torch.cuda.get_device_name(options.device) if there else None,
     }
 
 
@@ -178,11 +179,11 @@ def attention_traces(options: Options, length: int, dtype: torch.dtype) -> Trace
 
     def linear(name: str, columns: int, times: int = 1) -> list[Step]:
         moved = x * (1 + columns) + dim * dim * columns * size
-        return [Step(name, False, moved, 2 * tokens * dim * dim * columns, 0)] * times
+        return [Step(name, False, moved, 2 * tokens * dim * dim * columns, 0, dtype)] * times
 
-    rotation, bias = Step("rotary", True, 4 * x, 0, 0), Step("sum", False, 4 * x, 0, 0)
-    forward = [*linear("qkv", 3), rotation, Step("flash", True, 4 * x, products, pairs), *linear("out", 1)]
-    flash = Step("flash backward", True, 8 * x, 5 * products // 2, pairs)
+    rotation, bias = Step("rotary", True, 4 * x, 0, 0, dtype), Step("sum", False, 4 * x, 0, 0, dtype)
+    forward = [*linear("qkv", 3), rotation, Step("flash", True, 4 * x, products, pairs, dtype), *linear("out", 1)]
+    flash = Step("flash backward", True, 8 * x, 5 * products // 2, pairs, dtype)
     backward = [*linear("out backward", 1, 2), flash, rotation, *linear("qkv backward", 3, 2), bias]
     return Traces(forward, backward)
 
@@ -206,8 +207,8 @@ def estimated(options: Options) -> list[dict[str, Any]]:
 def _estimate(
     name: str, dtype: torch.dtype, length: int, gpu_name: str, gpu: Gpu, traces: Traces, rival: Traces
 ) -> dict[str, Any]:
-    times = [sum(gpu.seconds(step, dtype) for step in steps) for steps in traces]
-    others = [sum(gpu.seconds(step, dtype) for step in steps) for steps in rival]
+    times = [sum(gpu.seconds(step) for step in steps) for steps in traces]
+    others = [sum(gpu.seconds(step) for step in steps) for steps in rival]
     return {
         "layer": name,
         "dtype": str(dtype).removeprefix("torch."),
@@ -218,7 +219,7 @@ def _estimate(
         "forward ratio": times[0] / others[0],
         "step ratio": sum(times) / sum(others),
         "launches": [len(steps) for steps in traces],
-        "kernels": [[*step, 1e6 * gpu.seconds(step, dtype)] for steps in traces for step in steps],
+        "kernels": [[*step[:5], 1e6 * gpu.seconds(step)] for steps in traces for step in steps],
     }
 
 
@@ -344,11 +345,11 @@ def _median_seconds(call: Callable[[], object], options: Options) -> float:
     on_gpu, times = options.device.startswith("cuda"), []
     for repeat in range(options.repeats + 2):  # the first compiles, the second fills caches
         if on_gpu:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(options.device)
         start = time.perf_counter()
         call()
         if on_gpu:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(options.device)
         if repeat >= 2:
             times.append(time.perf_counter() - start)
     return statistics.median(times)
@@ -357,9 +358,9 @@ def _median_seconds(call: Callable[[], object], options: Options) -> float:
 def _peak_bytes(call: Callable[[], object], options: Options) -> int | None:
     if not options.device.startswith("cuda"):
         return None
-    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.reset_peak_memory_stats(options.device)
     call()
-    return torch.cuda.max_memory_allocated()
+    return torch.cuda.max_memory_allocated(options.device)
 
 
 def measurement_lines(rows: list[dict[str, Any]]) -> Iterator[str]:

@@ -126,6 +126,7 @@ if hasattr(os, "register_at_fork"):
 # Kernels are written for this version of Triton and later ones, and for GPUs of this generation (A100) and later.
 OLDEST_TRITON = (3, 2)
 OLDEST_CAPABILITY = (8, 0)
+ROCM = ("gfx942", "gfx950")
 # What Triton is called in torch's builds for GPUs.
 TRITON_PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm", "triton-windows")
 
@@ -165,7 +166,8 @@ def _no_triton_on(device: torch.device) -> str | None:
 @functools.cache
 def too_old_a_gpu(index: int | None = None) -> str | None:
     if torch.version.hip is not None:
-        return None
+        name = str(torch.cuda.get_device_properties(index or 0).gcnArchName).partition(":")[0]
+        return None if name in ROCM else f"kernels are compiled for {' and '.join(ROCM)} of ROCm's GPUs, not for {name}"
     found = torch.cuda.get_device_capability(index)
     if found < OLDEST_CAPABILITY:
         return f"the GPU's compute capability is {found[0]}.{found[1]}, kernels need {OLDEST_CAPABILITY[0]}.0 or later"
@@ -195,7 +197,7 @@ def refusal(operator: Operator, name: str, arguments: tuple[Any, ...]) -> str | 
 
 
 def _is_nothing(arguments: Sequence[Any]) -> bool:
-    return any(isinstance(x, torch.Tensor) and not x.numel() for x in arguments[:1])
+    return any(isinstance(x, torch.Tensor) and not x.numel() for x in arguments)
 
 
 def device_of(arguments: Sequence[Any]) -> torch.device:

@@ -19,6 +19,8 @@ from torch import Tensor
 
 # The GPU for which tiles are chosen where tensors are on none: see `aimed_at`.
 DEFAULT_TARGET = "sm_90"
+# CUDA's limit along all axes of a grid but the first.
+MOST_PROGRAMS = 65535
 
 
 class Launch(NamedTuple):
@@ -104,6 +106,9 @@ def launch(
     """
     if 0 in grid:
         return
+    if max(grid[1:], default=0) > MOST_PROGRAMS:
+        allowed = f"beside the first, axes have at most {MOST_PROGRAMS} programs"
+        raise ValueError(f"grid={grid} of {kernel.__name__} is not allowed; {allowed}")
     tensors = [x for x in operands if isinstance(x, Tensor)]
     records = _records.get()
     if records is not None:

@@ -22,13 +22,14 @@ _EXPONENTIAL = ("exp", "log", "softplus", "sigmoid", "silu", "softmax", "rsqrt",
 
 
 class Step(NamedTuple):
-    """One launch: torch's operation or our kernel, by `kernel`. flops are those of matrix products."""
+    """One launch: torch's operation or our kernel, by `kernel`. flops are those of matrix products, in this type."""
 
     name: str
     kernel: bool
     bytes: int
     flops: int
     exponentials: int
+    dtype: torch.dtype = torch.float32
 
 
 class _Steps(TorchDispatchMode):
@@ -49,13 +50,14 @@ class _Steps(TorchDispatchMode):
             name = func._overloadpacket.__name__
             heavy = any(part in name for part in _EXPONENTIAL)
             exponentials = max((x.numel() for x in tensors), default=0) if heavy else 0
-            self.steps.append(Step(name, False, size, flops, exponentials))
+            self.steps.append(Step(name, False, size, flops, exponentials, tensors[-1].dtype))
         return result
 
     def catch_up(self) -> None:
         """Our launches since the last operation of torch."""
         for launch in self._launches[self._seen :]:
-            self.steps.append(Step(launch.label, True, launch.bytes, launch.flops, launch.exponentials))
+            dtype = next(x.dtype for x in launch.operands if isinstance(x, Tensor))
+            self.steps.append(Step(launch.label, True, launch.bytes, launch.flops, launch.exponentials, dtype))
         self._seen = len(self._launches)
 
 

@@ -1,7 +1,5 @@
 """The scan per channel by its definition: all weights of all rows, in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

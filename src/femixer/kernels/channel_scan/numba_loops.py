@@ -5,8 +5,6 @@ mean, free energy. Empty arrays stand for nothing: keys or gates of zero, no mar
 Loops over channels are short and touch few arrays each, so that the compiler vectorises them.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

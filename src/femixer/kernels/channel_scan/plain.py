@@ -14,8 +14,6 @@ prime for the token before:
 As c_{t+1} = exp(total_t - total_{t+1}), A and R are cumulative sums of exponentials too, in reversed time.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

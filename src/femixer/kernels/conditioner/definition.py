@@ -1,7 +1,5 @@
 """The conditioner's features by their definition, token by token in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Features are computed for LANES tokens side by side: there may be as few as four of them.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

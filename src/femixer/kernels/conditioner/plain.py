@@ -1,7 +1,5 @@
 """The conditioner's features in torch's operations, whose number grows with the logarithm of the length."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -183,7 +183,7 @@ def carry_back(
     BE: tl.constexpr, BD: tl.constexpr, STATE: tl.constexpr, ENERGETIC: tl.constexpr, BY_LAST: tl.constexpr,
 ):  # fmt: skip
     """Of the states before every chunk and after the last, from all that comes later, for BD value channels."""
-    bg, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * BD
+    bg, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BD
     row = tl.arange(0, BE)
     column = first + tl.arange(0, BD)
     inside = (row < E)[:, None] & (column < D)[None, :]
@@ -384,8 +384,10 @@ def token_gradients(
                 own += sums
                 to_v += to_z * beta[None, :]
                 to_beta = tl.load(SUM_BETA + column, mask=column < tl.where(r > 0, D, 0), other=0)
+                tl.debug_barrier()  # whoever holds a copy has read it before it is written
                 tl.store(SUM_BETA + column, to_beta + tl.sum(to_z * v - through, 0), mask=column < D)
             to_v += load_rows(SUM_V, c * C, G * D, t < tl.where(r > 0, length, 0), D, BD, first)
+            tl.debug_barrier()
             store_rows(SUM_V, c * C, G * D, inside, to_v, D, BD, first)
         if W == 1:
             own *= exp_of(tl.where(seen, between(reach, rest), 0.0) - total[:, None])
@@ -402,12 +404,15 @@ def token_gradients(
             store_rows(DQ + (b * length * H + h) * E, c * C, H * E, inside, to_q, E, KEYS, e)
             held = t < tl.where(r > 0, length, 0)
             to_k += load_rows(SUM_K, c * C, G * E, held, E, KEYS, e)
+            tl.debug_barrier()
             store_rows(SUM_K, c * C, G * E, inside, to_k, E, KEYS, e)
             if W == 1:
                 flow += tl.sum(q * to_q, 1)
             else:
                 flows = q * to_q + load_rows(SUM_G, c * C, G * E, held, E, KEYS, e)
+                tl.debug_barrier()
                 store_rows(SUM_G, c * C, G * E, inside, flows, E, KEYS, e)
+        tl.debug_barrier()
     tl.debug_barrier()
     last = tl.max(segment, 0)
     live = real & (segment == last)
@@ -456,9 +461,12 @@ def token_gradients(
                     after += tl.trans(sums)
                     to_v += to_z * beta[None, :]
                     to_beta = tl.load(SUM_BETA + column, mask=column < D, other=0)
+                    tl.debug_barrier()
                     tl.store(SUM_BETA + column, to_beta + tl.sum(to_z * v, 0), mask=column < D)
+                tl.debug_barrier()
                 store_rows(SUM_V, c * C, G * D, inside, to_v, D, BD, first)
             to_k += after * until
+            tl.debug_barrier()
         store_rows(DK + (b * length * G + g) * E, c * C, G * E, inside, to_k, E, KEYS, e)
         if GATED:
             if W == 1:

@@ -100,7 +100,7 @@ def carry(
     BE: tl.constexpr, BD: tl.constexpr, STATE: tl.constexpr, ENERGETIC: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """The states before every chunk and after the last, for all rows of BD value channels."""
-    bg, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * BD
+    bg, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BD
     row = tl.arange(0, BE)
     column = first + tl.arange(0, BD)
     inside = (row < E)[:, None] & (column < D)[None, :]

@@ -211,7 +211,7 @@ def _read_token(given: Inputs, plan: Plan, found: tuple[Tensor, ...]) -> None:
     operands = q, k, gate, v, beta, marks, first.contiguous(), top.contiguous(), *found[:3], exact, last, last_top
     launch(
         one_token.step,
-        (triton.cdiv(v.shape[3], VALUES), q.shape[0] * v.shape[2]),
+        (q.shape[0] * v.shape[2], triton.cdiv(v.shape[3], VALUES)),
         *operands,
         *(step for i, step in enumerate(strides) if i % 3 != 1),
         moved=_bytes(operands),
@@ -259,7 +259,7 @@ def _states(given: Inputs, plan: Plan, last: Tensor, last_top: Tensor) -> States
     last, last_top = (last, last_top) if given.keep else (added, added)
     launch(
         kernels.carry,
-        (triton.cdiv(width, VALUES), batch * groups),
+        (batch * groups, triton.cdiv(width, VALUES)),
         *(*states, first.contiguous(), top.contiguous(), last, last_top, n),
         moved=2 * _bytes(states),
         exponentials=6 * rows * n * channels * width,
@@ -311,7 +311,7 @@ def backward(
         top = mean if given.top is None else given.top.contiguous()
         launch(
             gradients.carry_back,
-            (triton.cdiv(width, VALUES), batch * groups),
+            (batch * groups, triton.cdiv(width, VALUES)),
             *(*states[1:], read_n, *to_states, top, to[3], mean if to_sums is None else to_sums, n),
             moved=_bytes((*states[1:], *to_states)) + _bytes(to_states),
             exponentials=2 * batch * groups * n * channels * width,

@@ -26,7 +26,7 @@ def step(
     EXCLUSIVE: tl.constexpr, KEEP: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """All rows of BD value channels."""
-    bg, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * BD
+    bg, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BD
     b, g = bg // G, bg % G
     row = tl.arange(0, BE)
     column = first + tl.arange(0, BD)

@@ -8,8 +8,6 @@ A task is some tokens. What it reads of a tensor is one row of numbers, gathered
 are then long whatever the width of a head. Each loop is a function of its own, which the compiler vectorises.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The gates of a read in torch's operations."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Modulation by its definition, in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

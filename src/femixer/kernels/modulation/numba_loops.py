@@ -1,7 +1,5 @@
 """Compiled loops of modulation, float32. With few features eta = f m is made row by row and never stored."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import prange
 

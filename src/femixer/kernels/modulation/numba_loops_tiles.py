@@ -3,8 +3,6 @@
 Rows are taken four at a time, on both sides: then a number is loaded and stored once for sixteen products.
 """
 
-from __future__ import annotations
-
 from femixer.kernels.numba_math import f32, inline, summing
 
 

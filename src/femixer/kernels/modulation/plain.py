@@ -1,7 +1,5 @@
 """Modulation in torch's operations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -38,7 +38,7 @@ def refuse(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, widths: lis
 
 def forward(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, widths: list[int]) -> tuple[Tensor, ...]:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    given, f, m = x.reshape(-1, x.shape[-1]), features.reshape(-1, features.shape[-1]), matrix.contiguous()
+    given, f, m = _adjacent(x), _adjacent(features), matrix.contiguous()
     rows, width = given.shape
     launch(
         _forward,
@@ -61,7 +61,7 @@ def backward(
 ) -> tuple[Tensor, ...]:
     _, features, matrix, scaled, widths = arguments
     (y,) = results
-    f, m = features.reshape(-1, features.shape[-1]), matrix.contiguous()
+    f, m = _adjacent(features), matrix.contiguous()
     rows, width = y.numel() // y.shape[-1], y.shape[-1]
     pieces = [_rows(g, columns, y) for g, columns in zip(grads, widths, strict=False)]
     to_x, to_eta = torch.empty_like(y), torch.empty_like(y)
@@ -90,6 +90,12 @@ def backward(
     to_eta = to_eta.view(rows, width)
     to_features = (to_eta @ m.to(y.dtype)).to(features.dtype)
     return to_x, to_features.view(features.shape), (to_eta.mT @ f.to(y.dtype)).to(matrix.dtype)
+
+
+def _adjacent(x: Tensor) -> Tensor:
+    """As rows with adjacent columns, where it lies."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _rows(grad: Tensor | None, width: int, y: Tensor) -> Tensor:

@@ -4,8 +4,6 @@ Sums of exponentials are relative to a running shift per head, the largest expon
 mode.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -26,6 +26,8 @@ def refuse(*arguments: Any) -> str | None:
     v, modes = arguments[5], arguments[0].shape[3]
     if v.dtype not in FLOATS:
         return f"it takes float32, bfloat16 and float16, not {v.dtype}"
+    if not v.shape[1]:
+        return "there is no token"
     if v.shape[3] > WIDEST:
         return f"heads of {v.shape[3]} channels are too wide, {WIDEST} are the most"
     return None if modes <= MOST_MODES else f"{modes} modes are too many, {MOST_MODES} are the most"
@@ -95,10 +97,10 @@ def _states_before(p: Problem) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | 
     lags = torch.empty(batch, p.chunks, heads, modes, **new)
     sizes = length, heads, modes, width, p.chunks
     given = p.gate, p.write, p.spread, p.v, p.beta, p.marks, sums, tops, slows, lags, *sizes
-    launch(kernels.summarize, (heads, p.chunks, batch), *given, **p.options("FREE", "MARKED"), **_work(p))
+    launch(kernels.summarize, (p.chunks * batch, heads), *given, **p.options("FREE", "MARKED"), **_work(p))
     options = p.options("FREE")
     carried = sums, tops, slows, lags, p.sums, p.top, heads, modes, p.chunks
-    launch(kernels.carry, (heads, batch), *carried, MODES=options["MODES"], FREE=options["FREE"], num_warps=1)
+    launch(kernels.carry, (batch, heads), *carried, MODES=options["MODES"], FREE=options["FREE"], num_warps=1)
     return sums, tops, (slows, lags)
 
 
@@ -113,7 +115,7 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
     results = mean, free if p.flags["FREE"] else mean, log_total, last, last_top
     sizes = length, heads, modes, width, p.chunks
     options = p.options("FREE", "MARKED", "INCLUSIVE")
-    launch(kernels.read_chunks, (heads, p.chunks, batch), *given, *results, *sizes, **options, **_work(p))
+    launch(kernels.read_chunks, (p.chunks * batch, heads), *given, *results, *sizes, **options, **_work(p))
     return mean, free, log_total, last, last_top if p.flags["FREE"] else p.top.clone()
 
 
@@ -135,11 +137,11 @@ def backward(
     system = p.gate, p.write, p.read, p.spread, p.gather, p.v, p.beta, p.marks
     given = *system, sums, tops, token_tops, seen, *read, back, *sizes
     options = p.options("FREE", "MARKED") | flags
-    launch(kernels.adjoints, (heads, p.chunks, batch), *given, **options, **_work(p, passes=2))
+    launch(kernels.adjoints, (p.chunks * batch, heads), *given, **options, **_work(p, passes=2))
     if falls is not None:
         carried = back, tops, *falls, token_tops[:, -1].contiguous(), by[3], heads, modes, p.chunks
         chosen = {"MODES": options["MODES"], "FREE": p.flags["FREE"], "BY_LAST": grads[3] is not None}
-        launch(kernels.carry_back, (heads, batch), *carried, **chosen, num_warps=1)
+        launch(kernels.carry_back, (batch, heads), *carried, **chosen, num_warps=1)
     elif grads[3] is None:
         back.zero_()
     else:
@@ -164,7 +166,7 @@ def _gradients(
     given = p.gate, p.write, p.read, p.spread, p.gather, p.v, p.beta, p.marks, *states, *read
     sizes = length, heads, modes, width, p.chunks, batch
     options = p.options("FREE", "MARKED", "INCLUSIVE") | flags
-    launch(kernels.gradients, (heads, p.chunks, batch), *given, *found, *sizes, **options, **_work(p))
+    launch(kernels.gradients, (p.chunks * batch, heads), *given, *found, *sizes, **options, **_work(p))
     to_write, to_read = amounts.sum(1).to(p.write.dtype)
     to_spread, to_gather = matrices.sum((1, 2)).to(p.spread.dtype)
     return (

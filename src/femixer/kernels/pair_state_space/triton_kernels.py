@@ -113,7 +113,8 @@ def summarize(
     MODES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, FREE: tl.constexpr, MARKED: tl.constexpr,
 ):  # fmt: skip
     """The state that a chunk leaves when it begins with nothing, its top, and its gates together."""
-    h, chunk, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    place, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    chunk, b = (place % chunks).to(tl.int32), place // chunks
     n, d = tl.arange(0, MODES), tl.arange(0, WIDTH)
     beta = _beta(BETA, h, FREE)
     spread = _matrix(SPREAD, h, n, d, N, D, True)
@@ -138,7 +139,6 @@ def summarize(
         lags += lag
         if MARKED:
             reset = reset | start
-    place = b * chunks + chunk
     _store_state(SUMS, (place * 3 * H + h) * N, N, H * N, n, h0, h1, h2)
     tl.store(TOPS + place * H + h, tl.max(top, 0))
     if MARKED:
@@ -159,7 +159,7 @@ def carry(
     SUMS, TOPS, SLOWS, LAGS, FIRST, FIRST_TOP, H, N, chunks, MODES: tl.constexpr, FREE: tl.constexpr
 ):  # fmt: skip
     """From the states that chunks leave alone to those before each of them, in their places."""
-    h, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n = tl.arange(0, MODES)
     h0, h1, h2 = _load_state(FIRST, (b * 3 * H + h) * N, N, H * N, n, FREE)
     top = _top(FIRST_TOP, b * H + h, n)
@@ -167,6 +167,7 @@ def carry(
         place = b * chunks + chunk
         own0, own1, own2 = _load_state(SUMS, (place * 3 * H + h) * N, N, H * N, n, FREE)
         local = _top(TOPS, place * H + h, n)
+        tl.debug_barrier()  # whoever holds a copy has read it before it is written
         _store_state(SUMS, (place * 3 * H + h) * N, N, H * N, n, h0, h1, h2)
         tl.store(TOPS + place * H + h, tl.max(top, 0))
         start, slow, lag = _chunk_gates(SLOWS, LAGS, place * H + h, N, n)
@@ -184,11 +185,11 @@ def read_chunks(
     FREE: tl.constexpr, MARKED: tl.constexpr, INCLUSIVE: tl.constexpr,
 ):  # fmt: skip
     """The results of a chunk's tokens, from the state before it; the last chunk also leaves the state after it."""
-    h, chunk, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    place, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    chunk, b = (place % chunks).to(tl.int32), place // chunks
     n, d = tl.arange(0, MODES), tl.arange(0, WIDTH)
     beta = _beta(BETA, h, FREE)
     spread, gather = _matrix(SPREAD, h, n, d, N, D, True), _matrix(GATHER, h, n, d, N, D, False)
-    place = b * chunks + chunk
     h0, h1, h2 = _load_state(SUMS, (place * 3 * H + h) * N, N, H * N, n, FREE)
     top = _top(TOPS, place * H + h, n)
     for t in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, T)):
@@ -253,11 +254,11 @@ def adjoints(
 ):  # fmt: skip
     """The tops of a chunk's tokens [B, T, H], the decayed states that they meet, SEEN [B, T, 3, H, N], and the gradient
     of the state before the chunk by what the chunk reads of it."""
-    h, chunk, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    place, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    chunk, b = (place % chunks).to(tl.int32), place // chunks
     n, d = tl.arange(0, MODES), tl.arange(0, WIDTH)
     beta = _beta(BETA, h, FREE)
     spread, gather = _matrix(SPREAD, h, n, d, N, D, True), _matrix(GATHER, h, n, d, N, D, False)
-    place = b * chunks + chunk
     h0, h1, h2 = _load_state(SUMS, (place * 3 * H + h) * N, N, H * N, n, FREE)
     first = _top(TOPS, place * H + h, n)
     top = first
@@ -301,7 +302,7 @@ def carry_back(
 ):  # fmt: skip
     """From each chunk's own part of the gradient of the state before it to the gradient of the state after it, by all
     that follows, in their places."""
-    h, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n = tl.arange(0, MODES)
     a0 = tl.zeros([MODES], tl.float32)
     a1 = tl.zeros([MODES], tl.float32)
@@ -312,6 +313,7 @@ def carry_back(
     for back in range(chunks):
         place = b * chunks + chunks - 1 - back
         own0, own1, own2 = _load_state(BACK, (place * 3 * H + h) * N, N, H * N, n, FREE)
+        tl.debug_barrier()
         _store_state(BACK, (place * 3 * H + h) * N, N, H * N, n, a0, a1, a2)
         top = _top(TOPS, place * H + h, n)
         start, slow, lag = _chunk_gates(SLOWS, LAGS, place * H + h, N, n)
@@ -331,11 +333,11 @@ def gradients(
 ):  # fmt: skip
     """Of a chunk, from the states that its tokens meet and the gradient of the state after it. In parts: D_WRITE and
     D_READ [H, B, T, N]; D_SPREAD, D_GATHER [B, chunks, H, N, D]; D_BETA [B, chunks, H]."""
-    h, chunk, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    place, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    chunk, b = (place % chunks).to(tl.int32), place // chunks
     n, d = tl.arange(0, MODES), tl.arange(0, WIDTH)
     beta = _beta(BETA, h, FREE)
     spread, gather = _matrix(SPREAD, h, n, d, N, D, True), _matrix(GATHER, h, n, d, N, D, False)
-    place = b * chunks + chunk
     first = _top(TOPS, place * H + h, n)
     a0, a1, a2 = _load_state(BACK, (place * 3 * H + h) * N, N, H * N, n, FREE)
     to_spread = tl.zeros([MODES, WIDTH], tl.float32)

@@ -1,7 +1,5 @@
 """The linear recurrence by its definition, token by token in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Compiled loops of the linear recurrence over [B, T, C], kept in float64."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import prange
 

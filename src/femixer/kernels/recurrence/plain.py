@@ -4,8 +4,6 @@ Chunks of 16 tokens are summed by a cumulative sum relative to their middle, in 
 LEAST has range to spare. The chunks' ends are a recurrence of a sixteenth of the length.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

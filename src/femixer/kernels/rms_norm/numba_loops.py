@@ -1,7 +1,5 @@
 """Compiled loops of the RMS norm, for rows of float32."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

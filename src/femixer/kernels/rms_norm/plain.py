@@ -1,7 +1,5 @@
 """RMS norm by torch's own."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from femixer.kernels.triton_launch import launch
 
-# Elements that a program holds at a time, and the widest row it takes.
-ELEMENTS, WIDEST = 8192, 16384
+# Numbers that a program holds at a time of narrow rows, and the widest row it takes.
+ELEMENTS, WIDEST = 2048, 16384
 # Programs of the backward: each sums the gradient of the weight over its rows.
 PROGRAMS = 512
 
@@ -22,7 +22,7 @@ def refuse(x: Tensor, weight: Tensor, eps: float) -> str | None:
 
 
 def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
-    given = x.reshape(-1, x.shape[-1])
+    given, weight = _rows(x), weight.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, width = given.shape
     tile = _tile(width)
@@ -37,7 +37,7 @@ def backward(
     needed: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     x, weight, eps = arguments
-    given, grad = x.reshape(-1, x.shape[-1]), grads[0].reshape(-1, x.shape[-1])
+    given, grad, weight = _rows(x), _rows(grads[0]), weight.contiguous()
     rows, width = given.shape
     tile = _tile(width)
     programs = min(PROGRAMS, triton.cdiv(rows, tile[0]))
@@ -51,10 +51,14 @@ def backward(
 READS_RESULTS = False
 
 
+def _rows(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1, x.shape[-1])
+
+
 def _tile(width: int) -> tuple[int, int]:
     """Rows at a time, and the channels of a row rounded up."""
     columns = triton.next_power_of_2(width)
-    return max(1, ELEMENTS // 4 // columns), columns
+    return max(1, ELEMENTS // columns), columns
 
 
 @triton.jit(do_not_specialize=["rows"])

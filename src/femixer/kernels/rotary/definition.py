@@ -1,7 +1,5 @@
 """Rotary positions by their definition, in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Tensors [B, T, heads, E] that are read are given as their memory and a line of s
 is contiguous; cos and sin are [B or 1, T, E / 2]. A negative floor stands for none.
 """
 
-from __future__ import annotations
-
 from numba import prange
 
 from femixer.kernels.numba_math import f32, inline, job, kernel, u64

@@ -1,7 +1,5 @@
 """Rotary positions in torch's operations."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

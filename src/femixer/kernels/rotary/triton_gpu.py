@@ -65,7 +65,7 @@ def _launch(
     tokens = batch * length
     launch(
         _rotate,
-        (heads + groups, triton.cdiv(tokens, rows)),
+        (triton.cdiv(tokens, rows), heads + groups),
         *given,
         *seen,
         *out,
@@ -101,7 +101,7 @@ def _rotate(
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """angles: how many tokens have angles of their own; those of the first sequence serve all if they are fewer."""
-    head = tl.program_id(0)
+    head = tl.program_id(1)
     # fmt: off
     if head < HEADS:
         _rotate_head(Q + head * q_head, QSeen + head * q_seen_head, ToQ + head * WIDTH, Cos, Sin,
@@ -119,7 +119,7 @@ def _rotate_head(
     FLOORED: tl.constexpr, BACK: tl.constexpr, HEADS: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row, column = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     pair = tl.arange(0, COLUMNS // 2)
     inside = (row < tokens)[:, None] & (column < WIDTH)[None, :]
     token = row.to(tl.int64)[:, None]

@@ -1,7 +1,5 @@
 """Compiled loop of rotary angles, in float64."""
 
-from __future__ import annotations
-
 import math
 
 from femixer.kernels.numba_math import job

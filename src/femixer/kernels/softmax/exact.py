@@ -9,8 +9,6 @@ Shapes: N sequences (pairs of batch and head) that see alike, n queries which ar
 E key width, D value width.  q [N, n, E], k [N, m, E], v [N, m, D], beta [N, D], bias [N, n, m] or None.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

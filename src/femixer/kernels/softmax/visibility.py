@@ -1,7 +1,5 @@
 """Who sees whom, and the attention calls that it takes where a mask is needed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

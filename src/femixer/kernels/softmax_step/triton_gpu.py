@@ -27,6 +27,8 @@ def refuse(
         return "caches with exponentials are kept on a CPU only"
     if keys.stride(3) != 1 or keys.stride(2) != keys.shape[3] or data.stride(3) != 1 or data.stride(2) != data.shape[3]:
         return "a cache must be contiguous along its tokens and channels"
+    if any(x is not None and x.dtype != keys.dtype for x in (k, v)):
+        return f"token and cache must be of one type, not {k.dtype if k is not None else None} and {keys.dtype}"
     if q.shape[2] > MOST_HEADS * keys.shape[1]:
         return f"more than {MOST_HEADS} heads share a key/value head"
     seen = Visibility(bias, segments_q, segments_k, True, window)

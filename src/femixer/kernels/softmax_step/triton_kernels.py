@@ -18,7 +18,7 @@ LEAST = tl.constexpr(1e-27)
 SIZES = ["S", "G", "splits", "start", "blocks", "window", "key_b", "key_g", "data_b", "data_g"]
 
 
-@triton.jit(do_not_specialize=[*SIZES, "q_b", "k_b", "v_b", "bias_b", "seg_q", "seg_k"])
+@triton.jit(do_not_specialize=[*SIZES, "q_b", "k_b", "v_b", "bias_b", "bias_h", "bias_s", "seg_q", "seg_k"])
 def read_splits(
     Q, K, V, KEY_CACHE, DATA_CACHE, SHIFT, BETAS, BIAS, SEG_Q, SEG_K, RANK,
     NEXT_SHIFT, TOPS, LOG_MAX, WEIGHT, MEAN, TOTAL,

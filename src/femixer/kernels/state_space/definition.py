@@ -1,7 +1,5 @@
 """The state-space read by its definition: all weights, dense, in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

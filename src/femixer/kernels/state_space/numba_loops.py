@@ -12,8 +12,6 @@ What a block of channels works on lies in few arrays, as lines of LANES numbers 
 to see that they do not overlap. For the same reason a state is never updated in place.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

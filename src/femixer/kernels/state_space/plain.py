@@ -11,8 +11,6 @@ other, so that no temporary has more than NUMBERS numbers; the backward pass com
 Axes: C channels, B batch, J chunks, L tokens of a chunk, N modes, S streams 1, v and exp(beta v - shift).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

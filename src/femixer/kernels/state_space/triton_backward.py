@@ -70,8 +70,8 @@ def adjoints(
 ):  # fmt: skip
     """The tops of a chunk's tokens, and the gradient of the state before the chunk by what the chunk reads of it."""
     c, n, there, slow, lag = channels(RATE, C, N, BLOCK, MODES)
-    chunk, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    place = b * chunks + chunk
+    place = tl.program_id(0).to(tl.int64)
+    chunk, b = (place % chunks).to(tl.int32), place // chunks
     beta = tl.full([BLOCK], 1.0, tl.float32)
     if FREE:
         beta = tl.load(BETA + c, mask=c < C, other=1.0).to(tl.float32)
@@ -118,7 +118,7 @@ def carry_back(
     """From each chunk's own part of the gradient of the state before it to the gradient of the state after it, by all
     that follows, in their places."""
     c, n, there, slow, lag = channels(RATE, C, N, BLOCK, MODES)
-    b = tl.program_id(1).to(tl.int64)
+    b = tl.program_id(0).to(tl.int64)
     a0 = tl.zeros([MODES, BLOCK], tl.float32)
     a1 = tl.zeros([MODES, BLOCK], tl.float32)
     a2 = tl.zeros([MODES, BLOCK], tl.float32)
@@ -128,6 +128,7 @@ def carry_back(
     for back in range(chunks):
         place = b * chunks + chunks - 1 - back
         own0, own1, own2 = load_state(BACK, place * 3 * N * C, C, N, c, n, there, FREE)
+        tl.debug_barrier()  # whoever holds a copy has read it before it is written
         store_state(BACK, place * 3 * N * C, C, N, c, n, there, a0, a1, a2)
         pace = tl.load(PACES + place * C + c, mask=c < C, other=0.0)
         top = tl.load(TOPS + place * C + c, mask=c < C, other=0.0)
@@ -170,8 +171,9 @@ def gradients(
     or the batch is left in parts: D_WRITE, D_READ [blocks of channels, B, T, N]; D_RATE, D_WEIGHT [B, chunks, N, C];
     D_SKIP, D_BETA [B, chunks, C]."""
     c, n, there, slow, lag = channels(RATE, C, N, BLOCK, MODES)
-    chunk, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    place, base = b * chunks + chunk, b * T
+    place = tl.program_id(0).to(tl.int64)
+    chunk, b = (place % chunks).to(tl.int32), place // chunks
+    base = b * T
     rates = (slow, lag)
     beta = tl.full([BLOCK], 1.0, tl.float32)
     if FREE:
@@ -242,14 +244,14 @@ def gradients(
                 by_read = by_state
                 if INCLUSIVE:
                     by_read += write[:, None] * along[None, :]
-                part = ((tl.program_id(0) * batch + b) * T + t) * N + n
+                part = ((tl.program_id(1) * batch + b) * T + t) * N + n
                 tl.store(D_READ + part, tl.sum(by_read, 1), mask=modes)
             else:
                 to_weight += by_state
                 if INCLUSIVE:
                     to_weight += write[:, None] * along[None, :]
             if HAS_WRITE:
-                part = ((tl.program_id(0) * batch + b) * T + t) * N + n
+                part = ((tl.program_id(1) * batch + b) * T + t) * N + n
                 tl.store(D_WRITE + part, tl.sum(by_write, 1) * real, mask=modes)
             if SKIPS:
                 to_skip += along

@@ -26,6 +26,8 @@ def refuse(*arguments: Any) -> str | None:
     rate, v = arguments[0], arguments[6]
     if v.dtype not in FLOATS:
         return f"it takes float32, bfloat16 and float16, not {v.dtype}"
+    if not v.shape[1]:
+        return "there is no token"
     return None if rate.shape[0] <= MOST_MODES else f"{rate.shape[0]} modes are too many, {MOST_MODES} are the most"
 
 
@@ -58,8 +60,9 @@ class Problem(NamedTuple):
         modes = triton.next_power_of_2(self.rate.shape[0])
         return {"BLOCK": max(8, numbers // modes), "MODES": modes}
 
-    def grid(self, *others: int, numbers: int = NUMBERS) -> tuple[int, ...]:
-        return triton.cdiv(self.v.shape[2], self.tiles(numbers)["BLOCK"]), *others
+    def blocks(self, numbers: int = NUMBERS) -> int:
+        """Of channels."""
+        return triton.cdiv(self.v.shape[2], self.tiles(numbers)["BLOCK"])
 
     def chosen(self, *names: str) -> dict[str, bool]:
         return {name: self.flags[name] for name in names}
@@ -102,7 +105,7 @@ def _states_before(p: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     flags = p.chosen("FREE", "HAS_STEP", "HAS_WRITE", "MARKED")
     launch(
         triton_kernels.summarize,
-        p.grid(p.chunks, batch),
+        (p.chunks * batch, p.blocks()),
         *given,
         **p.tiles(),
         CHUNK=CHUNK,
@@ -112,7 +115,7 @@ def _states_before(p: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     )
     given = p.rate, sums, tops, paces, p.sums, p.top, *sizes
     moved = 2 * sums.numel() * 4
-    launch(triton_kernels.carry, p.grid(batch), *given, **p.tiles(), **p.chosen("FREE"), num_warps=4, moved=moved)
+    launch(triton_kernels.carry, (batch, p.blocks()), *given, **p.tiles(), **p.chosen("FREE"), num_warps=4, moved=moved)
     return sums, tops, paces
 
 
@@ -126,7 +129,7 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
     given = p.rate, p.v, p.step, p.write, p.read, p.weight, p.skip, p.beta, p.marks, states, tops
     results = mean, free if p.flags["FREE"] else mean, log_total, last, last_top
     sizes = length, channels, modes, p.chunks
-    grid = p.grid(p.chunks, batch)
+    grid = (p.chunks * batch, p.blocks())
     launch(
         triton_kernels.read_chunks,
         grid,
@@ -158,7 +161,7 @@ def backward(
     back = torch.empty(batch, p.chunks, 3, modes, channels, **new)
     given = p.rate, p.v, p.step, p.read, p.weight, p.beta, p.marks, tops, token_tops, *read, back, *sizes
     chosen = p.chosen("FREE", "HAS_STEP", "HAS_READ", "MARKED") | flags
-    grid = p.grid(p.chunks, batch)
+    grid = (p.chunks * batch, p.blocks())
     launch(triton_backward.adjoints, grid, *given, **p.tiles(), CHUNK=CHUNK, **chosen, num_warps=4, **_work(p))
     if p.chunks == 1:
         _after_one_chunk(p, back, grads[3])
@@ -166,7 +169,9 @@ def backward(
         last_top = token_tops[:, -1].contiguous()
         given = p.rate, back, tops, paces, last_top, by[3], *sizes[1:]
         options = {**p.tiles(), **p.chosen("FREE"), "BY_LAST": grads[3] is not None}
-        launch(triton_backward.carry_back, p.grid(batch), *given, **options, num_warps=4, moved=2 * back.numel() * 4)
+        launch(
+            triton_backward.carry_back, (batch, p.blocks()), *given, **options, num_warps=4, moved=2 * back.numel() * 4
+        )
     return _gradients(p, sums, tops, token_tops, back, (*read, last), flags, needed)
 
 
@@ -190,7 +195,7 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     batch, length, channels, modes = p.shape
     numbers = NUMBERS // 2
-    blocks = p.grid(numbers=numbers)[0]
+    blocks = p.blocks(numbers)
     new: dict[str, Any] = {"dtype": torch.float32, "device": p.v.device}
     nothing = token_tops  # in the place of what is not written
     to_rate = torch.empty(batch, p.chunks, modes, channels, **new)
@@ -209,7 +214,7 @@ def _gradients(
     work = _work(p, passes=2 + CHUNK // STRETCH // 2)
     launch(
         triton_backward.gradients,
-        p.grid(p.chunks, batch, numbers=numbers),
+        (p.chunks * batch, p.blocks(numbers)),
         *given,
         *read,
         *found,

@@ -29,7 +29,7 @@ TINY = tl.constexpr(1e-36)
 @triton.jit
 def channels(RATE, C, N, BLOCK: tl.constexpr, MODES: tl.constexpr):
     """Channels and modes of this program, which of them exist, the slowest log decay [BLOCK], the others' beyond it."""
-    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     n = tl.arange(0, MODES)
     there = (n < N)[:, None] & (c < C)[None, :]
     rate = tl.load(RATE + n[:, None] * C + c[None, :], mask=there, other=float("-inf")).to(tl.float32)
@@ -136,7 +136,8 @@ def summarize(
 ):  # fmt: skip
     """The state that a chunk leaves when it begins with nothing, its top, its steps together (-1: a segment starts)."""
     c, n, there, slow, lag = channels(RATE, C, N, BLOCK, MODES)
-    chunk, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    place = tl.program_id(0).to(tl.int64)
+    chunk, b = (place % chunks).to(tl.int32), place // chunks
     beta = tl.zeros([BLOCK], tl.float32)
     if FREE:
         beta = tl.load(BETA + c, mask=c < C, other=0.0).to(tl.float32)
@@ -158,7 +159,6 @@ def summarize(
         pace += step
         if MARKED:
             reset = reset | start
-    place = b * chunks + chunk
     store_state(SUMS, place * 3 * N * C, C, N, c, n, there, h0, h1, h2)
     tl.store(TOPS + place * C + c, top, mask=c < C)
     if MARKED:
@@ -173,7 +173,7 @@ def carry(
 ):  # fmt: skip
     """From the states that chunks leave alone to those before each of them, in their places."""
     c, n, there, slow, lag = channels(RATE, C, N, BLOCK, MODES)
-    b = tl.program_id(1).to(tl.int64)
+    b = tl.program_id(0).to(tl.int64)
     h0, h1, h2 = load_state(FIRST, b * 3 * N * C, C, N, c, n, there, FREE)
     top = tl.maximum(tl.load(FIRST_TOP + b * C + c, mask=c < C, other=0.0).to(tl.float32), NOTHING)
     for chunk in range(chunks):
@@ -181,6 +181,7 @@ def carry(
         own0, own1, own2 = load_state(SUMS, place * 3 * N * C, C, N, c, n, there, FREE)
         highest = tl.load(TOPS + place * C + c, mask=c < C, other=0.0)
         pace = tl.load(PACES + place * C + c, mask=c < C, other=0.0)
+        tl.debug_barrier()  # whoever holds a copy has read it before it is written
         store_state(SUMS, place * 3 * N * C, C, N, c, n, there, h0, h1, h2)
         tl.store(TOPS + place * C + c, top, mask=c < C)
         start = pace < 0
@@ -204,8 +205,8 @@ def read_chunks(
 ):  # fmt: skip
     """The results of a chunk's tokens, from the state before it; the last chunk also leaves the state after it."""
     c, n, there, slow, lag = channels(RATE, C, N, BLOCK, MODES)
-    chunk, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    place = b * chunks + chunk
+    place = tl.program_id(0).to(tl.int64)
+    chunk, b = (place % chunks).to(tl.int32), place // chunks
     beta = tl.full([BLOCK], 1.0, tl.float32)
     if FREE:
         beta = tl.load(BETA + c, mask=c < C, other=1.0).to(tl.float32)

@@ -5,8 +5,6 @@ is written is contiguous. A task is a stretch of one sequence's tokens; what is 
 task, [tasks, heads, D].
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import prange
 

@@ -1,7 +1,5 @@
 """Two reads as one by their definition, in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

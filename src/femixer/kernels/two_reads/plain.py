@@ -1,7 +1,5 @@
 """Two reads as one in torch's operations. log(w e^(beta F) + w' e^(beta F')) is taken relative to the larger F."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

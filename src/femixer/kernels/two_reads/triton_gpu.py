@@ -191,7 +191,7 @@ def _backward(
             to_beta = tl.where(inside & (empty == 0), by_free * gap / beta[None, :], 0.0)
         tl.store(To_free + here, by_free * (1 - part), mask=inside)
         tl.store(To_later_free + there, by_free * part, mask=inside)
-        place = (tl.program_id(0) * HEADS + tl.program_id(1)) * WIDTH + column
+        place = (tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)) * WIDTH + column
         tl.store(To_beta + place, tl.sum(to_beta, 0), mask=column < WIDTH)
     if BY_TOTAL:
         by_total = tl.load(By_total + at, mask=inside, other=0.0).to(tl.float32)
