@@ -77,7 +77,7 @@ def decode(mixer: nn.Module) -> int:
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations of torch that are no views."""
+    """Counts operations of torch that make tensors and are no views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,10 +85,11 @@ class Operations(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not _is_view(func):
+        result = func(*args, **(kwargs or {}))
+        if not _is_view(func) and any(isinstance(x, Tensor) for x in tree_leaves(result)):
             self.count += 1
             self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
+        return result
 
 
 def _is_view(func: Any) -> bool:

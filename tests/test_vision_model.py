@@ -485,4 +485,4 @@ def test_sizes_that_are_no_numbers_are_named(name, value):
     with pytest.raises((StrictDataclassError, TypeError, ValueError), match=name):
         FEMVisionConfig(**{name: value})
     with pytest.raises((StrictDataclassError, ValueError), match="problem_type"):
-        FEMVisionConfig(problem_type="regression")
+        FEMVisionConfig(problem_type="ranking")

@@ -115,11 +115,15 @@ def _read(arguments: tuple[Any, ...], call: Callable[..., Any]) -> tuple[Tensor,
     warmth = None if beta is None else beta.double()[:, None, None]
     found = read_of_sums(y.flatten(2, 3).unbind(-1), highest, warmth, layout.padding)
     results = [r.permute(1, 2, 0)[:, :length].to(v.dtype, memory_format=torch.contiguous_format) for r in found]
-    last = last.permute(1, 3, 2, 0).to(sums.dtype)  # [B, S, N, C]
+    last = last.permute(1, 3, 2, 0).to(sums.dtype, memory_format=torch.contiguous_format)  # [B, S, N, C]
     if shift is None:
         last = torch.cat([last, torch.zeros_like(sums[:, 2:])], 1)
         return results[0], v.new_empty(0, 0, 0), results[1], last, top.clone()
-    return *results, last.contiguous(), last_top(shift.ends[..., -1].mT).to(top.dtype).contiguous()
+    return (
+        *results,
+        last.contiguous(),
+        last_top(shift.ends[..., -1].mT).to(top.dtype, memory_format=torch.contiguous_format).contiguous(),
+    )
 
 
 def _laid_out(
