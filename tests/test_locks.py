@@ -1,5 +1,6 @@
 """One process at a time works in a results folder."""
 
+import errno
 import signal
 import subprocess
 import sys
@@ -58,4 +59,14 @@ def test_the_same_process_may_go_on_in_its_folder(tmp_path):
     locks.hold(tmp_path)
     locks.release(tmp_path)
     assert not [*tmp_path.iterdir()]
+    locks.release(tmp_path)
+
+
+def test_a_disk_without_locks_is_said_and_used(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(locks.FileLock, "acquire", refuse)
+    with pytest.warns(UserWarning, match="on a disk without locks"):
+        locks.hold(tmp_path)
     locks.release(tmp_path)

@@ -156,3 +156,11 @@ def test_images_are_given_numbers_and_show_their_embeddings(tmp_path):
     new = torch.nn.Conv2d(1, 24, 4, stride=4)
     body.set_input_embeddings(new)
     assert body.embedding.projection is new
+
+
+def test_a_readme_that_cannot_be_read_is_left_alone_and_stops_no_saving(tmp_path):
+    model = FEMForCausalLM(FEMConfig(vocab_size=7, hidden_size=8, num_hidden_layers=1, num_attention_heads=2))
+    (tmp_path / "README.md").write_bytes("größer".encode("latin-1"))
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_bytes() == "größer".encode("latin-1")
+    assert (tmp_path / "model.safetensors").exists()

@@ -59,6 +59,7 @@ def to_onnx(model: Any, path: Any, length: int | None = None) -> None:
     with torch.no_grad(), use_backend("plain"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's exporter about itself
         given: dict[str, Any] = {"input_names": [name], "output_names": ["output"], "verbose": False}
+        training = model.training
         try:
             program = torch.onnx.export(
                 _Output(model).eval(), (example.to(model.device),), dynamo=True, dynamic_shapes=(shapes,), **given
@@ -67,6 +68,8 @@ def to_onnx(model: Any, path: Any, length: int | None = None) -> None:
             without = re.search(r"translating node .*?target=torch\.ops\.([\w.]+)", str(error))
             reason = f": it has no {without[1]}" if without else ""
             raise ValueError(f"{_refusal(model)}{reason}") from error
+        finally:
+            model.train(training)
     assert program is not None and program.exported_program is not None
     if any(node.target is UNSTABLE for node in program.exported_program.graph.nodes):
         raise ValueError(f"{_refusal(model)}: it has no exact logcumsumexp")

@@ -85,7 +85,7 @@ def write_beside(model: Any, save_directory: Any) -> None:
     config.auto_map = auto_map(config)
     write_module(config, folder)
     card = folder / "README.md"
-    if not card.exists() or is_ours(card.read_text(encoding="utf-8")):
+    if not card.exists() or is_ours(card):
         card.write_text(signed(card_of(model)), encoding="utf-8")
 
 
@@ -94,7 +94,12 @@ def signed(text: str) -> str:
     return f"{text}\n<!-- femixer {hashlib.sha256(text.encode()).hexdigest()[:16]} -->\n"
 
 
-def is_ours(text: str) -> bool:
+def is_ours(card: Path) -> bool:
+    """Whether we wrote it and nobody has changed it since; what cannot be read as text is not ours."""
+    try:
+        text = card.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
     body, found, _ = text.rpartition("\n<!-- femixer ")
     return bool(found) and signed(body) == text
 

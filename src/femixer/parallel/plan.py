@@ -76,6 +76,10 @@ def _checked(model: nn.Module, sizes: dict[str, int]) -> list[FreeEnergyMixer]:
     for mixer in mixers:
         if hasattr(mixer, "cut") or hasattr(mixer, "group"):
             raise ValueError("the model is divided over ranks already")
+        if mixer.training and mixer.dropout.p > 0:
+            raise ValueError(
+                f"dropout={mixer.dropout.p} does not fit 'cp' or 'tp': ranks would drop the same; choose 0"
+            )
         if sizes["tp"] > 1:
             check_heads(mixer, sizes["tp"])
         if sizes["cp"] > 1 and not (isinstance(mixer.prior, SoftmaxPrior) or has_summary(mixer.prior)):

@@ -18,7 +18,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def load_full_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Fill a model, on however many ranks, with weights of `full_state_dict` or of the model in one process."""
     state = fitting(model, state)
-    for name, target in model.state_dict(keep_vars=True).items():
+    targets = model.state_dict(keep_vars=True)
+    if unknown := sorted(state.keys() - targets.keys()):
+        raise ValueError(f"state has {unknown[0]!r} and {len(unknown) - 1} more that the model does not have")
+    for name, target in targets.items():
         if name not in state:
             raise ValueError(f"state has no {name!r}, which the model needs")
         fill(target, state[name])

@@ -157,6 +157,8 @@ class Task:
 
     def _run(self, args: Sequence[str]) -> int:
         command = named(self.run).parse(args, f"{self.name} run")
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        check(world == 1, "WORLD_SIZE", world, "1: jobs are processes of their own, start them without torchrun")
         try:
             ran = jobs.run(command.jobs(), self.kind, command.how, command.resumable)
         except KeyboardInterrupt:

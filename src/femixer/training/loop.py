@@ -116,7 +116,8 @@ def train(fit: Fit[Any], options: TrainOptions, results: Results) -> None:
 
 def was_enough(fit: Fit[Any], results: Results, step: int) -> bool:
     """Whether training ended with the evaluation of a step, of which there may be none."""
-    last = [record for record in results.metrics() if record["step"] == step and record.get("split") != "train"]
+    records = distributed.on_main(results.metrics)  # the others may see what was there before `rewind`
+    last = [record for record in records if record["step"] == step and record.get("split") != "train"]
     return bool(last) and fit.enough(last)
 
 

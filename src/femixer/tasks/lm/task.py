@@ -156,11 +156,9 @@ def compared(
     check(jobs == 1 or distributed.world() == 1, "jobs", jobs, "1 under torchrun, whose processes share each run")
     shards = data.tokens()
     decided = DecidedComparison(**vars(comparison), text=shards.fingerprint)
-    results = Results("lm compare", decided, options, about={"text": data.described()})
+    results = Results("lm compare", decided, options, others=(RUNS,), about={"text": data.described()})
     if results.finished:
         return results
-    if not options.resume:
-        distributed.on_main(lambda: atomic.remove(results.folder / RUNS))
     own = replace(options, resume=True, overwrite=False, threads=options.threads or share_of_threads(jobs))
     tasks = [
         OneOfMany(

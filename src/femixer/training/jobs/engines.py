@@ -93,11 +93,13 @@ def attempt(assignment: Assignment) -> Outcome:
             finished = record_path(assignment.store, job.name)
             if finished.exists():
                 return Outcome(job)
-            with log.open("a", encoding="utf-8") as file, contextlib.redirect_stderr(file):
-                record = job.carry_out(options)
+            try:
+                with log.open("a", encoding="utf-8") as file, contextlib.redirect_stderr(file):
+                    record = job.carry_out(options)
+            finally:
+                locks.release(folder)
             if assignment.store.is_dir():  # before another process can get the lock
                 put(finished, json.dumps(record) + "\n")
-            locks.release(folder)
             for path in (folder, log):
                 atomic.remove(path)
         return Outcome(job, record)
