@@ -34,15 +34,15 @@ def hold(folder: Path) -> None:
     lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False)
     try:
         lock.acquire()
+    except Timeout:
+        raise ValueError(
+            f"out={str(folder)!r} is in use by {_holder(folder)}; wait for it to end, or choose another --out"
+        ) from None
     except (OSError, NotImplementedError) as error:
         if not isinstance(error, NotImplementedError) and error.errno not in UNKNOWN:
             raise
         warnings.warn(f"{folder} is on a disk without locks: start no second process in it", stacklevel=2)
         return
-    except Timeout:
-        raise ValueError(
-            f"out={str(folder)!r} is in use by {_holder(folder)}; wait for it to end, or choose another --out"
-        ) from None
     _held[folder] = lock
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     holder = {"process": os.getpid(), "machine": platform.node(), "since": now}
