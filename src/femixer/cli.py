@@ -16,6 +16,7 @@ COMMANDS = {
     "eval": ("femixer.tasks.lm.evaluate", "lm-evaluation-harness on a trained model"),
     "upgrade": ("femixer.surgery.command", "put FEM into a transformers model that you already have"),
     "inspect": ("femixer.tasks.lm.inspect", "what a trained model reads: figures and a page to look around in"),
+    "evidence": ("femixer.tasks.evidence", "what FEM gains over its priors: paired differences of recorded results"),
     "bench": ("femixer.bench.cli", "speed and memory, as ratios measured in one run"),
     "doctor": ("femixer.doctor", "versions, backends, and whether every operator computes what its definition says"),
 }
