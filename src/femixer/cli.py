@@ -17,6 +17,7 @@ COMMANDS = {
     "upgrade": ("femixer.surgery.command", "put FEM into a transformers model that you already have"),
     "inspect": ("femixer.tasks.lm.inspect", "what a trained model reads: figures and a page to look around in"),
     "bench": ("femixer.bench.cli", "speed and memory, as ratios measured in one run"),
+    "paper": ("femixer.paper", "every table and figure of the paper: its command, its cost, what has been run"),
     "doctor": ("femixer.doctor", "versions, backends, and whether every operator computes what its definition says"),
 }
 """Besides the tasks."""
