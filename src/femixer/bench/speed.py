@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -187,17 +188,15 @@ def read(args: Sequence[str]) -> Options:
 # The models: a stack of blocks without a vocabulary, whose products the paper does not count either
 
 
-class Stack(NamedTuple):
-    """A row's model as a function of tokens [B, T, dim]."""
+def stack(model: FEMModel, naive: bool) -> Callable[[Tensor], Tensor]:
+    """The model as a function of tokens [B, T, dim]."""
 
-    model: FEMModel
-    naive: bool
+    def call(x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH) if naive else nullcontext():
+            states: Tensor = model(inputs_embeds=x, use_cache=False).last_hidden_state
+        return states
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.naive:
-            with sdpa_kernel(SDPBackend.MATH):
-                return self.model(inputs_embeds=x, use_cache=False).last_hidden_state
-        return self.model(inputs_embeds=x, use_cache=False).last_hidden_state
+    return call
 
 
 def call_of(row: str, options: Options, layers: int | None = None, device: str | None = None) -> Call:
@@ -219,7 +218,7 @@ def call_of(row: str, options: Options, layers: int | None = None, device: str |
         raise ValueError(str(error.__cause__ or error)) from error
     shape = (options.batch, options.tokens, options.dim)
     x, gradient = (torch.randn(shape, **made) for _ in range(2))
-    return Call(Stack(model, row == NAIVE), model, x.requires_grad_(), gradient)
+    return Call(stack(model, row == NAIVE), model, x.requires_grad_(), gradient)
 
 
 # The measurement: a row and attention in the same rounds
@@ -277,11 +276,21 @@ def measure(row: str, options: Options) -> Cost:
     for each in field.values():  # the first calls compile
         each.forward()
         each.train_and_clear()
-    peaks = [weights + peak_memory(step, device) for step in (call.forward, call.train_and_clear)]
+    forward_peak, training_peak = (weights + peak_memory(step, device) for step in (call.forward, call.train_and_clear))
     forward = timed(f"{row} forward", {name: each.time_forward for name, each in field.items()}, options)
     training = timed(f"{row} training", {name: each.time_training for name, each in field.items()}, options)
-    times = [Timing.of(seconds[row], seconds[RIVAL]) for seconds in (forward, training)]
-    return Cost(row, parameters, *times, *peaks, **counted(row, options), load=load)
+    forward_flops, training_flops = counted(row, options).values()
+    return Cost(
+        row=row,
+        parameters=parameters,
+        forward=Timing.of(forward[row], forward[RIVAL]),
+        training=Timing.of(training[row], training[RIVAL]),
+        forward_peak=forward_peak,
+        training_peak=training_peak,
+        forward_flops=forward_flops,
+        training_flops=training_flops,
+        load=load,
+    )
 
 
 def run(options: Options) -> Report:
