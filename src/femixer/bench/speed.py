@@ -296,6 +296,7 @@ def measure(row: str, options: Options) -> Cost:
 def run(options: Options) -> Report:
     """Measure what is not measured yet, and write the files; rows of the table that cannot be built are told."""
     options.validate()
+    require("matplotlib.figure", "plot")  # that it is missing shows now, not after the measurement
     options.out.mkdir(parents=True, exist_ok=True)
     possible = []
     for row in options.asked:
@@ -393,18 +394,20 @@ def draw(report: Report) -> Any:
         for place, row in enumerate(rows):
             ratio = getattr(report.costs[row], step).ratio
             axes.plot([ratio.q1, ratio.q3], [place, place], color=figures.BLUE, linewidth=2.5, alpha=0.5)
-            ours = axes.plot(ratio.median, place, "o", color=figures.BLUE, label="here, median and quartiles")
+            look = {"color": figures.BLUE, "label": "here, median and quartiles"}
+            axes.plot(ratio.median, place, "o", **look)
             paper = _paper(row, report, step)
             if paper:
                 look = {"color": figures.VERMILION, "fillstyle": "none", "label": "the paper, L40S"}
-                ours += axes.plot(float(paper), place, "D", **look)
+                axes.plot(float(paper), place, "D", **look)
         axes.axvline(1, color="black", linestyle=":", linewidth=1)
         axes.set(yticks=range(len(rows)), yticklabels=rows, xscale="log", xlabel="time, ratio to attention")
         axes.set_title("Forward" if step == "forward" else "Training (forward + backward)", loc="left")
         figures.plain_log(axes.xaxis, (1, 1.5, 2, 3, 5))
         figures.quiet(axes)
-    if rows:
-        drawing.legend(handles=ours, loc="outside lower center", ncols=2, frameon=False)
+    found = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+    if found:
+        drawing.legend(found.values(), found.keys(), loc="outside lower center", ncols=2, frameon=False)
     s = report.settings
     drawing.suptitle(
         f"{s['layers']} layers, dim {s['dim']}, {s['heads']} heads, {s['tokens']} tokens, batch {s['batch']}, "
