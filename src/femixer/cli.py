@@ -18,6 +18,7 @@ COMMANDS = {
     "inspect": ("femixer.tasks.lm.inspect", "what a trained model reads: figures and a page to look around in"),
     "evidence": ("femixer.tasks.evidence", "what FEM gains over its priors: paired differences of recorded results"),
     "bench": ("femixer.bench.cli", "speed and memory, as ratios measured in one run"),
+    "paper": ("femixer.paper", "every table and figure of the paper: its command, its cost, what has been run"),
     "doctor": ("femixer.doctor", "versions, backends, and whether every operator computes what its definition says"),
 }
 """Besides the tasks."""

@@ -18,6 +18,7 @@ from femixer.models.parameters import parameter_count
 from femixer.models.presets import VISION_PRESETS
 from femixer.models.quiet import without_bars
 from femixer.options import check, given
+from femixer.tasks.rivals import Rivals
 from femixer.tasks.vision.data import Images
 from femixer.tasks.vision.data.augmentation import Augmentation
 from femixer.tasks.vision.data.pictures import Preparation
@@ -95,6 +96,8 @@ class Sizes:
     eval_crop: float = 1.0
     """Share of the shorter side of a picture that is seen in evaluation, its middle (0.875 is usual for ImageNet)."""
 
+    rivals: Rivals = field(default_factory=Rivals)
+
     def fields(self) -> dict[str, Any]:
         """Of FEMVisionConfig, those that are given."""
         return given(
@@ -145,6 +148,7 @@ def specified(
     fields = {
         **ENCODERS[model],
         **sizes.fields(),
+        **sizes.rivals.fields(ENCODERS[model]),
         "num_channels": images.channels,
         "drop_path": training.drop_path,
         "dropout": training.dropout,
