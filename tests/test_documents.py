@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+import femixer
 from femixer import FreeEnergyMixer
 from femixer.cli import main
+from femixer.models.saving import CITATION
 from femixer.priors import PRIORS
 from femixer.tasks import TASKS
 
@@ -63,9 +66,24 @@ def test_the_example_of_a_new_task_runs(
     assert (tmp_path / "results/first-table/table.tex").exists()
 
 
-def test_examples_of_architecture_run() -> None:
-    for block in python_blocks("docs/architecture.md"):
-        exec(compile(block, "docs/architecture.md", "exec"), {})
+@pytest.mark.parametrize("name", ["docs/architecture.md", "docs/theory.md"])
+def test_examples_run(name: str) -> None:
+    for block in python_blocks(name):
+        exec(compile(block, name, "exec"), {})
+
+
+def test_citations_agree() -> None:
+    """CITATION.cff, the README's BibTeX and the model cards name the same paper, and CITATION.cff is our version."""
+    cff = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cff["cff-version"] == "1.2.0" and cff["version"] == femixer.__version__
+    assert {"message", "title", "authors"} <= {*cff}
+    paper = cff["preferred-citation"]
+    (readme,) = blocks("README.md", "bibtex")
+    for bibtex in (readme, CITATION):
+        assert f"title = {{{paper['title']}}}" in bibtex and f"year = {{{paper['year']}}}" in bibtex
+        names = " and ".join(f"{author['family-names']}, {author['given-names']}" for author in paper["authors"])
+        assert f"author = {{{names}}}" in bibtex
+        assert paper["url"].removeprefix("https://arxiv.org/abs/") in bibtex
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -17,6 +17,7 @@ COMMANDS = {
     "upgrade": ("femixer.surgery.command", "put FEM into a transformers model that you already have"),
     "inspect": ("femixer.tasks.lm.inspect", "what a trained model reads: figures and a page to look around in"),
     "bench": ("femixer.bench.cli", "speed and memory, as ratios measured in one run"),
+    "theory": ("femixer.theory.command", "what the paper proves, in numbers: tangent kernels, capacities, costs"),
     "doctor": ("femixer.doctor", "versions, backends, and whether every operator computes what its definition says"),
 }
 """Besides the tasks."""
