@@ -1,5 +1,6 @@
 """Worked examples in the documentation run, and its links lead somewhere."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -70,6 +71,20 @@ def test_the_example_of_a_new_task_runs(
 def test_examples_run(name: str) -> None:
     for block in python_blocks(name):
         exec(compile(block, name, "exec"), {})
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*")
+def test_examples_of_adapters_quantization_and_fine_tuning_run() -> None:
+    namespace: dict[str, Any] = {}
+    for block in python_blocks("docs/supported.md"):
+        exec(compile(block, "docs/supported.md", "exec"), namespace)
+    layers = namespace["config"].num_hidden_layers
+    for kind, each in (("lora_A", len(namespace["names"])), ("raw_beta", 1)):  # every name found a module
+        assert sum(kind in name for name in namespace["learned"]) == layers * each
+    assert namespace["tokens"].shape == (1, 12)
+    assert type(namespace["merged"].model.layers[0].mixer.out_proj.weight).__name__ == "Int8Tensor"
+    assert namespace["trainer"].state.global_step == 2
+    json.loads(blocks("docs/supported.md", "json")[0])
 
 
 def test_citations_agree() -> None:
