@@ -4,6 +4,7 @@ statement and its docstring says what differs. The free energy itself: test_prop
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from femixer.cli import main
 from femixer.free_energy import free_energy
 from femixer.free_energy import posterior as tilted
 from femixer.theory import hull_gap, mixed_difference, most_patterns, patterns, per_dimension_cost, value_ranks
+from femixer.theory.command import head_table, state_table
 from femixer.theory.nodes import cost, nodes, state_numbers
 
 property_test = settings(max_examples=25, deadline=None)
@@ -318,6 +320,13 @@ def test_additive_maps_that_see_the_past_are_general_maps() -> None:
     additive.up.bias, additive.down = general.up.bias, general.down
     x = torch.randn(1, 5, 4)
     assert_close(additive(x) / torch.arange(1, 6)[:, None], general(x))
+
+
+def test_the_page_has_the_commands_numbers() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "theory.md").read_text(encoding="utf-8")
+    for table in (head_table(), state_table()):
+        for row in table.rows:
+            assert f"| {' | '.join(row)} |" in page
 
 
 def test_command_refuses_lengths_that_do_not_double(capsys: pytest.CaptureFixture[str]) -> None:
