@@ -1,5 +1,5 @@
 """The paper's theory as functions: the tangent kernel of a mixer, the geometry of its read, what a read can select, and
-the costs of the ways to read. `python -m femixer.theory` prints the tables of docs/theory.md and draws its figures.
+the costs of the ways to read. `femixer theory` prints the tables of docs/theory.md and draws its figures.
 
 tangent     the neural tangent kernel, by group of parameters and by path
 geometry    derivatives of the read in the prior
