@@ -14,6 +14,7 @@ from femixer.options import check, given
 from femixer.tasks.forecast.data import KNOWN, Series, default_lookback
 from femixer.tasks.forecast.data.files import frequency_of, season_of
 from femixer.tasks.forecast.data.windows import Scaling, counted, scaling_of
+from femixer.tasks.mixing import Mixing
 from femixer.training import derive
 
 MODELS: dict[str, Fields] = {
@@ -66,6 +67,7 @@ class Sizes:
     """Heads of a layer, by default 8."""
     dropout: float | None = None
     """Dropout, by default 0.1."""
+    mixing: Mixing = field(default_factory=Mixing)
     season: int | None = None
     """Rows of a season, which SeasonalNaive repeats, by default those of a day (of a week, if rows are days)."""
 
@@ -75,6 +77,8 @@ class Sizes:
         for name in ("width", "layers", "heads", "dropout"):
             value = getattr(self, name)
             check(takes or value is None, name, value, f"None: {', '.join(models)} has the sizes that were published")
+        rows = [MODELS[name] for name in models if name in MODELS and MODELS[name]["kind"] == "fem"]
+        self.mixing.validate(*rows)
         check(self.season is None or self.season > 0, "season", self.season, "a whole number above 0")
 
     def fields(self) -> dict[str, Any]:
@@ -116,7 +120,8 @@ def specified(
     training.validate()
     known = KNOWN.get(series.name)
     season = sizes.season or season_of(series.dates, known is not None and known.working_days)
-    fields = {**MODELS[model], **(sizes.fields() if MODELS[model]["kind"] == "fem" else {})}
+    row = MODELS[model]
+    fields = {**row, **({**sizes.fields(), **sizes.mixing.fields(row)} if row["kind"] == "fem" else {})}
     length = default_lookback(horizon) if lookback is None else lookback
     return Spec(model, series.name, series.fingerprint, horizon, length, seed, season, fields, training)
 

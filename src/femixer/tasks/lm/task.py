@@ -88,12 +88,14 @@ class Comparison:
             given = getattr(self.experiment.model, name)
             check(given == getattr(ModelOptions(), name), name, given, "--models ... custom too: it describes that one")
         check(self.seeds > 0, "seeds", self.seeds, "a whole number above 0")
+        self.experiment.model.mixing.validate(*(self.run(name).model.row for name in self.models))
         for name in self.models:
             self.run(name).validate()
 
     def run(self, name: str, number: int = 0) -> Experiment:
         """The run of a model with the first seed, the second, ..."""
         model = replace(self.experiment.model, **MODELS.get(name, {}))
+        model = replace(model, mixing=model.mixing.fitting(model.row))
         return replace(self.experiment, model=model, seed=self.experiment.seed + number)
 
 

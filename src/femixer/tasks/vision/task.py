@@ -108,6 +108,7 @@ def trained(command: Train) -> Results:
     check(shard == "none", "shard", shard, "none: the best weights are kept whole, and these models are small")
     command.loading.validate()
     command.run.apply()
+    command.sizes.validate(command.model)
     images = read(command.data, command.reading, command.sizes.channels)
     spec = specified(command.model, images, command.seed, command.sizes, command.training, command.augmentation)
     parameter_count(config_of(spec, images))  # its layers say what they cannot be, before anything is written
@@ -180,6 +181,7 @@ class Experiment(Setting):
         check(0 < len(self.models) == len({*self.models}), "models", self.models, "different ones")
         check(self.seeds > 0, "seeds", self.seeds, "a whole number above 0")
         self.loading.validate()
+        self.sizes.validate(*self.models)
         images = read(self.data, self.reading, self.sizes.channels)
         first = [
             specified(model, images, self.seed, self.sizes, self.training, self.augmentation) for model in self.models
