@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from femixer.inspection import Inspection
 
 PARTS = "CLTG"
+GATES = ("lam", "gate")
 STARTS = ("paper", "prior")
 TEMPERATURES = ("learned", "fixed")
 
@@ -104,7 +105,7 @@ class FreeEnergyMixer(MixerLayer):
             raise ValueError("start='prior' does not fit normalize=False without T: no free energy is near that mean")
 
         value_columns = {"v": Columns(kv_heads * widths.value)}
-        for part, name in (("T", "lam"), ("G", "gate")):
+        for part, name in zip("TG", GATES, strict=True):
             if part in parts:
                 value_columns[name] = Columns(heads * widths.value, zero=start == "prior")
         self.conditioner: TimeDecayConditioner | None = None
@@ -135,6 +136,18 @@ class FreeEnergyMixer(MixerLayer):
             nn.init.constant_(self.raw_beta, raw_temperature(SMALL_BETA) if small else 0.0)
         if self.lam_bias is not None:
             nn.init.constant_(self.lam_bias, math.log(SMALL_LAM) - math.log1p(-SMALL_LAM))
+
+    def attention_maps(self) -> list[Tensor]:
+        """Weights of the maps that attention has too (for scores, values, output), each [out, in], sharing memory with
+        the parameters: what a model may start in a way of its own. The start of gates, decays, temperatures and
+        conditioner is the mixer's."""
+        found = [self.out_proj.weight.detach()]
+        for projection in (self.prior_proj, self.value_proj):
+            if projection is not None:
+                rows = projection.linear.weight.detach().split(projection.widths)
+                named = zip(projection.columns.items(), rows, strict=True)
+                found += [map_ for (name, columns), map_ in named if not columns.additive and name not in GATES]
+        return found
 
     def _beta(self) -> Tensor | None:
         """[kv_heads, d_v], positive; None without L."""
