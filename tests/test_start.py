@@ -106,14 +106,20 @@ def test_options_that_do_not_fit_are_named(options: dict[str, Any], message: str
 
 
 def test_configurations_pass_the_options_on_and_keep_them(tmp_path: Path) -> None:
-    asked = {"start": "prior", "mixer_temperature": "fixed", "budget": "balanced", "parts": "CLT"}
+    asked = {
+        "start": "prior",
+        "readout": "posterior_mean",
+        "mixer_temperature": "fixed",
+        "budget": "balanced",
+        "parts": "CLT",
+    }
     sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3}
     config = FEMConfig(vocab_size=11, **sizes, **asked)
     stacks = [config, FEMVisionConfig(**sizes, **asked).stack(), ForecastConfig(**sizes, **asked).stack()]
     assert all(getattr(stack, name) == value for stack in stacks for name, value in asked.items())
     model = FEMForCausalLM(config).eval()
     mixer = model.model.layers[0].mixer
-    assert (mixer.start, mixer.temperature, mixer.raw_beta) == ("prior", "fixed", None)
+    assert (mixer.start, mixer.readout, mixer.temperature) == ("prior", "posterior_mean", "fixed")
     assert mixer.widths.key == FreeEnergyMixer(24, 3, parts="CLT", budget="balanced").widths.key
     model.save_pretrained(tmp_path)
     ids = torch.arange(11)[None]
@@ -123,7 +129,7 @@ def test_configurations_pass_the_options_on_and_keep_them(tmp_path: Path) -> Non
     # A configuration that was saved before there were such options.
     FEMForCausalLM(FEMConfig(vocab_size=11, **sizes)).save_pretrained(tmp_path)
     old = json.loads((tmp_path / "config.json").read_text())
-    for name in ("start", "mixer_temperature"):
+    for name in ("start", "readout", "mixer_temperature"):
         del old[name]
     (tmp_path / "config.json").write_text(json.dumps(old))
     assert FEMForCausalLM.from_pretrained(tmp_path).config.start == "paper"
@@ -134,6 +140,7 @@ def test_configurations_pass_the_options_on_and_keep_them(tmp_path: Path) -> Non
     [
         ("lm train --mixer attention --start prior", "start='prior' is not allowed"),
         ("lm compare --models SMAttn GLA --temperature fixed", "temperature='fixed' is not allowed"),
+        ("mad run --models SMAttn+C --readout posterior_mean", "readout='posterior_mean' is not allowed"),
         ("mad run --models FEM-AFT SMAttn --budget balanced", "budget='balanced' is not allowed"),
         ("vision train --model SMAttn --start prior", "start='prior' is not allowed"),
         ("forecast run --models DLinear --start prior", "start='prior' is not allowed"),

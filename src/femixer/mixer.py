@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 PARTS = "CLTG"
 GATES = ("lam", "gate")
 STARTS = ("paper", "prior")
+READOUTS = ("free_energy", "posterior_mean")
 TEMPERATURES = ("learned", "fixed")
 
 
@@ -51,6 +52,9 @@ class FreeEnergyMixer(MixerLayer):
     own [heads, d_v] (lam_bias: `bias` does not matter to it, and the conditioner does not scale it). All of them
     receive gradients. L without T has no lam; there beta_max starts at 1e-3.
 
+    readout: "free_energy" is the read above; "posterior_mean" has E_q[v] in the place of the free energy, with
+    q proportional to p exp(beta_max v).
+
     temperature: "learned" has one beta_max per key/value head and channel; "fixed" is beta_max = 1 without a parameter,
     in rows with T too, where lam still chooses between the mean and F at 1.
     """
@@ -71,6 +75,7 @@ class FreeEnergyMixer(MixerLayer):
         dropout: float = 0.0,
         prior_options: dict[str, Any] | None = None,
         start: str = "paper",
+        readout: str = "free_energy",
         temperature: str = "learned",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -78,7 +83,7 @@ class FreeEnergyMixer(MixerLayer):
         super().__init__(dim, heads, causal, dropout)
         kv_heads = heads if kv_heads is None else kv_heads
         _check_arguments(heads, kv_heads, parts, value_dim, prior_options)
-        check_read(parts, start, temperature)
+        check_read(parts, start, readout, temperature)
         kind = prior_class(prior)
         options = dict(prior_options or {})
         for name in ("rope", "window"):
@@ -100,7 +105,7 @@ class FreeEnergyMixer(MixerLayer):
         self.parts, self.prior_name = "".join(p for p in PARTS if p in parts), prior
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.prior: Prior = build_prior(prior, heads, kv_heads, widths, causal, options, made)
-        self.start, self.temperature = start, temperature
+        self.start, self.readout, self.temperature = start, readout, temperature
         if start == "prior" and not self.prior.normalize and "L" in parts and "T" not in parts:
             raise ValueError("start='prior' does not fit normalize=False without T: no free energy is near that mean")
 
@@ -195,7 +200,7 @@ class FreeEnergyMixer(MixerLayer):
         """-> (y, the state after x, if it is to be kept)."""
         layout, past = self._arrange(x, mask, segments, before.past)
         inputs, v, lam, gate, context = self._project(x, layout, before.conditioner)
-        read, memory = self.prior(inputs, v, self._beta(), lam, gate, layout, before.prior, keep)
+        read, memory = self.prior(inputs, v, self._beta(), lam, gate, layout, before.prior, keep, self.readout)
         y = self.out_proj(self.dropout(read.flatten(-2).to(x.dtype)))
         if layout.padding is not None:
             y = y.masked_fill(layout.padding[..., None], 0)
@@ -242,16 +247,16 @@ class FreeEnergyMixer(MixerLayer):
         )
 
 
-def check_read(parts: str, start: str, temperature: str) -> None:
+def check_read(parts: str, start: str, readout: str, temperature: str) -> None:
     """Raise a ValueError unless these fit together."""
-    for name, value, known in (("start", start, STARTS), ("temperature", temperature, TEMPERATURES)):
+    given = ("start", start, STARTS), ("readout", readout, READOUTS), ("temperature", temperature, TEMPERATURES)
+    for name, value, known in given:
         if value not in known:
             raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}")
-    if temperature == "fixed":
-        if "L" not in parts:
-            raise ValueError(f"temperature='fixed' does not fit parts={parts!r}: without L there is no temperature")
-        if start == "prior" and "T" not in parts:
-            raise ValueError(f"start='prior' does not fit parts={parts!r} with temperature='fixed': F at 1 is no mean")
+        if name != "start" and value != known[0] and "L" not in parts:
+            raise ValueError(f"{name}={value!r} does not fit parts={parts!r}: without L the read is the mean")
+    if start == "prior" and "L" in parts and "T" not in parts and temperature == "fixed":
+        raise ValueError(f"start='prior' does not fit parts={parts!r} with temperature='fixed': F at 1 is no mean")
 
 
 def _check_arguments(

@@ -34,7 +34,7 @@ def check_mixer(config: FEMConfig, layer: int) -> None:
         raise ValueError(f"mixer={name!r} is unknown; choose one of {', '.join(MIXERS)}")
     prior_class(config.at("prior", layer))
     if name == "fem":
-        check_read(config.parts, config.start, config.mixer_temperature)
+        check_read(config.parts, config.start, config.readout, config.mixer_temperature)
     if not config.causal:
         check_encoder(name)
     if config.window is not None and config.at("prior", layer) == "softmax" and name != "fem":
@@ -108,6 +108,7 @@ def build_mixer(config: FEMConfig, layer: int) -> nn.Module:
         parts=config.parts,
         budget=config.budget,
         start=config.start,
+        readout=config.readout,
         temperature=config.mixer_temperature,
         prior_options=options,
     )

@@ -12,6 +12,7 @@ FIELDS = {"temperature": "mixer_temperature"}
 """Names in FEMConfig, where they are others."""
 NEEDS = {
     "start": "a free energy mixer",
+    "readout": "a free energy mixer with L",
     "temperature": "a free energy mixer with L",
     "budget": "a free energy mixer with queries and keys",
 }
@@ -23,6 +24,8 @@ class Mixing:
 
     start: Literal["paper", "prior"] | None = None
     """How free energy mixers start: all maps N(0, 0.02) (by default), or as the mean read of their prior."""
+    readout: Literal["free_energy", "posterior_mean"] | None = None
+    """What mixers with L read: the free energy (by default), or the mean under the posterior at beta_max."""
     temperature: Literal["learned", "fixed"] | None = None
     """Inverse temperature of mixers with L: learned per channel (by default), or fixed at 1."""
     budget: Literal["attention", "balanced"] | None = None
@@ -36,6 +39,7 @@ class Mixing:
         return replace(
             self,
             start=self.start if fem else None,
+            readout=self.readout if with_l else None,
             temperature=self.temperature if with_l else None,
             budget=self.budget if with_keys else None,
         )

@@ -22,11 +22,11 @@ POSITIONS = ("learned", "rotary")
 class FEMVisionConfig(PreTrainedConfig):
     """Sizes, mixers and classes of a model.
 
-    mixer, prior, parts, budget, start, mixer_temperature, mixer_options, prior_options: as in FEMConfig, so that a
-    row of femixer.models.named fits. pooling: "token" reads a learned class token in front of the patches, "mean" has
-    none and takes the mean of the patches. positions: "learned" adds an embedding per patch, interpolated for images of
-    another size; "rotary" rotates half of the pairs of a head's query and key channels with the row and half with the
-    column.
+    mixer, prior, parts, budget, start, readout, mixer_temperature, mixer_options, prior_options: as in FEMConfig, so
+    that a row of femixer.models.named fits. pooling: "token" reads a learned class token in front of the patches,
+    "mean" has none and takes the mean of the patches. positions: "learned" adds an embedding per patch, interpolated
+    for images of another size; "rotary" rotates half of the pairs of a head's query and key channels with the row and
+    half with the column.
     num_labels, id2label: as everywhere in transformers.
     """
 
@@ -44,6 +44,7 @@ class FEMVisionConfig(PreTrainedConfig):
     parts: str = "CLTG"
     budget: str = "attention"
     start: str = "paper"
+    readout: str = "free_energy"
     mixer_temperature: str = "learned"
     mixer_options: dict[str, Any] | None = None
     prior_options: dict[str, Any] | None = None
@@ -116,6 +117,7 @@ class FEMVisionConfig(PreTrainedConfig):
             causal=False,
             budget=self.budget,
             start=self.start,
+            readout=self.readout,
             mixer_temperature=self.mixer_temperature,
             mixer_options=self.mixer_options,
             prior_options=self.prior_options,
