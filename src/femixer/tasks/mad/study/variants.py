@@ -51,6 +51,8 @@ VARIANTS: dict[str, Variant] = {
     "C": Variant("C"),
     "G": Variant("G", "prior"),
     "LT": Variant("LT", "prior"),
+    "G-rate-0.3": Variant("G", "prior", rate=0.3),
+    "LTG-rate-0.3": Variant("LTG", "prior", rate=0.3),
     "CLTG-torch": Variant("CLTG", maps="torch"),
     "LTG-torch": Variant("LTG", maps="torch"),
     "CLTG-lam-0.05": Variant("CLTG", "prior", lam=0.05),
