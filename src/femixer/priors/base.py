@@ -116,16 +116,16 @@ class Prior(nn.Module):
         one, energy, a = torch.ones_like(beta), beta * v, v.asinh()
         streams = v, energy + a, energy - a
         if self.queries_and_keys:  # all channels of a head have the same weights: one read
-            reads = self.read(inputs, torch.cat(streams, -1), torch.cat([beta, one, one], -1), layout, state, keep)
-            (mean, _, _), free, state = reads[0].chunk(3, -1), reads[1], reads[2]
-            assert free is not None
-            free, rising, falling = free.chunk(3, -1)
+            side_by_side = torch.cat(streams, -1), torch.cat([beta, one, one], -1)
+            means, energies, state = self.read(inputs, *side_by_side, layout, state, keep)
+            assert energies is not None
+            mean, (free, rising, falling) = means.chunk(3, -1)[0], energies.chunk(3, -1)
         else:
             states = ThreeReads(None, None, None) if state is None else state
             given = zip(streams, (beta, one, one), states, strict=True)
             reads = [self.read(inputs, x, temperature, layout, each, keep) for x, temperature, each in given]
-            mean, (free, rising, falling) = reads[0][0], [each[1] for each in reads]
-            state = ThreeReads(*(each[2] for each in reads))
+            mean, (free, rising, falling) = reads[0][0], [each for _, each, _ in reads if each is not None]
+            state = ThreeReads(*(each for _, _, each in reads))
         total = free * beta.repeat_interleave(self.heads // self.kv_heads, 0)
         best = ((rising - total).exp() - (falling - total).exp()) / 2
         return mean.to(wide), best.to(wide), state
