@@ -40,6 +40,7 @@ OF_PRIOR: dict[str, dict[str, dict[str, Any]]] = {
     "mamba": {
         "states": {"parts": "L", "prior_options": {"state_size": 3, "rank": 2}},
         "unnormalized": {"prior_options": {"normalize": False}},
+        "skip": {"prior_options": {"skip": True}},
     },
     "softmax": {
         "norope": {"rope": False},

@@ -26,7 +26,7 @@ every_parts = pytest.mark.parametrize("parts", PARTS)
 def project(projection: Projection, x: Tensor, features: Tensor | None) -> dict[str, Tensor]:
     """x W + b, times 1 + eta, or plus eta where the columns are logits of a decay or step."""
     columns, start = {}, 0
-    for name, (width, additive) in projection.columns.items():
+    for name, (width, additive, _) in projection.columns.items():
         rows = slice(start, start + width)
         columns[name] = x @ projection.linear.weight[rows].T + projection.linear.bias[rows]
         if features is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,11 +14,20 @@ from femixer.kernels.gates import gated
 EPS = 1e-6
 # softplus underflows to zero for a parameter far below zero, and a temperature is divided by.
 LEAST_BETA = 1e-6
+# How a layer starts that is to begin as its prior's mean read to 1e-3: lambda, and beta_max where there is no lambda.
+# F - mu is about beta_max * variance / 2. It is lambda that starts small and not beta_max, because a small beta_max
+# loses digits of F and leaves its start slowly: one number per channel, while lambda has a map of the whole token.
+SMALL_LAM, SMALL_BETA = 1e-4, 1e-3
 
 
 def inverse_temperature(parameter: Tensor) -> Tensor:
     """beta_max = softplus(parameter + 1.8), positive; 1.95 where the parameter starts, at zero."""
     return F.softplus(parameter + 1.8).clamp_min(LEAST_BETA)
+
+
+def raw_temperature(beta: float) -> float:
+    """The parameter whose inverse_temperature is beta."""
+    return math.log(math.expm1(beta)) - 1.8
 
 
 def temperature_gate(logits: Tensor) -> Tensor:

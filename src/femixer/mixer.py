@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from femixer.budget import solve_widths
 from femixer.conditioner import TimeDecayConditioner
-from femixer.gates import inverse_temperature
+from femixer.gates import SMALL_BETA, SMALL_LAM, inverse_temperature, raw_temperature
 from femixer.layer import MixerLayer, in_stretches
 from femixer.layout import Layout, Past, arrange
 from femixer.priors import Prior, build_prior, prior_class
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from femixer.inspection import Inspection
 
 PARTS = "CLTG"
+GATES = ("lam", "gate")
+STARTS = ("paper", "prior")
+READOUTS = ("free_energy", "posterior_mean")
+TEMPERATURES = ("learned", "fixed")
 
 
 class Projected(NamedTuple):
@@ -41,6 +46,17 @@ class FreeEnergyMixer(MixerLayer):
     parts: any subset of C (conditioner), L (log-sum-exp, the free energy), T (temperature gate lam, needs L) and
     G (outer gate g). Without L the read is the mean; L without T is the free energy itself. parts="" with the softmax
     prior is standard attention. All parts and priors have the parameters of standard attention (see budget.py).
+
+    start: "paper" starts all maps N(0, 0.02), so lam near 1/2, and beta_max at 1.95. "prior" starts as the mean read of
+    the prior, to 1e-3 of the output: the maps of lam and g at zero, g at 1 (to 1e-6), lam at 1e-4 through a bias of its
+    own [heads, d_v] (lam_bias: `bias` does not matter to it, and the conditioner does not scale it). All of them
+    receive gradients. L without T has no lam; there beta_max starts at 1e-3.
+
+    readout: "free_energy" is the read above; "posterior_mean" has E_q[v] in the place of the free energy, with
+    q proportional to p exp(beta_max v).
+
+    temperature: "learned" has one beta_max per key/value head and channel; "fixed" is beta_max = 1 without a parameter,
+    in rows with T too, where lam still chooses between the mean and F at 1.
     """
 
     def __init__(
@@ -58,12 +74,16 @@ class FreeEnergyMixer(MixerLayer):
         bias: bool = True,
         dropout: float = 0.0,
         prior_options: dict[str, Any] | None = None,
+        start: str = "paper",
+        readout: str = "free_energy",
+        temperature: str = "learned",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(dim, heads, causal, dropout)
         kv_heads = heads if kv_heads is None else kv_heads
         _check_arguments(heads, kv_heads, parts, value_dim, prior_options)
+        check_read(parts, start, readout, temperature)
         kind = prior_class(prior)
         options = dict(prior_options or {})
         for name in ("rope", "window"):
@@ -85,12 +105,14 @@ class FreeEnergyMixer(MixerLayer):
         self.parts, self.prior_name = "".join(p for p in PARTS if p in parts), prior
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.prior: Prior = build_prior(prior, heads, kv_heads, widths, causal, options, made)
+        self.start, self.readout, self.temperature = start, readout, temperature
+        if start == "prior" and not self.prior.normalize and "L" in parts and "T" not in parts:
+            raise ValueError("start='prior' does not fit normalize=False without T: no free energy is near that mean")
 
         value_columns = {"v": Columns(kv_heads * widths.value)}
-        if "T" in parts:
-            value_columns["lam"] = Columns(heads * widths.value)
-        if "G" in parts:
-            value_columns["gate"] = Columns(heads * widths.value)
+        for part, name in zip("TG", GATES, strict=True):
+            if part in parts:
+                value_columns[name] = Columns(heads * widths.value, zero=start == "prior")
         self.conditioner: TimeDecayConditioner | None = None
         context = 0
         if "C" in parts:
@@ -102,7 +124,12 @@ class FreeEnergyMixer(MixerLayer):
         self.value_proj = Projection(dim, value_columns, bias, context, **made)
         self.out_proj = nn.Linear(heads * widths.value, dim, bias=bias, **made)
         temperatures = 1 if kind.one_temperature else widths.value
-        self.raw_beta = nn.Parameter(torch.zeros(kv_heads, temperatures, **made)) if "L" in parts else None
+        self.raw_beta: nn.Parameter | None = None
+        if "L" in parts and temperature == "learned":
+            self.raw_beta = nn.Parameter(torch.empty(kv_heads, temperatures, **made))
+        self.lam_bias: nn.Parameter | None = None
+        if "T" in parts and start == "prior":
+            self.lam_bias = nn.Parameter(torch.empty(heads, widths.value, **made))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -110,12 +137,30 @@ class FreeEnergyMixer(MixerLayer):
         if self.out_proj.bias is not None:
             nn.init.zeros_(self.out_proj.bias)
         if self.raw_beta is not None:
-            nn.init.zeros_(self.raw_beta)
+            small = self.start == "prior" and "T" not in self.parts
+            nn.init.constant_(self.raw_beta, raw_temperature(SMALL_BETA) if small else 0.0)
+        if self.lam_bias is not None:
+            nn.init.constant_(self.lam_bias, math.log(SMALL_LAM) - math.log1p(-SMALL_LAM))
+
+    def attention_maps(self) -> list[Tensor]:
+        """Weights of the maps that attention has too (for scores, values, output), each [out, in], sharing memory with
+        the parameters: what a model may start in a way of its own. The start of gates, decays, temperatures and
+        conditioner is the mixer's."""
+        found = [self.out_proj.weight.detach()]
+        for projection in (self.prior_proj, self.value_proj):
+            if projection is not None:
+                rows = projection.linear.weight.detach().split(projection.widths)
+                named = zip(projection.columns.items(), rows, strict=True)
+                found += [map_ for (name, columns), map_ in named if not columns.additive and name not in GATES]
+        return found
 
     def _beta(self) -> Tensor | None:
-        """[kv_heads, d_v], positive."""
-        if self.raw_beta is None:
+        """[kv_heads, d_v], positive; None without L."""
+        if "L" not in self.parts:
             return None
+        if self.raw_beta is None:
+            weight = self.out_proj.weight
+            return torch.ones(self.kv_heads, self.widths.value, device=weight.device, dtype=weight.dtype)
         beta = inverse_temperature(self.raw_beta)
         return beta if beta.shape[1] == self.widths.value else beta.expand(-1, self.widths.value)
 
@@ -155,7 +200,7 @@ class FreeEnergyMixer(MixerLayer):
         """-> (y, the state after x, if it is to be kept)."""
         layout, past = self._arrange(x, mask, segments, before.past)
         inputs, v, lam, gate, context = self._project(x, layout, before.conditioner)
-        read, memory = self.prior(inputs, v, self._beta(), lam, gate, layout, before.prior, keep)
+        read, memory = self.prior(inputs, v, self._beta(), lam, gate, layout, before.prior, keep, self.readout)
         y = self.out_proj(self.dropout(read.flatten(-2).to(x.dtype)))
         if layout.padding is not None:
             y = y.masked_fill(layout.padding[..., None], 0)
@@ -176,7 +221,10 @@ class FreeEnergyMixer(MixerLayer):
         inputs = {} if self.prior_proj is None else self.prior_proj(x, features)
         values = self.value_proj(x, features)
         heads = {name: columns.unflatten(-1, (-1, self.widths.value)) for name, columns in values.items()}
-        return Projected(inputs, heads["v"], heads.get("lam"), heads.get("gate"), context)
+        lam = heads.get("lam")
+        if lam is not None and self.lam_bias is not None:
+            lam = lam + self.lam_bias.to(lam.dtype)
+        return Projected(inputs, heads["v"], lam, heads.get("gate"), context)
 
     def prepare(
         self, x: Tensor, mask: Tensor | None = None, segments: Tensor | None = None
@@ -197,6 +245,18 @@ class FreeEnergyMixer(MixerLayer):
             f"dim={self.dim}, heads={self.heads}, prior={self.prior_name!r}, parts={self.parts!r}, "
             f"causal={self.causal}, key width={self.widths.key}, value width={self.widths.value}"
         )
+
+
+def check_read(parts: str, start: str, readout: str, temperature: str) -> None:
+    """Raise a ValueError unless these fit together."""
+    given = ("start", start, STARTS), ("readout", readout, READOUTS), ("temperature", temperature, TEMPERATURES)
+    for name, value, known in given:
+        if value not in known:
+            raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}")
+        if name != "start" and value != known[0] and "L" not in parts:
+            raise ValueError(f"{name}={value!r} does not fit parts={parts!r}: without L the read is the mean")
+    if start == "prior" and "L" in parts and "T" not in parts and temperature == "fixed":
+        raise ValueError(f"start='prior' does not fit parts={parts!r} with temperature='fixed': F at 1 is no mean")
 
 
 def _check_arguments(

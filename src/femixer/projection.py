@@ -15,10 +15,11 @@ KINDS = {"weight": "linear.weight", "bias": "linear.bias", "modulation": "modula
 
 class Columns(NamedTuple):
     """Columns of a projection. The conditioner multiplies them by 1 + eta or, for logits of decays and steps
-    (`additive`), adds eta."""
+    (`additive`), adds eta. Their map starts N(0, 0.02) or, with `zero`, at zero."""
 
     width: int
     additive: bool = False
+    zero: bool = False
 
 
 class Projection(nn.Module):
@@ -56,6 +57,10 @@ class Projection(nn.Module):
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.linear.weight, std=0.02)
+        with torch.no_grad():
+            for columns, rows in zip(self.columns.values(), self.linear.weight.split(self.widths), strict=True):
+                if columns.zero:
+                    rows.zero_()
         if self.linear.bias is not None:
             nn.init.zeros_(self.linear.bias)
         if self.modulation is not None:

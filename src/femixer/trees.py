@@ -18,6 +18,7 @@ from femixer.kernels.decayed_linear import FastWeights
 from femixer.kernels.pair_state_space import PairSums
 from femixer.kernels.state_space import Modes
 from femixer.layout import Past
+from femixer.priors.base import ThreeReads
 from femixer.priors.softmax import Cache, Stream
 from femixer.state import Growing, State
 
@@ -71,7 +72,7 @@ def _batch(children: Any) -> int | None:
 
 register(State, _state_parts, _state)
 register(Growing, lambda x: ({"tensor": x.alone()}, None), lambda children, _: Growing.of(children[0]))
-for kind in (Past, Cache, Stream, FastWeights, Modes, PairSums):
+for kind in (Past, Cache, Stream, FastWeights, Modes, PairSums, ThreeReads):
     register_tuple(kind)
 
 

@@ -32,8 +32,8 @@ class Inspection:
     posterior_mean: Tensor  #: [B, H, T, D], E_posterior[v]
     lam: Tensor  #: [B, H, T, D], 1 where the mixer has no temperature gate, 0 where it reads the mean
     gate: Tensor  #: [B, H, T, D], 1 where the mixer has no outer gate
-    read: Tensor  #: [B, H, T, D], (1 - lam) mean + lam free_energy
-    hidden_beta: Tensor  #: [B, H, T, D], the temperature at which the free energy equals the read
+    read: Tensor  #: [B, H, T, D], (1 - lam) mean + lam free_energy, or lam posterior_mean: the readout
+    hidden_beta: Tensor  #: [B, H, T, D], the temperature whose free energy is (1 - lam) mean + lam free_energy
     kl: Tensor  #: [B, H, T, D], KL(posterior at hidden_beta || prior), the prior normalized
 
     def plot(
@@ -72,6 +72,7 @@ def inspect_mixer(
             x.dtype,
             over_index=per_head(mixer.prior.over_index(v)),
             over_tokens=mixer.prior.over_tokens,
+            readout=mixer.readout,
         )
 
 
@@ -85,6 +86,7 @@ def inspect_read(
     *,
     over_index: Tensor | None = None,
     over_tokens: Callable[[Tensor], Tensor] = lambda p: p,
+    readout: str = "free_energy",
 ) -> Inspection:
     """The inspection, in `dtype`, of a read of value [B, H, T, D] with beta_max [H, D], None for the mean.
 
@@ -113,10 +115,10 @@ def inspect_read(
             "mean": mean,
             "free_energy": free,
             "posterior_mean": torch.einsum("bhtsd,bhsd->bhtd", at_max, over_index),
-            "read": torch.lerp(mean, free, here),
             "hidden_beta": hidden,
             "kl": kl_divergence(posterior(p, over_index, hidden), normalized).clamp(min=0),
         }
+        result["read"] = torch.lerp(mean, result[readout], here)
         return {name: t.to(dtype) for name, t in result.items()}
 
     numbers = max(1, over_index.numel())  # behind one query

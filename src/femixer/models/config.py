@@ -44,6 +44,9 @@ class FEMConfig(PreTrainedConfig):
     parts: str = "CLTG"
     causal: bool = True
     budget: str = "attention"
+    start: str = "paper"  # of FreeEnergyMixer, or "prior"
+    readout: str = "free_energy"  # of FreeEnergyMixer, or "posterior_mean"
+    mixer_temperature: str = "learned"  # temperature of FreeEnergyMixer, or "fixed"; transformers has the short name
     mixer_options: dict[str, Any] | None = None
     prior_options: dict[str, Any] | None = None
     rope: bool | None = None  # None: on where the prior has queries and keys

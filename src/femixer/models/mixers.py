@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from femixer.baselines import BASELINES
-from femixer.mixer import FreeEnergyMixer
+from femixer.mixer import FreeEnergyMixer, check_read
 from femixer.options import check
 from femixer.priors import prior_class
 
@@ -33,6 +33,8 @@ def check_mixer(config: FEMConfig, layer: int) -> None:
     if name not in MIXERS:
         raise ValueError(f"mixer={name!r} is unknown; choose one of {', '.join(MIXERS)}")
     prior_class(config.at("prior", layer))
+    if name == "fem":
+        check_read(config.parts, config.start, config.readout, config.mixer_temperature)
     if not config.causal:
         check_encoder(name)
     if config.window is not None and config.at("prior", layer) == "softmax" and name != "fem":
@@ -105,5 +107,8 @@ def build_mixer(config: FEMConfig, layer: int) -> nn.Module:
         prior=prior,
         parts=config.parts,
         budget=config.budget,
+        start=config.start,
+        readout=config.readout,
+        temperature=config.mixer_temperature,
         prior_options=options,
     )

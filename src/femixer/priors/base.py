@@ -23,6 +23,14 @@ class Widths(NamedTuple):
     value: int
 
 
+class ThreeReads(NamedTuple):
+    """States of the reads behind a posterior mean: of v, beta v + asinh v and beta v - asinh v."""
+
+    values: Any
+    rising: Any
+    falling: Any
+
+
 class Prior(nn.Module):
     """Base of all priors. Subclasses are one file in this folder and one line in the registry.
 
@@ -30,6 +38,7 @@ class Prior(nn.Module):
     """
 
     queries_and_keys = True  # has columns "q" and "k" (so it takes rope and kv_heads)
+    normalize = True  # weights sum to one
     one_temperature = False  # all channels of a head share one, because they compete
     shared_columns: tuple[str, ...] = ()  # that all heads read; the others are the heads', in order and in equal parts
     reads_on = False  # from a state of constant size, as fast as the whole sequence at once
@@ -90,6 +99,37 @@ class Prior(nn.Module):
         mean, free, memory = self.read(inputs, v, beta, layout, state, keep)
         return gated_read(mean, free, lam, gate), memory
 
+    def read_posterior(
+        self, inputs: dict[str, Tensor], v: Tensor, beta: Tensor, layout: Layout, state: Any, keep: bool
+    ) -> tuple[Tensor, Tensor, Any]:
+        """-> (E_p[v], E_q[v], next state), q proportional to p exp(beta v): `read` with the other readout.
+
+        v = (e^a - e^-a) / 2 with a = asinh v is a difference of positive numbers, and the posterior mean of either is a
+        difference of free energies, so as exact as those are, at any range and from the same kind of states:
+
+            E_q[e^a] = exp(log E_p[exp(beta v + a)] - log E_p[exp(beta v)])
+
+        In float64, because a float32 free energy of 1e4 has three digits behind the point.
+        """
+        wide = torch.promote_types(v.dtype, torch.float32)
+        v, beta = v.double(), beta.double()
+        one, energy, a = torch.ones_like(beta), beta * v, v.asinh()
+        streams = v, energy + a, energy - a
+        if self.queries_and_keys:  # all channels of a head have the same weights: one read
+            side_by_side = torch.cat(streams, -1), torch.cat([beta, one, one], -1)
+            means, energies, state = self.read(inputs, *side_by_side, layout, state, keep)
+            assert energies is not None
+            mean, (free, rising, falling) = means.chunk(3, -1)[0], energies.chunk(3, -1)
+        else:
+            states = ThreeReads(None, None, None) if state is None else state
+            given = zip(streams, (beta, one, one), states, strict=True)
+            reads = [self.read(inputs, x, temperature, layout, each, keep) for x, temperature, each in given]
+            mean, (free, rising, falling) = reads[0][0], [each for _, each, _ in reads if each is not None]
+            state = ThreeReads(*(each for _, _, each in reads))
+        total = free * beta.repeat_interleave(self.heads // self.kv_heads, 0)
+        best = ((rising - total).exp() - (falling - total).exp()) / 2
+        return mean.to(wide), best.to(wide), state
+
     def forward(
         self,
         inputs: dict[str, Tensor],
@@ -100,9 +140,13 @@ class Prior(nn.Module):
         layout: Layout,
         state: Any,
         keep: bool,
+        readout: str = "free_energy",
     ) -> tuple[Tensor, Any]:
         """The gated read: what the mixer calls, as a module, so that whoever owns its parameters is asked for them."""
-        return self.gated_read(inputs, v, beta, lam, gate, layout, state, keep)
+        if readout == "free_energy" or beta is None:
+            return self.gated_read(inputs, v, beta, lam, gate, layout, state, keep)
+        mean, best, memory = self.read_posterior(inputs, v, beta, layout, state, keep)
+        return gated_read(mean, best, lam, gate), memory
 
     def weights(
         self,

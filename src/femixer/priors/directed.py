@@ -24,7 +24,6 @@ class DirectedPrior(Prior):
     """A subclass says what it derives from the projections per token (`tracks`), how it scans (`scan`) and what its
     weights are (`log_scores`)."""
 
-    normalize = True
     reads_on = True
 
     def tracks(self, inputs: dict[str, Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:

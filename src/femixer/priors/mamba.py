@@ -1,10 +1,11 @@
 """An input-dependent (Mamba-style) state space with positive parameters as prior, per channel.
 
-p_t(i) proportional to  sum_n c_t[n] exp(A[n] (delta_{i+1} + ... + delta_t)) b_i[n] delta_i,   A < 0
+p_t(i) proportional to  sum_n c_t[n] exp(A[n] (delta_{i+1} + ... + delta_t)) b_i[n] delta_i  (+ D if i = t),   A < 0
 """
 
 from __future__ import annotations
 
+import math
 from functools import reduce
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.conditioner import inverse_softplus, spread_decay_
+from femixer.kernels.reading import Reading
 from femixer.kernels.state_space import System
 from femixer.layout import Layout
 from femixer.priors.base import Widths
@@ -27,7 +29,8 @@ EPSILON = 1e-6
 class MambaPrior(StateSpacePrior):
     """delta, b and c are softplus of projections (delta through a map of low rank), b and c shared by all channels.
 
-    normalize=False reads with the unnormalized weights (the paper's ablation "- p_t norm"). The slowest mode starts
+    normalize=False reads with the unnormalized weights (the paper's ablation "- p_t norm"). skip=True has Mamba's D: a
+    weight of the token itself besides, positive, one per channel, 1 at the start. The slowest mode starts
     with memory spans spread from 2 to 1000 tokens in every head; the others decay n times as fast.
     """
 
@@ -43,11 +46,13 @@ class MambaPrior(StateSpacePrior):
         state_size: int = 16,
         normalize: bool = True,
         rank: int | None = None,
+        skip: bool = False,
         **made: Any,
     ) -> None:
         super().__init__(heads, kv_heads, widths, causal=causal, state_size=state_size, **made)
-        if not isinstance(normalize, bool):
-            raise TypeError(f"normalize={normalize!r} must be True or False")
+        for name, value in (("normalize", normalize), ("skip", skip)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}={value!r} must be True or False")
         self.normalize = normalize
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
             raise ValueError(f"rank={rank!r} must be a positive integer, or None for dim / 16")
@@ -55,6 +60,7 @@ class MambaPrior(StateSpacePrior):
         self.rate = nn.Parameter(torch.empty(heads, widths.value, state_size, **made))
         self.delta_map = nn.Parameter(torch.empty(heads * widths.value, self.rank, **made))
         self.delta_bias = nn.Parameter(torch.empty(heads, widths.value, **made))
+        self.skip = nn.Parameter(torch.empty(heads, widths.value, **made)) if skip else None
         self.reset_parameters()
 
     @classmethod
@@ -75,6 +81,8 @@ class MambaPrior(StateSpacePrior):
         nn.init.normal_(self.delta_map, std=self.rank**-0.5)
         for row in self.delta_bias:
             spread_decay_(row)
+        if self.skip is not None:
+            nn.init.constant_(self.skip, math.log(math.expm1(1.0)))
 
     def columns(self) -> dict[str, Columns]:
         return {
@@ -92,6 +100,21 @@ class MambaPrior(StateSpacePrior):
         rate = self.modes_first(-F.softplus(self.rate.to(dtype)))
         return System(rate, step=tracks["delta"], write=tracks["b"], read=tracks["c"])
 
+    def scan(
+        self,
+        tracks: dict[str, Tensor],
+        v: Tensor,
+        beta: Tensor | None,
+        marks: Tensor | None,
+        state: Any,
+        keep: bool,
+        exclusive: bool,
+    ) -> Reading:
+        read = super().scan(tracks, v, beta, marks, state, keep, exclusive)
+        if self.skip is None or exclusive:
+            return read
+        return with_itself(read, v, beta, F.softplus(self.skip.to(v.dtype)).log())
+
     def log_scores(self, tracks: dict[str, Tensor], rows: Tensor) -> Tensor:
         delta = tracks["delta"].unflatten(-1, (self.heads, self.widths.value))  # [B, T, H, D]
         between = decay_between(delta, rows)  # [B, rows, T, H, D]
@@ -102,4 +125,20 @@ class MambaPrior(StateSpacePrior):
             - rate[..., n] * between
             for n in range(self.state_size)
         )
-        return (reduce(torch.logaddexp, terms) + delta.log()[:, None]).permute(0, 3, 1, 2, 4)
+        scores = (reduce(torch.logaddexp, terms) + delta.log()[:, None]).permute(0, 3, 1, 2, 4)
+        if self.skip is None:
+            return scores
+        itself = torch.arange(scores.shape[3], device=rows.device) == rows[:, None]
+        more = torch.logaddexp(scores, F.softplus(self.skip.to(scores.dtype)).log()[:, None, None])
+        return torch.where(itself[..., None], more, scores)
+
+
+def with_itself(read: Reading, v: Tensor, beta: Tensor | None, log_weight: Tensor) -> Reading:
+    """The read of a token's past [B, T, H, D] with one more entry: its own value, of weight exp(log_weight) [H, D]."""
+    total = torch.logaddexp(read.log_total, log_weight)
+    before, own = read.log_total - total, log_weight - total
+    mean = torch.lerp(read.mean, v, own.exp())
+    if beta is None or read.free is None:
+        return Reading(mean, None, total, read.state)
+    free = torch.logaddexp(before + beta * read.free, own + beta * v) / beta
+    return Reading(mean, torch.maximum(free, mean), total, read.state)

@@ -255,11 +255,17 @@ def environment() -> dict[str, Any]:
 
 
 def _check_same(held: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> None:
-    was, now = ({"task": c["task"], **c["experiment"]} for c in (held, config))
+    was, now = (_stated({"task": c["task"], **c["experiment"]}) for c in (held, config))
     names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
     if names:
         differences = ", ".join(f"{name} was {was.get(name)!r} and is now {now.get(name)!r}" for name in names)
         raise ValueError(f"out={str(folder)!r} holds a run with other options, which cannot be resumed: {differences}")
+
+
+def _stated(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Without those that are None: they may be newer than what was written."""
+    kept = {name: _stated(value) if isinstance(value, Mapping) else value for name, value in options.items()}
+    return {name: value for name, value in kept.items() if value is not None and value != {}}
 
 
 def _step_of(line: str) -> int | None:

@@ -42,7 +42,8 @@ class ForecastConfig(PreTrainedConfig):
                       16 heads, width 128, MLP 256, dropout 0.2
         itransformer  8 heads, dropout 0.1; 2 layers, width and MLP 256 for few channels, else 3 layers, 512
 
-    mixer, prior, parts, mixer_options, prior_options, rope: as in FEMConfig, read by kind="fem" only.
+    mixer, prior, parts, budget, start, readout, mixer_temperature, mixer_options, prior_options, rope: as in FEMConfig,
+    read by kind="fem" only.
     scaler_mean, scaler_std: per channel, of the training rows; the model works on (x - mean) / std, and `predict` goes
     there and back. frequency (of pandas, such as "h"), columns, date_column and date_format: of what it was trained on.
     missing_below: values at or below it mean missing, there and in `predict`.
@@ -62,6 +63,10 @@ class ForecastConfig(PreTrainedConfig):
     mixer: str | list[str] = "fem"
     prior: str | list[str] = "softmax"
     parts: str = "CLTG"
+    budget: str = "attention"
+    start: str = "paper"
+    readout: str = "free_energy"
+    mixer_temperature: str = "learned"
     mixer_options: dict[str, Any] | None = None
     prior_options: dict[str, Any] | None = None
     rope: bool | None = None
@@ -120,6 +125,10 @@ class ForecastConfig(PreTrainedConfig):
             mixer=self.mixer,
             prior=self.prior,
             parts=self.parts,
+            budget=self.budget,
+            start=self.start,
+            readout=self.readout,
+            mixer_temperature=self.mixer_temperature,
             mixer_options=self.mixer_options,
             prior_options=self.prior_options,
             rope=self.rope,

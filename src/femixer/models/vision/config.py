@@ -22,10 +22,11 @@ POSITIONS = ("learned", "rotary")
 class FEMVisionConfig(PreTrainedConfig):
     """Sizes, mixers and classes of a model.
 
-    mixer, prior, parts, budget, mixer_options, prior_options: as in FEMConfig, so that a row of
-    femixer.models.named fits. pooling: "token" reads a learned class token in front of the patches, "mean" has none and
-    takes the mean of the patches. positions: "learned" adds an embedding per patch, interpolated for images of another
-    size; "rotary" rotates half of the pairs of a head's query and key channels with the row and half with the column.
+    mixer, prior, parts, budget, start, readout, mixer_temperature, mixer_options, prior_options: as in FEMConfig, so
+    that a row of femixer.models.named fits. pooling: "token" reads a learned class token in front of the patches,
+    "mean" has none and takes the mean of the patches. positions: "learned" adds an embedding per patch, interpolated
+    for images of another size; "rotary" rotates half of the pairs of a head's query and key channels with the row and
+    half with the column.
     num_labels, id2label: as everywhere in transformers.
     """
 
@@ -42,6 +43,9 @@ class FEMVisionConfig(PreTrainedConfig):
     prior: str | list[str] = "softmax"
     parts: str = "CLTG"
     budget: str = "attention"
+    start: str = "paper"
+    readout: str = "free_energy"
+    mixer_temperature: str = "learned"
     mixer_options: dict[str, Any] | None = None
     prior_options: dict[str, Any] | None = None
     rope_base: float = 100.0  # of rotary positions; a grid has few rows, a text many tokens
@@ -112,6 +116,9 @@ class FEMVisionConfig(PreTrainedConfig):
             parts=self.parts,
             causal=False,
             budget=self.budget,
+            start=self.start,
+            readout=self.readout,
+            mixer_temperature=self.mixer_temperature,
             mixer_options=self.mixer_options,
             prior_options=self.prior_options,
             rope=self.positions == "rotary",

@@ -14,6 +14,7 @@ from femixer.options import check, given
 from femixer.tasks.forecast.data import KNOWN, Series, default_lookback
 from femixer.tasks.forecast.data.files import frequency_of, season_of
 from femixer.tasks.forecast.data.windows import Scaling, counted, scaling_of
+from femixer.tasks.mixing import Mixing
 from femixer.tasks.rivals import Rivals
 from femixer.training import derive
 
@@ -67,6 +68,7 @@ class Sizes:
     """Heads of a layer, by default 8."""
     dropout: float | None = None
     """Dropout, by default 0.1."""
+    mixing: Mixing = field(default_factory=Mixing)
     season: int | None = None
     """Rows of a season, which SeasonalNaive repeats, by default those of a day (of a week, if rows are days)."""
 
@@ -78,7 +80,9 @@ class Sizes:
         for name in ("width", "layers", "heads", "dropout"):
             value = getattr(self, name)
             check(takes or value is None, name, value, f"None: {', '.join(models)} has the sizes that were published")
-        self.rivals.validate(*(MODELS[name] for name in models if MODELS.get(name, {}).get("kind") == "fem"))
+        rows = [MODELS[name] for name in models if name in MODELS and MODELS[name]["kind"] == "fem"]
+        self.mixing.validate(*rows)
+        self.rivals.validate(*rows)
         check(self.season is None or self.season > 0, "season", self.season, "a whole number above 0")
 
     def fields(self) -> dict[str, Any]:
@@ -120,9 +124,10 @@ def specified(
     training.validate()
     known = KNOWN.get(series.name)
     season = sizes.season or season_of(series.dates, known is not None and known.working_days)
-    fields = {**MODELS[model], **(sizes.fields() if MODELS[model]["kind"] == "fem" else {})}
-    if MODELS[model]["kind"] == "fem":
-        fields |= sizes.rivals.fields(MODELS[model])
+    row = MODELS[model]
+    fields = {**row}
+    if row["kind"] == "fem":
+        fields |= {**sizes.fields(), **sizes.mixing.fields(row), **sizes.rivals.fields(row)}
     length = default_lookback(horizon) if lookback is None else lookback
     return Spec(model, series.name, series.fingerprint, horizon, length, seed, season, fields, training)
 

@@ -12,6 +12,7 @@ from femixer.models.parameters import parameter_count
 from femixer.options import check, parse
 from femixer.priors import PRIORS
 from femixer.priors.parsing import parse_prior
+from femixer.tasks.mixing import Mixing
 from femixer.tasks.rivals import Rivals
 from femixer.training import derive
 
@@ -29,6 +30,7 @@ class ModelOptions:
     gla gla gla softmax makes every fourth layer softmax."""
     parts: str = "CLTG"
     """Parts of the free energy mixer: C convolution, L log-sum-exp, T temperature, G gate."""
+    mixing: Mixing = field(default_factory=Mixing)
     hidden_size: int | None = None
     """Width, instead of the preset's."""
     layers: int | None = None
@@ -44,6 +46,12 @@ class ModelOptions:
     rivals: Rivals = field(default_factory=Rivals)
     tie_embeddings: bool = False
     """Use the embeddings of the tokens as the output projection too."""
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Fields of FEMConfig that say which mixers the layers have."""
+        priors = one_or_all([parse_prior(prior)[0] for prior in self.prior])
+        return {"mixer": one_or_all(self.mixer), "prior": priors, "parts": self.parts}
 
     def config(self, context: int, **tokens: Any) -> FEMConfig:
         """tokens: vocab_size, bos_token_id and eos_token_id, once they are known."""
@@ -62,15 +70,15 @@ class ModelOptions:
             "num_key_value_heads": self.kv_heads,
         }
         self.rivals.validate({"mixer": self.mixer})
+        self.mixing.validate(self.row)
         try:
             return preset(
                 self.preset,
                 **self.rivals.fields({"mixer": self.mixer}),
                 **{field: value for field, value in sizes.items() if value is not None},
-                mixer=one_or_all(self.mixer),
-                prior=one_or_all([name for name, _ in priors]),
+                **self.row,
+                **self.mixing.fields(self.row),
                 prior_options={name: given for name, given in options.items() if given} or None,
-                parts=self.parts,
                 window=self.window,
                 mixer_dropout=self.dropout,
                 tie_word_embeddings=self.tie_embeddings,

@@ -79,6 +79,7 @@ class Comparison:
             check(given == getattr(ModelOptions(), name), name, given, "--models ... custom too: it describes that one")
         check(self.seeds > 0, "seeds", self.seeds, "a whole number above 0")
         self.experiment.model.rivals.validate(*({"mixer": self.run(name).model.mixer} for name in self.models))
+        self.experiment.model.mixing.validate(*(self.run(name).model.row for name in self.models))
         for name in self.models:
             self.run(name).validate()
 
@@ -87,7 +88,7 @@ class Comparison:
         model = replace(self.experiment.model, **MODELS.get(name, {}))
         given = self.experiment.model.rivals.fitting({"mixer": model.mixer}).mixer_options
         own = () if name == CUSTOM else model.rivals.mixer_options
-        model = replace(model, rivals=Rivals((*own, *given)))
+        model = replace(model, rivals=Rivals((*own, *given)), mixing=model.mixing.fitting(model.row))
         return replace(self.experiment, model=model, seed=self.experiment.seed + number)
 
 

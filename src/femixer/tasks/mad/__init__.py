@@ -8,12 +8,21 @@ from femixer.tasks.mad.data import TASKS, MadTask, sample
 from femixer.tasks.mad.data.generators import IGNORE
 from femixer.tasks.runner import Task
 
+STUDY = Task(
+    "mad study",
+    format=1,
+    run="femixer.tasks.mad.study.task:StudyRun",
+    table="femixer.tasks.mad.study.table:StudyTabulate",
+    run_help="how early variants of the mixer learn a task",
+    table_help="when each variant has learned, over seeds",
+)
 TASK = Task(
     "mad",
     format=1,
     run="femixer.tasks.mad.task:MadRun",
     table="femixer.tasks.mad.table:MadTabulate",
     run_help="train models on the tasks, here or on a cluster",
+    others={"study": (STUDY.main, "what decides how early a mixer learns: run, table, export")},
 )
 main = TASK.main
 

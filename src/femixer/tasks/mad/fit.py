@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from femixer.models.parameters import parameters_of
 from femixer.tasks.mad.data import sample
@@ -106,6 +106,8 @@ class MadJob(Job):
     validation: int
     test: int
     precision: Literal["no", "bf16"] = "no"
+    gates: Literal["own", "torch"] = "own"
+    """How gates, decays and conditioners start: as their mixer says, or as torch starts all linear maps."""
 
     @property
     def title(self) -> str:
@@ -120,23 +122,42 @@ class MadJob(Job):
         arrays = sample(self.task, sequences, split, self.seed, **self.parameters)
         return Examples(*(torch.from_numpy(array).to(device) for array in arrays))
 
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """On which it is evaluated."""
+        return SPLITS
+
+    def built(self) -> nn.Module:
+        return build(self.task, self.fields, self.seed, self.gates)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return adamw(model, self.lr, self.weight_decay, fused=True)
+
+    def score(self, model: Callable[..., Any], examples: Examples) -> dict[str, float]:
+        """accuracy and loss."""
+        return score(model, examples)
+
+    def ended(self, records: Sequence[Record], results: Results) -> bool:
+        """Whether training may end with the evaluation of these records."""
+        return solved(records)
+
     def carry_out(self, options: RunOptions) -> Record:
         """Train in the folder of `options`, from the checkpoint there if there is one: the record of the store."""
         options.apply()
         device = distributed.start()
         results = Results("mad", self, options)
-        data = {split: self.data(split, device) for split in SPLITS}
-        model = build(self.task, self.fields, self.seed)
+        data = {split: self.data(split, device) for split in self.splits}
+        model = self.built()
         diverged = None
         try:
             fit = Fit(
                 model=model,
-                optimizer=lambda model: adamw(model, self.lr, self.weight_decay, fused=True),
+                optimizer=self.optimizer,
                 batch=Batches(self.data("train", device), self.batch, self.seed),
                 losses=lambda model, examples: {"loss": summed_loss(model, examples)},
                 items=scored,
-                evaluate=lambda model: ({"split": split, **score(model, data[split])} for split in SPLITS),
-                enough=solved,
+                evaluate=lambda model: ({"split": split, **self.score(model, data[split])} for split in data),
+                enough=lambda records: self.ended(records, results),
             )
             engine = EngineOptions(precision=self.precision)
             train(fit, TrainOptions(self.steps, self.evaluate_every, self.seed, engine=engine), results)
@@ -147,7 +168,7 @@ class MadJob(Job):
     def record(self, metrics: Sequence[Record], diverged: str | None, parameters: int, device: torch.device) -> Record:
         """What a store keeps of a training."""
         own = asdict(self)
-        how = ("fields", "batch", "evaluate_every", "validation", "test", "precision")
+        how = ("fields", "batch", "evaluate_every", "validation", "test", "precision", "gates")
         return {
             **{name: value for name, value in own.items() if name not in how},
             "seconds": metrics[-1]["seconds"],

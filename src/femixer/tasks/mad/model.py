@@ -9,6 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from femixer.mixer import FreeEnergyMixer
 from femixer.models import FEMConfig, FEMForCausalLM, FEMModel
 from femixer.models.norm import RMSNorm
 from femixer.tasks.mad.data import TASKS
@@ -53,26 +54,47 @@ def positions(length: int, dim: int) -> Tensor:
     return nn.functional.pad(torch.cat([angles.sin(), angles.cos()], 1), (0, dim - 2 * half)).float()
 
 
-def build(task: str, fields: Mapping[str, Any], seed: int) -> nn.Module:
-    """The model of a task with these fields of FEMConfig; its starting weights depend on the seed alone."""
+def build(task: str, fields: Mapping[str, Any], seed: int, gates: str = "own") -> nn.Module:
+    """The model of a task with these fields of FEMConfig; its starting weights depend on the seed alone.
+
+    gates="torch": also gates, decays and conditioners start as torch starts linear maps, which no mixer asks for.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(derive(seed, "weights"))
         try:
             config = FEMConfig(**fields)
-            if TASKS[task].last_position_only:
-                return Autoencoder(config)
-            return start_as_torch(FEMForCausalLM(config))
         except StrictDataclassError as error:  # how transformers wraps what the configuration says
             raise ValueError(str(error.__cause__ or error)) from error
+        model: nn.Module
+        if TASKS[task].last_position_only:
+            model = Autoencoder(config)
+        else:
+            model = FEMForCausalLM(config)
+            start_as_torch(model)
+        if gates == "torch":
+            start_gates_as_torch(model)
+        return model
 
 
-def start_as_torch(model: nn.Module) -> nn.Module:
-    """Weights of linear maps as torch starts them, uniform up to 1 / sqrt(inputs), unless they start at zero; biases
-    stay as they are.
+def start_as_torch(model: nn.Module) -> None:
+    """Weights of linear maps as torch starts them, uniform up to 1 / sqrt(inputs), unless they start at zero. Biases
+    stay as they are, and so do gates, decays, temperatures and conditioners of free energy mixers.
 
     So does the original in its language models; its autoencoder starts them N(0, 0.02), as femixer does everywhere.
     """
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and (module.weight.is_meta or bool(module.weight.any())):
-            nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5))
-    return model
+    mixers = [module for module in model.modules() if isinstance(module, FreeEnergyMixer)]
+    own = {linear for mixer in mixers for linear in mixer.modules()}
+    others = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m not in own]
+    for weight in [*others, *(map_ for mixer in mixers for map_ in mixer.attention_maps())]:
+        if weight.is_meta or bool(weight.any()):
+            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+
+def start_gates_as_torch(model: nn.Module) -> None:
+    """What `start_as_torch` leaves alone, as torch starts it; temperatures and biases stay."""
+    for mixer in (module for module in model.modules() if isinstance(module, FreeEnergyMixer)):
+        kept = [(map_, map_.clone()) for map_ in mixer.attention_maps()]
+        for linear in (module for module in mixer.modules() if isinstance(module, nn.Linear)):
+            nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5))
+        for map_, before in kept:
+            map_.copy_(before)

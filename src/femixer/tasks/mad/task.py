@@ -15,6 +15,7 @@ from femixer.tasks.mad.fit import MadJob
 from femixer.tasks.mad.model import build
 from femixer.tasks.mad.protocol import PROTOCOLS, Protocol
 from femixer.tasks.mad.table import FIGURES, tabulate
+from femixer.tasks.mixing import Mixing
 from femixer.tasks.rivals import Rivals
 from femixer.tasks.runner import Run
 from femixer.training.jobs import Jobs
@@ -50,6 +51,7 @@ class Experiment:
     """Sequences of a training step."""
     steps: int | None = None
     """Training steps."""
+    mixing: Mixing = field(default_factory=Mixing)
     precision: Literal["no", "bf16"] = "no"
     """Mixed precision: bf16 multiplies matrices in bfloat16, as the original does on a GPU."""
 
@@ -68,6 +70,7 @@ class Experiment:
         check(self.lr is None or (len(self.lr) > 0 and min(self.lr) > 0), "lr", self.lr, "numbers above 0")
         decay = self.weight_decay
         check(decay is None or (len(decay) > 0 and min(decay) >= 0), "weight_decay", decay, "numbers of at least 0")
+        self.mixing.validate(*(NAMED[model] for model in self.models))
         jobs = self.jobs()
         self.rivals.validate(*(job.fields for job in jobs))
         for task, parameters in {(job.task, str(job.parameters)): (job.task, job.parameters) for job in jobs}.values():
@@ -80,7 +83,7 @@ class Experiment:
         """Each once, whatever options make two settings the same."""
         protocol = self.changed()
         jobs = [
-            job(protocol, model, task, parameters, lr, weight_decay, self.seed + number)
+            job(protocol, model, self.mixing, task, parameters, lr, weight_decay, self.seed + number)
             for number in range(self.seeds)
             for task in self.tasks
             for parameters in protocol.settings(task)
@@ -106,7 +109,14 @@ class Experiment:
 
 
 def job(
-    protocol: Protocol, model: str, task: str, parameters: Mapping[str, Any], lr: float, weight_decay: float, seed: int
+    protocol: Protocol,
+    model: str,
+    mixing: Mixing,
+    task: str,
+    parameters: Mapping[str, Any],
+    lr: float,
+    weight_decay: float,
+    seed: int,
 ) -> MadJob:
     steps = protocol.steps(task, parameters)
     return MadJob(
@@ -120,6 +130,7 @@ def job(
         fields={
             **protocol.sizes(),
             **NAMED[model],
+            **mixing.fields(NAMED[model]),
             "vocab_size": parameters["vocabulary"],
             "max_position_embeddings": parameters["length"],
         },

@@ -18,6 +18,7 @@ from femixer.models.parameters import parameter_count
 from femixer.models.presets import VISION_PRESETS
 from femixer.models.quiet import without_bars
 from femixer.options import check, given
+from femixer.tasks.mixing import Mixing
 from femixer.tasks.rivals import Rivals
 from femixer.tasks.vision.data import Images
 from femixer.tasks.vision.data.augmentation import Augmentation
@@ -93,10 +94,17 @@ class Sizes:
     """How the model knows where a patch is; by default the preset's."""
     initializer_range: float | None = None
     """Deviation of the starting weights of patches, MLPs and classes, by default 0.02, which suits wide layers."""
+    mixing: Mixing = field(default_factory=Mixing)
     eval_crop: float = 1.0
     """Share of the shorter side of a picture that is seen in evaluation, its middle (0.875 is usual for ImageNet)."""
 
     rivals: Rivals = field(default_factory=Rivals)
+
+    def validate(self, *models: str) -> None:
+        """A ValueError if options of mixers are given that none of the models takes."""
+        rows = [ENCODERS[name] for name in models if name in ENCODERS]
+        self.mixing.validate(*rows)
+        self.rivals.validate(*rows)
 
     def fields(self) -> dict[str, Any]:
         """Of FEMVisionConfig, those that are given."""
@@ -147,6 +155,7 @@ def specified(
     augmentation.validate()
     fields = {
         **ENCODERS[model],
+        **sizes.mixing.fields(ENCODERS[model]),
         **sizes.fields(),
         **sizes.rivals.fields(ENCODERS[model]),
         "num_channels": images.channels,

@@ -115,7 +115,7 @@ def trained(command: Train) -> Results:
     """Train, score and save a model; the folder then holds everything about it."""
     command.validate()
     command.run.apply()
-    command.sizes.rivals.validate(*(ENCODERS[name] for name in [command.model] if name in ENCODERS))
+    command.sizes.validate(command.model)
     images = read(command.data, command.reading, command.sizes.channels)
     spec = specified(command.model, images, command.seed, command.sizes, command.training, command.augmentation)
     parameter_count(config_of(spec, images))  # its layers say what they cannot be, before anything is written
@@ -192,7 +192,7 @@ class Experiment(Setting):
         check(0 < len(self.models) == len({*self.models}), "models", self.models, "different ones")
         check(self.seeds > 0, "seeds", self.seeds, "a whole number above 0")
         self.validate()
-        self.sizes.rivals.validate(*(ENCODERS[model] for model in self.models if model in ENCODERS))
+        self.sizes.validate(*self.models)
         images = read(self.data, self.reading, self.sizes.channels)
         first = [
             specified(model, images, self.seed, self.sizes, self.training, self.augmentation) for model in self.models
