@@ -10,7 +10,7 @@ from torch import nn
 from femixer.baselines import BASELINES
 from femixer.mixer import FreeEnergyMixer
 from femixer.options import check
-from femixer.priors import prior_class
+from femixer.priors import SoftmaxPrior, prior_class
 
 if TYPE_CHECKING:
     from femixer.models.config import FEMConfig
@@ -27,6 +27,10 @@ def options_of(mixer: str) -> tuple[str, ...]:
     return tuple(name for name in inspect.signature(BASELINES[mixer]).parameters if name not in OF_CONFIG)
 
 
+def has_window(prior: str) -> bool:
+    return issubclass(prior_class(prior), SoftmaxPrior)
+
+
 def check_mixer(config: FEMConfig, layer: int) -> None:
     """Raise a ValueError that names the field, unless the layer's mixer and prior are known and their options used."""
     name = config.at("mixer", layer)
@@ -35,7 +39,7 @@ def check_mixer(config: FEMConfig, layer: int) -> None:
     prior_class(config.at("prior", layer))
     if not config.causal:
         check_encoder(name)
-    if config.window is not None and config.at("prior", layer) == "softmax" and name != "fem":
+    if config.window is not None and has_window(config.at("prior", layer)) and name != "fem":
         raise ValueError(f"window={config.window!r} does not fit mixer={name!r}; only mixer='fem' has windows")
     if name in BASELINES:
         known = inspect.signature(BASELINES[name]).parameters
@@ -98,7 +102,7 @@ def build_mixer(config: FEMConfig, layer: int) -> nn.Module:
     if prior_class(prior).queries_and_keys:
         options.setdefault("rope_base", config.rope_base)
         shared.update(kv_heads=config.num_key_value_heads, rope=config.rope)
-    if prior == "softmax":
+    if has_window(prior):
         shared["window"] = config.window
     return FreeEnergyMixer(
         **shared,

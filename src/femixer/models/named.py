@@ -29,6 +29,8 @@ NAMED: dict[str, Fields] = {
     "SMAttn+L": fem("softmax", "L"),
     "SMAttn+L,T": fem("softmax", "LT"),
     "SMAttn+L,T,G": fem("softmax", "LTG"),
+    "FoX": fem("fox", ""),
+    "FEM-FoX": fem("fox"),
     "GLA": fem("gla", ""),
     "GLA+C": fem("gla", "C"),
     "GLA+C,L": fem("gla", "CL"),
@@ -57,4 +59,4 @@ NAMED: dict[str, Fields] = {
     "AFT-published": baseline("aft"),
     "Mamba-published": baseline("mamba"),
 }
-"""GLA, AFT and Mamba are our normalized priors with the mean as read; the published layers are named so."""
+"""FoX, GLA, AFT and Mamba are our normalized priors with the mean as read; the published layers are named so."""

@@ -32,6 +32,7 @@ class Prior(nn.Module):
     queries_and_keys = True  # has columns "q" and "k" (so it takes rope and kv_heads)
     one_temperature = False  # all channels of a head share one, because they compete
     shared_columns: tuple[str, ...] = ()  # that all heads read; the others are the heads', in order and in equal parts
+    shared_parameters: tuple[str, ...] = ()  # that all heads read; the others have the heads first
     reads_on = False  # from a state of constant size, as fast as the whole sequence at once
 
     def __init__(
