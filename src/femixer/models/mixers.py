@@ -27,6 +27,11 @@ def options_of(mixer: str) -> tuple[str, ...]:
     return tuple(name for name in inspect.signature(BASELINES[mixer]).parameters if name not in OF_CONFIG)
 
 
+def takes_rope(mixer: str) -> bool:
+    """Whether rotary positions may be asked of a mixer; of "fem" its priors decide."""
+    return mixer not in BASELINES or "rope" in inspect.signature(BASELINES[mixer]).parameters
+
+
 def has_window(prior: str) -> bool:
     return issubclass(prior_class(prior), SoftmaxPrior)
 
@@ -46,7 +51,7 @@ def check_mixer(config: FEMConfig, layer: int) -> None:
         kv_heads, heads = config.num_key_value_heads, config.num_attention_heads
         if "kv_heads" not in known and kv_heads != heads:
             raise ValueError(f"num_key_value_heads={kv_heads} does not fit mixer={name!r}; choose {heads} or None")
-        if "rope" not in known and config.rope is not None:
+        if config.rope and not takes_rope(name):
             raise ValueError(f"rope={config.rope!r} does not fit mixer={name!r}; choose None")
     for field in ("mixer", "prior"):
         _check_options(config, field)
