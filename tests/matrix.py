@@ -33,6 +33,7 @@ QUERIES_AND_KEYS: dict[str, dict[str, Any]] = {
 OF_PRIOR: dict[str, dict[str, dict[str, Any]]] = {
     "linear": {"norope": {"rope": False}},
     "gla": {
+        "scalar": {"kv_heads": 1, "prior_options": {"decay": "scalar"}},
         "channel": {"prior_options": {"decay": "channel"}},
         "channelL": {"parts": "L", "prior_options": {"decay": "channel"}},
     },
@@ -41,6 +42,10 @@ OF_PRIOR: dict[str, dict[str, dict[str, Any]]] = {
         "states": {"parts": "L", "prior_options": {"state_size": 3, "rank": 2}},
         "unnormalized": {"prior_options": {"normalize": False}},
         "skip": {"prior_options": {"skip": True}},
+    },
+    "fox": {
+        "norope": {"rope": False, "parts": "LT"},
+        "groupedwindow": {"kv_heads": 1, "window": 6, "prior_options": {"cache": "exp"}},
     },
     "softmax": {
         "norope": {"rope": False},

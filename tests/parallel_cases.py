@@ -23,6 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "softmax": {"kv_heads": 2},
     "softmax, window": {"window": 5},
     "softmax, bias": {"prior_options": {"score_bias": "alibi"}},
+    "fox": {"kv_heads": 2},
     "linear": {"kv_heads": 2},
     "gla": {"kv_heads": 2},
     "gla, channel": {"prior_options": {"decay": "channel"}},
@@ -139,6 +140,7 @@ def mixers(ranks: int) -> Iterator[tuple[str, Callable[[], Errors]]]:
             yield f"cp {kind}, the mean alone", case(kind, "mask", cp, torch.float64, parts="")
             if kind != "softmax, bias":
                 yield f"tp {kind}", case(kind, "segments", tp, torch.float64)
+        yield "tp gla, scalar", case("gla", "segments", tp, torch.float64, prior_options={"decay": "scalar"})
     else:
         cp = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
         both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))

@@ -23,6 +23,8 @@ CHUNKS = [1, 4, 9, 1, 8]
 
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "attention": {"grouped": {"kv_heads": 2}},
+    "fox": {"llama": {"variant": "llama"}},
+    "gated-attention": {"headwise": {"gate": "headwise", "kv_heads": 2, "bias": True}},
     "gated-deltanet": {"published": {"expand_k": 0.75, "expand_v": 1.5, "bias": True}},
     "hgrn": {"complex": {"complex": True, "lower_bound": 0.3}},
     "linear-attention": {"learned": {"feature_map": "learned"}},
@@ -31,15 +33,18 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 
 # Parameters in units of 4 dim² at dim 128 and 16 heads, as the classes state them; about one where nothing stands here.
 RATIOS = {
+    "gated-attention": 0.94,
     "gsa": 1.25,
     "hyena": 1.31,
+    "kda": 1.12,
     "mamba": 1.78,
     "mamba2": 1.69,
     "rwkv6": 1.12,
     "rwkv7": 1.3,
+    "tnn": 1.14,
 }
 # The others have a state of constant size.
-GROWING = ("attention", "diff-transformer", "hyena", "laser")
+GROWING = ("attention", "diff-transformer", "fox", "gated-attention", "hyena", "laser", "path", "tnn")
 
 
 @dataclass(frozen=True)

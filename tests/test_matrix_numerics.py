@@ -24,6 +24,7 @@ from torch import Tensor
 
 from femixer import FreeEnergyMixer
 from femixer.priors.directed import DirectedPrior
+from femixer.priors.fox import FoxPrior
 
 
 def value_patterns(kind: str, length: int, beta: Tensor) -> dict[str, Tensor]:
@@ -89,7 +90,7 @@ class TestExactness:
         if m.prior.one_temperature:  # all channels of the head compete
             v = v.amax(-1, keepdim=True).expand(*v.shape)
         support = p > 0 if p.dim() == 5 else (p > 0)[..., None]
-        if isinstance(m.prior, DirectedPrior):
+        if isinstance(m.prior, (DirectedPrior, FoxPrior)):
             support = (torch.arange(p.shape[3]) <= rows[:, None])[..., None] if m.causal else torch.ones_like(support)
         return torch.where(support, v, -torch.inf).amax(-2).transpose(1, 2)
 

@@ -392,5 +392,5 @@ def test_a_model_tells_baselines_what_a_layer_cannot_know():
     assert [m.lower_bound for m in mixers("hgrn2")] == [0.0, 0.5]
     assert [m.filter.length for m in mixers("hyena")] == [77, 77]
     assert [(m.heads, m.lower_bound) for m in mixers("hgrn2", heads=2, lower_bound=0.1)] == [(2, 0.1)] * 2
-    with pytest.raises(Exception, match="rope=False does not fit mixer='hgrn2'"):
-        FEMConfig(mixer="hgrn2", rope=False)
+    with pytest.raises(Exception, match="rope=True does not fit mixer='hgrn2'"):
+        FEMConfig(mixer="hgrn2", rope=True)

@@ -42,9 +42,9 @@ def tolerance(name: str) -> float:
 @pytest.mark.parametrize(
     ("ranks", "what", "count"),
     [
-        (2, "cp ", 72),
-        (2, "tp ", 11),
-        (4, "cp ", 18),
+        (2, "cp ", 78),
+        (2, "tp ", 13),
+        (4, "cp ", 19),
         (2, "ring ", 9),
         (4, "ring ", 9),
         (2, "lm ", 5),

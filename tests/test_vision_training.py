@@ -300,7 +300,7 @@ def test_a_training_that_diverges_is_recorded_with_the_best_weights_before(tmp_p
     [
         ("--models FEM", "model='FEM' is not allowed; choose one of SMAttn, SMAttn+C, "),
         ("--models GLA GLA", "models=('GLA', 'GLA') is not allowed; choose different ones"),
-        ("--models HGRN", "model='HGRN' is not allowed; choose one of SMAttn, "),
+        ("--models DeltaNet", "model='DeltaNet' is not allowed; choose one of SMAttn, "),
         ("--preset tiny", "preset='tiny' is not allowed; choose one of deit-tiny"),
         ("--image-size 9", "image_size=9 is not allowed; choose a multiple of patch_size=4"),
         ("--width 9", "dim=9 is not divisible by heads=2"),

@@ -17,7 +17,9 @@ SHORTEST_SPAN, LONGEST_SPAN = 2.0, 1000.0
 
 
 def memory_spans(count: int) -> Tensor:
-    """Numbers of tokens, spread evenly in log from 2 to 1000, float64."""
+    """Numbers of tokens, spread evenly in log from 2 to 1000, float64; one alone lies in their middle."""
+    if count == 1:
+        return torch.tensor([math.sqrt(SHORTEST_SPAN * LONGEST_SPAN)], dtype=torch.float64)
     return torch.logspace(math.log10(SHORTEST_SPAN), math.log10(LONGEST_SPAN), count, dtype=torch.float64)
 
 

@@ -5,38 +5,48 @@ from femixer.baselines.attention import Attention
 from femixer.baselines.base import Baseline
 from femixer.baselines.deltanet import DeltaNet
 from femixer.baselines.diff_transformer import DiffTransformer
+from femixer.baselines.fox import FoX
+from femixer.baselines.gated_attention import GatedAttention
 from femixer.baselines.gated_deltanet import GatedDeltaNet
 from femixer.baselines.gla import GLA
 from femixer.baselines.gsa import GSA
 from femixer.baselines.hgrn import HGRN
 from femixer.baselines.hgrn2 import HGRN2
 from femixer.baselines.hyena import Hyena
+from femixer.baselines.kda import KDA
 from femixer.baselines.laser import Laser
 from femixer.baselines.linear_attention import LinearAttention
 from femixer.baselines.mamba import Mamba
 from femixer.baselines.mamba2 import Mamba2
+from femixer.baselines.path import PaTH
 from femixer.baselines.retnet import RetNet
 from femixer.baselines.rwkv6 import RWKV6
 from femixer.baselines.rwkv7 import RWKV7
+from femixer.baselines.tnn import TNN
 
 BASELINES: dict[str, type[Baseline]] = {
     "attention": Attention,
     "aft": AFT,
     "deltanet": DeltaNet,
     "diff-transformer": DiffTransformer,
+    "fox": FoX,
+    "gated-attention": GatedAttention,
     "gated-deltanet": GatedDeltaNet,
     "gla": GLA,
     "gsa": GSA,
     "hgrn": HGRN,
     "hgrn2": HGRN2,
     "hyena": Hyena,
+    "kda": KDA,
     "laser": Laser,
     "linear-attention": LinearAttention,
     "mamba": Mamba,
     "mamba2": Mamba2,
+    "path": PaTH,
     "retnet": RetNet,
     "rwkv6": RWKV6,
     "rwkv7": RWKV7,
+    "tnn": TNN,
 }
 """By the names of `FEMConfig.mixer`."""
 
@@ -47,17 +57,22 @@ __all__ = [
     "GSA",
     "HGRN",
     "HGRN2",
+    "KDA",
     "RWKV6",
     "RWKV7",
+    "TNN",
     "Attention",
     "Baseline",
     "DeltaNet",
     "DiffTransformer",
+    "FoX",
+    "GatedAttention",
     "GatedDeltaNet",
     "Hyena",
     "Laser",
     "LinearAttention",
     "Mamba",
     "Mamba2",
+    "PaTH",
     "RetNet",
 ]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from femixer.baselines.base import Baseline
 from femixer.layout import Layout, segments_together
+from femixer.options import check
 from femixer.rotary import Rotation, check_base, rotated
 from femixer.state import Growing
 
@@ -23,8 +24,14 @@ class Cache(NamedTuple):
     segment: Tensor | None
 
 
+def head_width(dim: int, heads: int, expand: float, multiple: int = 1) -> int:
+    """Channels of a head: about expand dim / heads, in multiples."""
+    check(expand > 0, "expand", expand, "a positive factor of dim / heads channels")
+    return max(multiple, multiple * round(expand * dim / heads / multiple))
+
+
 class Attention(Baseline):
-    """y_t = sum_i softmax_i(<q_t, k_i> / sqrt(E)) v_i W_o, [B, T, dim] -> [B, T, dim], with E = dim / heads.
+    """y_t = sum_i softmax_i(<q_t, k_i> / sqrt(E)) v_i W_o, [B, T, dim] -> [B, T, dim], with E = expand dim / heads.
 
     The rival that the benchmarks measure against, so nothing here may cost more than it must: 4 dim² parameters
     (2 (1 + G/H) dim² with G key/value heads), and FreeEnergyMixer(parts="") computes the same function.
@@ -42,6 +49,8 @@ class Attention(Baseline):
         rope_base: float = 10000.0,
         bias: bool = True,
         dropout: float = 0.0,
+        *,
+        expand: float = 1.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -51,20 +60,25 @@ class Attention(Baseline):
             raise ValueError(f"kv_heads={kv_heads!r} must be a positive integer")
         if heads % kv_heads:
             raise ValueError(f"heads={heads} is not divisible by kv_heads={kv_heads}")
-        if rope and dim // heads % 2:
+        if rope and expand == 1 and dim // heads % 2:
             raise ValueError(
                 f"dim={dim} with heads={heads} gives heads of {dim // heads} channels; rope needs an even number"
             )
         check_base(rope_base)
         self.kv_heads, self.rope, self.rope_base = kv_heads, rope, rope_base
-        self.width = dim // heads
+        self.width = head_width(dim, heads, expand, 2 if rope else 1)
         # Two products are as fast as one, and what is rotated need not stay in memory with the values.
         self.query_key_proj = nn.Linear(dim, (heads + kv_heads) * self.width, bias=bias, device=device, dtype=dtype)
         self.value_proj = nn.Linear(dim, kv_heads * self.width, bias=bias, device=device, dtype=dtype)
-        self.out_proj = nn.Linear(dim, dim, bias=bias, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(heads * self.width, dim, bias=bias, device=device, dtype=dtype)
         self.reset_parameters()
 
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
+        read, memory = self._read(x, layout, memory, keep)
+        return self.out_proj(self.dropout(read.flatten(2))), memory
+
+    def _read(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
+        """What the heads read, [B, T, H, E], and what to remember."""
         q, k, v = self._heads(x, layout.position)
         segment = layout.segment
         if memory is not None:
@@ -73,7 +87,7 @@ class Attention(Baseline):
             k, v = memory.keys.tensor, memory.values.tensor
         elif keep:
             memory = Cache(Growing.of(k.contiguous()), Growing.of(v.contiguous()), segment)
-        return self.out_proj(self.dropout(self._attend(q, k, v, segment).transpose(1, 2).flatten(2))), memory
+        return self._attend(q, k, v, segment).transpose(1, 2), memory
 
     def _heads(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, T, E], keys and values [B, G, T, E] of tokens at their positions [B or 1, T]."""

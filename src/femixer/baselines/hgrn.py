@@ -25,8 +25,11 @@ class HGRN(Baseline):
     complex=False: theta = 0, real states of width dim and an RMS norm, the form that is in use today. complex=True: the
     published one: W_c gives real and imaginary part, each of width 4 dim / 7, theta is learned, the norm a LayerNorm.
     4 dim² parameters. The publication learns lower bounds that grow with depth from 0 in the first layer, starting at
-    (layer - 1) / layers; here the bound is an option of the layer. Qin et al. 2023, arXiv 2311.04823.
+    (layer - 1) / layers; here the bound is an option of the layer. As an encoder it adds to h the same recurrence in
+    reversed time, as its public code does (which gives that angles of its own). Qin et al. 2023, arXiv 2311.04823.
     """
+
+    encoder = True
 
     def __init__(
         self,
@@ -70,18 +73,30 @@ class HGRN(Baseline):
             fresh = (1 - self.lower_bound) * torch.sigmoid(-f.to(dtype))
             decay = 1 - fresh
             inputs = fresh[:, :, None] * F.silu(c.to(dtype)).unflatten(-1, (self.parts, self.width))
-            if layout.starts is not None and layout.padding is not None:
+            if layout.padding is not None:
                 padding = layout.padding[..., None]
-                decay = decay.masked_fill(layout.starts[..., None], 0).masked_fill(padding, 1)
-                inputs = inputs.masked_fill(padding[..., None], 0)
-            # With exp(i theta) taken out of the state by the token's position, the recurrence is real.
-            inputs = self._turned(inputs, layout.position, -1)
-            initial = inputs.new_zeros(x.shape[0], inner) if memory is None else memory
-            h = linear_recurrence(decay.repeat(1, 1, self.parts), inputs.flatten(2), initial)
-            last = h[:, -1].clone() if keep else None
-            h = self._turned(h.unflatten(-1, (self.parts, self.width)), layout.position, 1).flatten(2)
+                decay, inputs = decay.masked_fill(padding, 1), inputs.masked_fill(padding[..., None], 0)
+            h, last = self._scanned(decay, inputs, layout, memory, False)
+            if not self.causal:
+                h = h + self._scanned(decay, inputs, layout, None, True)[0]
             o = self.norm(h[:, :, None]).flatten(2) * F.silu(g.to(dtype))
-        return self.out_proj(self.dropout(o.to(x.dtype))), last
+        return self.out_proj(self.dropout(o.to(x.dtype))), last.clone() if keep else None
+
+    def _scanned(
+        self, decay: Tensor, inputs: Tensor, layout: Layout, initial: Tensor | None, backwards: bool
+    ) -> tuple[Tensor, Tensor]:
+        """h [B, T, parts C] from decays [B, T, C] and inputs [B, T, parts, C], and the state after the last token."""
+        resets = layout.ends if backwards else layout.starts
+        decay = decay if resets is None else decay.masked_fill(resets[..., None], 0)
+        # With exp(i theta) taken out of the state by the token's position, the recurrence is real.
+        inputs = self._turned(inputs, layout.position, 1 if backwards else -1)
+        decay, inputs = decay.repeat(1, 1, self.parts), inputs.flatten(2)
+        if backwards:
+            decay, inputs = decay.flip(1), inputs.flip(1)
+        h = linear_recurrence(decay, inputs, torch.zeros_like(inputs[:, 0]) if initial is None else initial)
+        last = h[:, -1]
+        h = (h.flip(1) if backwards else h).unflatten(-1, (self.parts, self.width))
+        return self._turned(h, layout.position, -1 if backwards else 1).flatten(2), last
 
     def _turned(self, h: Tensor, position: Tensor, direction: int) -> Tensor:
         """h * exp(direction i theta position), h [B, T, 2, C] with real and imaginary part."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from femixer.baselines.base import Baseline
 from femixer.baselines.kernels.linear_attention import linear_attention
 from femixer.baselines.norm import RMSNorm
+from femixer.kernels.marks import reversed_marks
 from femixer.kernels.precision import without_autocast
 from femixer.layout import Layout
 from femixer.options import check
@@ -23,9 +24,11 @@ class HGRN2(Baseline):
         S_t = diag(f_t) S_{t-1} + (1 - f_t) (x_t W_i)ᵀ,    f_t = lower_bound + (1 - lower_bound) sigmoid(x_t W_f)
 
     per head of E = dim / heads channels: what a channel forgets is what it takes in. 4 dim² parameters. The publication
-    learns lower bounds that grow with depth from 0 in the first layer; here the bound is an option of the layer.
-    Qin et al. 2024, arXiv 2404.07904.
+    learns lower bounds that grow with depth from 0 in the first layer; here the bound is an option of the layer. As an
+    encoder it adds the same read in reversed time, as its public code does. Qin et al. 2024, arXiv 2404.07904.
     """
+
+    encoder = True
 
     def __init__(
         self,
@@ -54,7 +57,11 @@ class HGRN2(Baseline):
         with without_autocast(x.device):
             q, f = F.silu(q.to(dtype)) * q.shape[-1] ** -0.5, f.to(dtype)
             k = (1 - self.lower_bound) * torch.sigmoid(-f)
-            read, state = linear_attention(q, k, i, self._log_forget(f), layout.marks(), memory, keep=keep)
+            gate, marks = self._log_forget(f), layout.marks()
+            read, state = linear_attention(q, k, i, gate, marks, memory, keep=keep)
+            if not self.causal:
+                q, k, i, gate = (part.flip(1) for part in (q, k, i, gate))
+                read = read + linear_attention(q, k, i, gate, reversed_marks(marks), keep=False)[0].flip(1)
             y = self.norm(read.flatten(2))
         return self.out_proj(self.dropout(y.to(x.dtype))), state
 

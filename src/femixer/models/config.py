@@ -51,7 +51,7 @@ class FEMConfig(PreTrainedConfig):
     prior_options: dict[str, Any] | None = None
     rope: bool | None = None  # None: on where the prior has queries and keys
     rope_base: float = 10000.0
-    window: int | None = None  # sliding window of the layers with the softmax prior
+    window: int | None = None  # sliding window of the layers with the prior softmax or fox
     mixer_bias: bool = False
     mixer_dropout: float = 0.0
     classifier_dropout: float = 0.0  # before the head of a classifier

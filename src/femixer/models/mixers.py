@@ -10,7 +10,7 @@ from torch import nn
 from femixer.baselines import BASELINES
 from femixer.mixer import FreeEnergyMixer, check_read
 from femixer.options import check
-from femixer.priors import prior_class
+from femixer.priors import SoftmaxPrior, prior_class
 
 if TYPE_CHECKING:
     from femixer.models.config import FEMConfig
@@ -27,6 +27,15 @@ def options_of(mixer: str) -> tuple[str, ...]:
     return tuple(name for name in inspect.signature(BASELINES[mixer]).parameters if name not in OF_CONFIG)
 
 
+def takes_rope(mixer: str) -> bool:
+    """Whether rotary positions may be asked of a mixer; of "fem" its priors decide."""
+    return mixer not in BASELINES or "rope" in inspect.signature(BASELINES[mixer]).parameters
+
+
+def has_window(prior: str) -> bool:
+    return issubclass(prior_class(prior), SoftmaxPrior)
+
+
 def check_mixer(config: FEMConfig, layer: int) -> None:
     """Raise a ValueError that names the field, unless the layer's mixer and prior are known and their options used."""
     name = config.at("mixer", layer)
@@ -37,14 +46,14 @@ def check_mixer(config: FEMConfig, layer: int) -> None:
         check_read(config.parts, config.start, config.readout, config.mixer_temperature)
     if not config.causal:
         check_encoder(name)
-    if config.window is not None and config.at("prior", layer) == "softmax" and name != "fem":
+    if config.window is not None and has_window(config.at("prior", layer)) and name != "fem":
         raise ValueError(f"window={config.window!r} does not fit mixer={name!r}; only mixer='fem' has windows")
     if name in BASELINES:
         known = inspect.signature(BASELINES[name]).parameters
         kv_heads, heads = config.num_key_value_heads, config.num_attention_heads
         if "kv_heads" not in known and kv_heads != heads:
             raise ValueError(f"num_key_value_heads={kv_heads} does not fit mixer={name!r}; choose {heads} or None")
-        if "rope" not in known and config.rope is not None:
+        if config.rope and not takes_rope(name):
             raise ValueError(f"rope={config.rope!r} does not fit mixer={name!r}; choose None")
     for field in ("mixer", "prior"):
         _check_options(config, field)
@@ -100,7 +109,7 @@ def build_mixer(config: FEMConfig, layer: int) -> nn.Module:
     if prior_class(prior).queries_and_keys:
         options.setdefault("rope_base", config.rope_base)
         shared.update(kv_heads=config.num_key_value_heads, rope=config.rope)
-    if prior == "softmax":
+    if has_window(prior):
         shared["window"] = config.window
     return FreeEnergyMixer(
         **shared,

@@ -29,6 +29,8 @@ NAMED: dict[str, Fields] = {
     "SMAttn+L": fem("softmax", "L"),
     "SMAttn+L,T": fem("softmax", "LT"),
     "SMAttn+L,T,G": fem("softmax", "LTG"),
+    "FoX": fem("fox", ""),
+    "FEM-FoX": fem("fox"),
     "GLA": fem("gla", ""),
     "GLA+C": fem("gla", "C"),
     "GLA+C,L": fem("gla", "CL"),
@@ -46,10 +48,16 @@ NAMED: dict[str, Fields] = {
     "Mamba2": baseline("mamba2"),
     "GatedDeltaNet": baseline("gated-deltanet", heads=FEW),
     "DiffTrans": baseline("diff-transformer"),
+    "GatedAttn": baseline("gated-attention"),
+    "FoX-published": baseline("fox"),
+    "PaTH": baseline("path"),
+    "KDA": baseline("kda", heads=FEW),
     "RetNet": baseline("retnet", heads=FEW),
+    "TNN": baseline("tnn"),
     "HGRN": baseline("hgrn"),
     "HGRN2": baseline("hgrn2", heads=FEW),
     "GSA": baseline("gsa"),
+    "GSA-64": baseline("gsa", heads=FEW, slots=64),
     "RWKV6": baseline("rwkv6", heads=FEW),
     "RWKV7": baseline("rwkv7", heads=FEW),
     "LASER": baseline("laser"),
@@ -57,4 +65,4 @@ NAMED: dict[str, Fields] = {
     "AFT-published": baseline("aft"),
     "Mamba-published": baseline("mamba"),
 }
-"""GLA, AFT and Mamba are our normalized priors with the mean as read; the published layers are named so."""
+"""FoX, GLA, AFT and Mamba are our normalized priors with the mean as read; the published layers are named so."""

@@ -46,9 +46,9 @@ def cut_heads(mixer: FreeEnergyMixer, mesh: DeviceMesh, known: Known) -> None:
     for part in (mixer, mixer.prior):
         part.heads, part.kv_heads = part.heads // ranks, part.kv_heads // ranks
     swapped(mixer, HeadsMixer).group = group
-    # Temperatures and the parameters of priors have the heads first.
+    # Temperatures and the parameters of priors have the heads first, but for what heads share.
     divide(mixer, mesh, lambda name: 0, known)
-    divide(mixer.prior, mesh, lambda name: 0, known)
+    divide(mixer.prior, mesh, lambda name: None if name in mixer.prior.shared_parameters else 0, known)
     cut_inputs(mixer.out_proj, mesh, known)
     if mixer.conditioner is not None:
         divide(mixer.conditioner.in_proj, mesh, lambda name: None, known)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from femixer.parallel.exchange import shared
 from femixer.parallel.swapping import swapped
 
 # The dimension of a parameter that is cut, None: every rank has it all.
@@ -21,12 +22,18 @@ Dimension = int | None
 
 
 class OwnPart(nn.Module):
-    """Its parameters are this rank's parts while `forward` runs."""
+    """Its parameters are this rank's parts while `forward` runs. The gradients of `shared_parameters`, from which every
+    rank computes something else, are added up."""
+
+    shared_parameters: tuple[str, ...] = ()
 
     def forward(self, *given: Any, **options: Any) -> Any:
         whole: dict[str, Any] = {name: p for name, p in self._parameters.items() if isinstance(p, DTensor)}
         try:
-            self._parameters.update({name: p.to_local() for name, p in whole.items()})
+            own = {name: p.to_local() for name, p in whole.items()}
+            for name in own.keys() & {*self.shared_parameters}:
+                own[name] = shared(own[name], whole[name].device_mesh.get_group())
+            self._parameters.update(own)
             return super().forward(*given, **options)
         finally:
             self._parameters.update(whole)

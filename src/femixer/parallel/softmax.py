@@ -1,7 +1,7 @@
 """The softmax prior of a sequence that is cut over ranks: queries stay, keys and values come from the other ranks.
 
 Either they go around a ring (ring.py), or they are gathered. What is kept for the backward is this rank's own keys and
-values; those of the others come once more there. A window, which counts tokens, and a score bias are read gathered.
+values; those of the others come once more there. Windows, which count tokens, score biases and decays are read gathered.
 """
 
 from __future__ import annotations
@@ -34,17 +34,23 @@ class CutSoftmax(SoftmaxPrior):
         if q.shape[0] == 0 or q.shape[1] == 0:
             nothing = q.new_zeros(*q.shape[:-1], v.shape[-1])
             return nothing, None if beta is None else nothing, None
-        if self.cut.ring and self.window is None and self.score_bias is None:
+        decay = self.log_decays(inputs, layout)
+        if self.cut.ring and self.window is None and self.score_bias is None and decay is None:
             return *ring_read(q, k, v, beta, layout.segment, self.cut, self.causal), None
         keys, values = (self.cut.whole_of_folded(x) for x in (k, v))
         segment = None if layout.segment is None else self.cut.whole_of_folded(layout.segment)
         position = None if self.score_bias is None else self.cut.whole_of_folded(layout.position)
+        sums = None
+        if decay is not None:
+            decay = self.cut.whole_of_folded(decay)
+            until = decay.cumsum(1)
+            sums = torch.stack([until - decay, until], 2)
         reads = []
         with torch.autograd.graph.saved_tensors_hooks(*_gathered_again(self.cut, (k, v), (keys, values))):
             for number, place in enumerate(self.cut.places):
                 # rows of one stretch
                 rows, key = self.cut.one_of_folded(q, number), self.cut.one_of_folded(layout.position, number)
-                reads.append(self._read_stretch(rows, key, place, (keys, values, segment, position), beta))
+                reads.append(self._read_stretch(rows, key, place, (keys, values, segment, position, sums), beta))
         means, frees = zip(*reads, strict=True)
         free = None if beta is None else self.cut.of_stretches([*frees])
         return self.cut.of_stretches([*means]), free, None
@@ -54,17 +60,18 @@ class CutSoftmax(SoftmaxPrior):
         q: Tensor,
         places: Tensor,
         place: int,
-        whole: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+        whole: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
         beta: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Mean and free energy of queries q [B, T, H, E] that stand at `places` [B or 1, T], stretch number `place` of
-        the sequence with these keys, values, segments and positions."""
+        the sequence with these keys, values, segments, positions and sums of log decays [B, S, 2, H]."""
         length, keys = q.shape[1], whole[0].shape[1]
         # Operators take queries to be the last of the tokens. Queries of an encoder see later ones too, and where a
-        # window counts tokens empty queries stand in for those.
-        missing = keys - (place + 1) * length if not self.causal and self.window is not None else 0
+        # window counts tokens, or decays add up between them, empty queries stand in for those.
+        counts = self.window is not None or whole[4] is not None
+        missing = keys - (place + 1) * length if not self.causal and counts else 0
         seen = (place + 1) * length if self.causal else keys
-        k, v, segment, position = (None if x is None else x[:, :seen] for x in whole)
+        k, v, segment, position, sums = (None if x is None else x[:, :seen] for x in whole)
         assert k is not None and v is not None
         segments = None
         if segment is not None:
@@ -73,7 +80,9 @@ class CutSoftmax(SoftmaxPrior):
         if position is not None:
             bias = self._bias(F.pad(places, (0, missing)), position, q.dtype)
         q = F.pad(q, (0, 0, 0, 0, 0, missing))
-        mean, free = softmax_read(q, k, v, beta, causal=self.causal, window=self.window, bias=bias, segments=segments)
+        decays = None if sums is None else sums.permute(0, 3, 2, 1).flatten(2)
+        visible: dict[str, Any] = {"window": self.window, "bias": bias, "decays": decays, "segments": segments}
+        mean, free = softmax_read(q, k, v, beta, causal=self.causal, **visible)
         return mean[:, :length], None if free is None else free[:, :length]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from femixer.priors.aft import AFTPrior
 from femixer.priors.base import Prior, Widths
 from femixer.priors.decay import DecayPrior
+from femixer.priors.fox import FoxPrior
 from femixer.priors.gla import GLAPrior
 from femixer.priors.interactive import InteractivePrior
 from femixer.priors.linear import LinearPrior
@@ -17,6 +18,7 @@ from femixer.priors.ssm import SSMPrior
 
 PRIORS: dict[str, type[Prior]] = {
     "softmax": SoftmaxPrior,
+    "fox": FoxPrior,
     "linear": LinearPrior,
     "gla": GLAPrior,
     "aft": AFTPrior,

@@ -41,6 +41,7 @@ class Prior(nn.Module):
     normalize = True  # weights sum to one
     one_temperature = False  # all channels of a head share one, because they compete
     shared_columns: tuple[str, ...] = ()  # that all heads read; the others are the heads', in order and in equal parts
+    shared_parameters: tuple[str, ...] = ()  # that all heads read; the others have the heads first
     reads_on = False  # from a state of constant size, as fast as the whole sequence at once
 
     def __init__(

@@ -14,13 +14,14 @@ from femixer.priors.base import Widths
 from femixer.priors.linear import LinearPrior
 from femixer.projection import Columns
 
-DECAYS = ("head", "channel")
+DECAYS = ("scalar", "head", "channel")
 
 
 class GLAPrior(LinearPrior):
-    """decay="head": one gate per key/value head. decay="channel": one per key channel, through a map of low rank.
+    """decay="scalar": one gate for all heads. decay="head": one per key/value head. decay="channel": one per key
+    channel, through a map of low rank.
 
-    g = -softplus(logits + b), with b spread over memory spans of 2 to 1000 tokens.
+    g = -softplus(logits + b), with b spread over memory spans of 2 to 1000 tokens; one gate alone starts at 45.
     """
 
     def __init__(
@@ -39,17 +40,19 @@ class GLAPrior(LinearPrior):
         if decay not in DECAYS:
             raise ValueError(f"decay={decay!r} is unknown; choose one of {', '.join(DECAYS)}")
         self.decay, self.reads_on = decay, decay == "channel"
-        self.gates = 1 if decay == "head" else widths.key
+        self.gates = widths.key if decay == "channel" else 1
         self.shared_columns = () if decay == "head" else ("decay",)
-        self.rank = min(16, max(1, kv_heads * widths.key // 32)) if decay == "channel" else kv_heads
-        self.decay_bias = nn.Parameter(torch.empty(kv_heads, self.gates, **made))
+        gated_heads = 1 if decay == "scalar" else kv_heads
+        self.rank = min(16, max(1, kv_heads * widths.key // 32)) if decay == "channel" else gated_heads
+        self.decay_bias = nn.Parameter(torch.empty(gated_heads, self.gates, **made))
+        self.shared_parameters = ("decay_bias",) if decay == "scalar" else ()
         self.decay_map: nn.Parameter | None = None
         if decay == "channel":
             self.decay_map = nn.Parameter(torch.empty(kv_heads * self.gates, self.rank, **made))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for bias in [self.decay_bias] if self.decay == "head" else self.decay_bias:
+        for bias in self.decay_bias if self.decay == "channel" else [self.decay_bias]:
             spread_decay_(bias)
         if self.decay_map is not None:
             nn.init.normal_(self.decay_map, std=self.rank**-0.5)
@@ -61,5 +64,5 @@ class GLAPrior(LinearPrior):
         logits = inputs["decay"].to(dtype)
         if self.decay_map is not None:
             logits = F.linear(logits, self.decay_map.to(dtype))
-        logits = logits.unflatten(-1, self.decay_bias.shape) + self.decay_bias.to(dtype)
-        return {**super().tracks(inputs, layout, dtype), "gate": -F.softplus(logits)}
+        gate = -F.softplus(logits.unflatten(-1, self.decay_bias.shape) + self.decay_bias.to(dtype))
+        return {**super().tracks(inputs, layout, dtype), "gate": gate.expand(-1, -1, self.kv_heads, -1)}

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from femixer.gates import EPS
 from femixer.kernels.gated_softmax import gated_softmax_read, handed_dtype
+from femixer.kernels.recurrence import linear_recurrence
 from femixer.kernels.softmax import reading_dtype, softmax_read
 from femixer.kernels.softmax_step import HEADROOM, TOO_LARGE, softmax_step
 from femixer.layout import Layout, segments_together
 from femixer.priors.base import Prior, Widths
+from femixer.priors.directed import decay_between
 from femixer.projection import Columns
 from femixer.rotary import Rotation, check_base, rotated
 from femixer.state import Growing
@@ -88,12 +90,14 @@ def _beside(v: Tensor, exponent: Tensor) -> Tensor:
 
 class Cache(NamedTuple):
     """Rotated keys and the values of the past [B, G, S, .]; their segments [B, S] where there was padding or more than
-    one; positions [1 or B, S] where a score bias asks for them."""
+    one; positions [1 or B, S] where a score bias asks for them; sums of the log decays up to each of them [B, H, S, 1]
+    where scores decay."""
 
     keys: Growing
     stream: Stream
     segment: Tensor | None
     position: Tensor | None
+    sums: Growing | None = None
 
 
 class SoftmaxPrior(Prior):
@@ -139,6 +143,10 @@ class SoftmaxPrior(Prior):
             return rotated(q, k, Rotation(position, self.widths.key, self.rope_base), dtype)
         return q.unflatten(-1, (-1, self.widths.key)).to(dtype), k.unflatten(-1, (-1, self.widths.key)).to(dtype)
 
+    def log_decays(self, inputs: dict[str, Tensor], layout: Layout) -> Tensor | None:
+        """By which the scores of earlier tokens fall at each token: [B, T, H] <= 0, float64, zero at padding."""
+        return None
+
     def _bias(self, query: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor | None:
         return None if self.score_bias is None else self.score_bias(query, key).to(dtype)
 
@@ -146,16 +154,24 @@ class SoftmaxPrior(Prior):
         self, inputs: dict[str, Tensor], v: Tensor, beta: Tensor | None, layout: Layout, state: Any, keep: bool
     ) -> tuple[Tensor, Tensor | None, Any]:
         q, k, v, beta = self._read_from(inputs, v, beta, layout)
+        decay = self.log_decays(inputs, layout)
         if state is None and not keep:
-            mean, free = softmax_read(q, k, v, beta, causal=self.causal, **self._visible(layout, q.dtype))
+            decays = None
+            if decay is not None:
+                until = _sums(decay, layout, None)
+                decays = torch.cat([until - decay, until], 1).transpose(1, 2)
+            visible = self._visible(layout, q.dtype)
+            mean, free = softmax_read(q, k, v, beta, causal=self.causal, decays=decays, **visible)
             return mean, free, None
         one_more = state is not None and state.stream.shift is not None and q.shape[1] == 1
         if one_more and not torch.is_grad_enabled():
-            mean, free, cache = self._step(q, k, v, beta, layout, state)
+            mean, free, cache = self._step(q, k, v, beta, layout, state, decay)
         else:
-            cache = self._append(state, k, v, beta, layout)
+            cache = self._append(state, k, v, beta, layout, decay)
             keys, values = cache.keys.tensor.transpose(1, 2), cache.stream.values.transpose(1, 2)
-            mean, free = softmax_read(q, keys, values, beta, **self._visible_in(cache, layout, q.dtype))
+            # Nothing is read of what lies ahead, so sums before a token are not asked for.
+            decays = None if cache.sums is None else cache.sums.tensor[..., 0].repeat(1, 1, 2)
+            mean, free = softmax_read(q, keys, values, beta, decays=decays, **self._visible_in(cache, layout, q.dtype))
         return mean, free, self._forget(cache)
 
     def gated_read(
@@ -207,13 +223,28 @@ class SoftmaxPrior(Prior):
         bias = None if cache.position is None else self._bias(layout.position, cache.position, dtype)
         return {"window": self.window, "segments": segments, "bias": bias}
 
+    def _visible_to_one(self, cache: Cache, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+        """The same for the last token alone, with the decays since the others as its bias."""
+        visible = self._visible_in(cache, layout, dtype)
+        if cache.sums is not None:
+            until = cache.sums.tensor[..., 0]
+            visible["bias"] = (until[..., -1:] - until)[:, :, None].to(dtype)
+        return visible
+
     def _step(
-        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, layout: Layout, cache: Cache
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor | None,
+        layout: Layout,
+        cache: Cache,
+        decay: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Cache]:
         """One more token, without gradients: written to the cache and read from it at once."""
         if torch.compiler.is_compiling():
-            cache = self._append(cache, k, v, beta, layout)
-            shift, visible = cache.stream.shift, self._visible_in(cache, layout, q.dtype)
+            cache = self._append(cache, k, v, beta, layout, decay)
+            shift, visible = cache.stream.shift, self._visible_to_one(cache, layout, q.dtype)
             assert shift is not None
             entries = cache.keys.tensor, cache.stream.data.tensor, shift
             mean, free, _, _ = softmax_step(q, None, entries, beta, cache.keys.length, **visible)
@@ -221,8 +252,8 @@ class SoftmaxPrior(Prior):
         keys, data, shift = cache.keys.longer(1), cache.stream.data.longer(1), cache.stream.shift
         assert shift is not None
         segment, position = self._places(cache, k, layout)
-        cache = Cache(keys, cache.stream._replace(data=data), segment, position)
-        visible = self._visible_in(cache, layout, q.dtype)
+        cache = Cache(keys, cache.stream._replace(data=data), segment, position, _grown(cache.sums, decay, layout))
+        visible = self._visible_to_one(cache, layout, q.dtype)
         mean, free, shift, doubt = softmax_step(
             q, (k, v), (keys.buffer, data.buffer, shift), beta, keys.length, **visible
         )
@@ -231,13 +262,16 @@ class SoftmaxPrior(Prior):
             stream = Stream.of(stream.values, beta, True)
         return mean, free, cache._replace(stream=stream)
 
-    def _append(self, cache: Cache | None, k: Tensor, v: Tensor, beta: Tensor | None, layout: Layout) -> Cache:
+    def _append(
+        self, cache: Cache | None, k: Tensor, v: Tensor, beta: Tensor | None, layout: Layout, decay: Tensor | None
+    ) -> Cache:
         keys, v = k.transpose(1, 2), v.transpose(1, 2)
         if cache is None:
             stream = Stream.of(v, beta, self.cache == "exp")
             position = None if self.score_bias is None else layout.position
-            return Cache(Growing.of(keys.contiguous()), stream, layout.segment, position)
-        return Cache(cache.keys.append(keys), cache.stream.append(v, beta), *self._places(cache, k, layout))
+            return Cache(Growing.of(keys.contiguous()), stream, layout.segment, position, _grown(None, decay, layout))
+        stream, sums = cache.stream.append(v, beta), _grown(cache.sums, decay, layout)
+        return Cache(cache.keys.append(keys), stream, *self._places(cache, k, layout), sums)
 
     def _places(self, cache: Cache, k: Tensor, layout: Layout) -> tuple[Tensor | None, Tensor | None]:
         """Segments and positions of the cached tokens and of those of the layout."""
@@ -267,7 +301,8 @@ class SoftmaxPrior(Prior):
         position = cache.position
         if position is not None:
             position = position.expand(len(index), -1).gather(1, index)
-        return Cache(cache.keys.take(index), cache.stream.take(index), segment, position)
+        sums = None if cache.sums is None else cache.sums.take(index)
+        return Cache(cache.keys.take(index), cache.stream.take(index), segment, position, sums)
 
     def weights(
         self,
@@ -285,6 +320,9 @@ class SoftmaxPrior(Prior):
         bias = self._bias(layout.position[:, rows], layout.position, dtype)
         if bias is not None:
             scores = scores + bias
+        decay = self.log_decays(inputs, layout)
+        if decay is not None:
+            scores = scores + decay_between(decay.to(dtype), rows).permute(0, 3, 1, 2)
         key = torch.arange(length, device=q.device)
         seen = torch.ones(1, len(rows), length, dtype=torch.bool, device=q.device)
         rank = key[None]
@@ -298,3 +336,21 @@ class SoftmaxPrior(Prior):
             seen = seen & ((rank[:, rows, None] - rank[:, None]).abs() < self.window)
         scores = scores.masked_fill(~seen[:, None], -torch.inf)
         return scores.softmax(-1).masked_fill(~seen[:, None], 0)
+
+
+def _sums(decay: Tensor, layout: Layout, initial: Tensor | None) -> Tensor:
+    """Sums of the log decays [B, T, H] up to each token, from those before, [B, H]; every segment starts anew."""
+    initial = decay.new_zeros(decay.shape[0], decay.shape[2]) if initial is None else initial
+    if layout.starts is None or decay.shape[1] == 0:
+        return initial[:, None] + decay.cumsum(1)
+    goes_on = (~layout.starts)[..., None].to(decay.dtype).expand_as(decay)
+    return linear_recurrence(goes_on, decay, initial)
+
+
+def _grown(sums: Growing | None, decay: Tensor | None, layout: Layout) -> Growing | None:
+    """Sums of the log decays [B, H, S, 1] up to earlier tokens, and up to those of the layout."""
+    if decay is None or decay.shape[1] == 0:
+        return sums
+    initial = None if sums is None else sums.tensor[:, :, -1, 0]
+    until = _sums(decay, layout, initial).transpose(1, 2)[..., None]
+    return Growing.of(until.contiguous()) if sums is None else sums.append(until)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from femixer.baselines.kernels.chunks import Decay, decay_of, in_chunks, out_of_chunks
+from femixer.baselines.kernels.chunks import Decay, chunk_size, decay_of, in_chunks, out_of_chunks
 from femixer.kernels.marks import is_padding
 from femixer.kernels.precision import without_autocast
 
@@ -43,12 +43,13 @@ def delta_rule(
     gate: Tensor | None,
     marks: Tensor | None = None,
     state: Tensor | None = None,
+    steep: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(y [B, T, H, D], state after the last token [B, H, E, D]), both in float32 at least.
 
     q, k, c, b [B, T, H, E]; b None is -k: the token erases where it writes. v [B, T, H, D]; gate <= 0 [B, T, H],
-    [B, T, H, E] (then at least LEAST: the caller's duty) or None; marks [B, T] (see femixer.kernels.marks); state
-    [B, H, E, D] of the tokens before.
+    [B, T, H, E] (then at least LEAST: the caller's duty, unless it is `steep`, which costs more) or None; marks [B, T]
+    (see femixer.kernels.marks); state [B, H, E, D] of the tokens before.
     """
     length = q.shape[1]
     dtype = torch.promote_types(v.dtype, torch.float32)
@@ -56,11 +57,12 @@ def delta_rule(
         if marks is not None:
             padding = is_padding(marks)[..., None, None]
             k, b = k.masked_fill(padding, 0), None if b is None else b.masked_fill(padding, 0)
-        chunk = min(length, CHUNK)
+        by_channel = gate is not None and gate.dim() == 4
+        chunk = chunk_size(gate, length) if by_channel and steep else min(length, CHUNK)
         decay = decay_of(gate, marks, chunk, v.device)
         qc, kc, vc, cc = (in_chunks(x.to(dtype), chunk) for x in (q, k, v, c))
         bc = None if b is None else in_chunks(b.to(dtype), chunk)
-        chunks = (_within if gate is None or gate.dim() == 3 else _rescaled)(decay, torch.stack([cc, qc]), kc, bc, vc)
+        chunks = (_rescaled if by_channel and not steep else _within)(decay, torch.stack([cc, qc]), kc, bc, vc)
         if state is None:
             state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=dtype)
         before = []
@@ -74,13 +76,13 @@ def delta_rule(
 def _within(decay: Decay, rows: Tensor, k: Tensor, b: Tensor | None, v: Tensor) -> Chunks:
     """rows [2, B, H, N, C, E]: c and q. What is written along b, or along k where b is None, is own + carried S_0."""
     along = k if b is None else b
-    of_c, of_q = decay.scores(rows, along).unbind()
+    of_c, of_q = _scores(decay, rows, along)
     reading_c, reading_q = decay.reading(rows).unbind()
     written = decay.writing(along).mT
     if b is None:
         system, known = of_c, torch.cat([v, -reading_c], -1)
     else:
-        besides_c, besides_q = decay.scores(rows, k).unbind()
+        besides_c, besides_q = _scores(decay, rows, k)
         system, known = -of_c, torch.cat([besides_c.tril(-1) @ v, reading_c], -1)
     solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
     own, carried = solved.split((v.shape[-1], k.shape[-1]), -1)
@@ -91,6 +93,12 @@ def _within(decay: Decay, rows: Tensor, k: Tensor, b: Tensor | None, v: Tensor) 
     identity = torch.eye(k.shape[-1], dtype=v.dtype, device=v.device)
     step = written @ carried + (identity if kept is None else identity * kept)
     return Chunks(local, reading_q + of_q @ carried, step, added)
+
+
+def _scores(decay: Decay, rows: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    if decay.until is None or decay.until.shape[-1] == 1:
+        return decay.scores(rows, k).unbind()
+    return tuple(decay.scores(row, k) for row in rows)
 
 
 def _rescaled(decay: Decay, rows: Tensor, k: Tensor, b: Tensor | None, v: Tensor) -> Chunks:

@@ -50,24 +50,28 @@ def softmax_read(
     causal: bool = True,
     window: int | None = None,
     bias: Tensor | None = None,
+    decays: Tensor | None = None,
     segments: tuple[Tensor, Tensor] | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Mean and free energy [B, T, H, D] of v under softmax(q k * scale + bias); the free energy only if beta is given.
 
     q [B, T, H, E]; k [B, S, G, E]; v [B, S, G, D]; beta [G, D] > 0. Causal queries are the last T of the S tokens.
-    window: a query sees keys less than `window` real tokens away. bias: broadcastable to [B, H, T, S].
+    window: a query sees keys less than `window` real tokens away. bias: broadcastable to [B, H, T, S];
+    or decays [B, H, 2 S], sums of log decays before each token and up to it, best in float64: the bias is the sum of
+    those after the key up to the query, or from the query to before the key.
     segments: (of queries [B, T], of keys [B, S]) integers; a query sees the keys of its own segment; negative is
     padding, whose reads are zero. scale: E^-1/2 if None.
     """
     if q.shape[0] == 0 or q.shape[1] == 0:
         nothing = q.new_zeros(*q.shape[:-1], v.shape[-1])
         return nothing, None if beta is None else nothing
+    assert bias is None or decays is None
     if bias is not None:
-        bias = bias.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        decays = bias.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     of_queries, of_keys = (None, None) if segments is None else segments
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    mean, free, *_ = OPERATOR(q, k, v, beta, bias, of_queries, of_keys, causal, window, scale)
+    mean, free, *_ = OPERATOR(q, k, v, beta, decays, of_queries, of_keys, causal, window, scale)
     return mean, None if beta is None else free
 
 

@@ -66,9 +66,9 @@ class Attended(NamedTuple):
 def attend_backward(
     grad: Tensor, call: Attended, mask_grad: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v, and of the mask if it is wanted and the kernel has one (on a CPU it has not)."""
+    """Gradients of q, k, v, and of the mask if it is wanted, which torch's kernel for CPUs does not have."""
     q, k, v, mask, causal, scale, out, log_z = call
-    if not _has_own_kernel(q):
+    if not _has_own_kernel(q) or (mask_grad and q.device.type == "cpu"):
         return written_out_backward(grad, call, mask_grad)
     grad, q, k, v, out = _side_by_side(grad, q, k, v, out)
     if q.device.type == "cpu":

@@ -24,7 +24,7 @@ def forward(
     k, v = (x.double().repeat_interleave(heads // groups, 2) for x in (k, v))
     scores = torch.einsum("bthe,bshe->bhts", q.double(), k) * scale
     if bias is not None:
-        scores = scores + bias.double()
+        scores = scores + (decays(bias.double(), t) if bias.dim() == 3 else bias.double())
     seen = visible(t, s, segments_q, segments_k, causal, window)[:, None]
     # A row that sees nothing reads zero. What is hidden is left out before the softmax, so that no gradient is NaN.
     some = seen.any(-1, keepdim=True)
@@ -37,6 +37,15 @@ def forward(
     log_p = log_p.masked_fill(~seen & some, -1e30).permute(0, 2, 3, 1)[..., None]
     free = (log_p + (beta * v)[:, None]).logsumexp(2) / beta
     return mean, free * some.transpose(1, 2)
+
+
+def decays(sums: Tensor, t: int) -> Tensor:
+    """From sums [B, H, 2 S] of gates, those between the last t tokens and all: of i+1..t, or of t..i-1 ahead."""
+    before, until = sums.chunk(2, -1)
+    key = torch.arange(before.shape[-1])
+    row = key[len(key) - t :]
+    past, future = until[..., row, None] - until[..., None, :], before[..., None, :] - before[..., row, None]
+    return torch.where(key > row[:, None], future, past)
 
 
 def visible(
@@ -69,6 +78,7 @@ def examples() -> dict[str, tuple[Any, ...]]:
         width: int = 6,
         beta: float | None = 1.0,
         bias: bool = False,
+        decay: float | None = None,
         segments: bool = False,
         causal: bool = True,
         window: int | None = None,
@@ -83,12 +93,16 @@ def examples() -> dict[str, tuple[Any, ...]]:
             of_keys = torch.arange(length).expand(2, -1) // torch.tensor([[5], [length]])
             of_keys = of_keys.masked_fill(torch.arange(length) % 5 == 3, -1)
             of_keys[1, :2] = -1
+        added = noise(2, heads, queries, length) if bias else None
+        if decay is not None:
+            gates = -decay * noise(2, heads, length).abs()
+            added = torch.cat([gates.cumsum(2) - gates, gates.cumsum(2)], 2)
         return (
             q,
             k,
             v,
             None if beta is None else beta * (0.5 + torch.rand(groups, 5, generator=generator)),
-            noise(2, heads, queries, length) if bias else None,
+            added,
             None if of_keys is None else of_keys[:, length - queries :],
             of_keys,
             causal,
@@ -110,6 +124,10 @@ def examples() -> dict[str, tuple[Any, ...]]:
         "segments": example(segments=True),
         "segments of a long encoder": example(segments=True, causal=False, length=67),
         "segments, window and bias": example(segments=True, window=2, bias=True),
+        "decays": example(decay=0.3, length=71),
+        "decays of an encoder's segments": example(decay=0.3, segments=True, causal=False),
+        "decays, window and a chunk": example(decay=3.0, window=4, queries=7, groups=1),
+        "decays of large values": example(100.0, decay=0.5, causal=False, beta=1.0),
         "chunk": example(queries=5),
         "chunk of segments": example(queries=7, segments=True, length=67),
         "one query": example(queries=1, length=67),

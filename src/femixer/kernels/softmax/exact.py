@@ -6,7 +6,7 @@ its own, and keys that only some rows of a block of rows can see are summed in l
 value decides a visible result. One sequence at a time: the caller takes padding and other segments out first.
 
 Shapes: N sequences (pairs of batch and head) that see alike, n queries which are the last of m tokens,
-E key width, D value width.  q [N, n, E], k [N, m, E], v [N, m, D], beta [N, D], bias [N, n, m] or None.
+E key width, D value width.  q [N, n, E], k [N, m, E], v [N, m, D], beta [N, D], bias [N, n, m], decays [N, m] or None.
 """
 
 from collections.abc import Iterator
@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from femixer.kernels.softmax.decays import Sums, add_, between
+from femixer.kernels.softmax.decays import gradients as decay_gradients
 from femixer.kernels.softmax.visibility import Visibility
 
 ROWS = 64
@@ -30,7 +32,7 @@ class Sequences(NamedTuple):
     k: Tensor
     v: Tensor
     beta: Tensor | None
-    bias: Tensor | None
+    bias: Tensor | Sums | None
     causal: bool
     window: int | None
     scale: float
@@ -71,9 +73,13 @@ class BlockPrior(NamedTuple):
 
 def block_prior(s: Sequences, rows: Rows) -> BlockPrior:
     scores = s.q[:, rows.start : rows.stop] @ s.k[:, rows.low : rows.high].mT * s.scale
-    if s.bias is not None:
-        scores += s.bias[:, rows.start : rows.stop, rows.low : rows.high]
     offset = s.k.shape[1] - s.q.shape[1]
+    if isinstance(s.bias, Sums):
+        tokens = slice(rows.start + offset, rows.stop + offset)
+        keys = s.bias.at(slice(rows.low, rows.high))
+        scores += between(s.bias.at(tokens), keys, _ahead(s, rows), scores.dtype)
+    elif s.bias is not None:
+        scores += s.bias[:, rows.start : rows.stop, rows.low : rows.high]
     row = torch.arange(rows.start, rows.stop, device=s.q.device)[:, None] + offset
     for low, high in _fringes(rows):
         key = torch.arange(low, high, device=s.q.device)
@@ -85,6 +91,15 @@ def block_prior(s: Sequences, rows: Rows) -> BlockPrior:
     p = scores.exp()
     total = p.sum(-1, keepdim=True)
     return BlockPrior(scores.sub_(total.log()), p.div_(total))
+
+
+def _ahead(s: Sequences, rows: Rows) -> Tensor | None:
+    """Which keys [low, high) come after a row, bool [rows, keys], where those are seen."""
+    if s.causal:
+        return None
+    index = torch.arange(s.k.shape[1], device=s.k.device)
+    offset = s.k.shape[1] - s.q.shape[1]
+    return index[rows.low : rows.high] > index[rows.start + offset : rows.stop + offset, None]
 
 
 class KeyBlock(NamedTuple):
@@ -177,7 +192,7 @@ class Gradients(NamedTuple):
     k: Tensor
     v: Tensor
     beta: Tensor | None
-    bias: Tensor | None
+    bias: Tensor | Sums | None
 
 
 def gradients(s: Sequences, grad_mean: Tensor, grad_free: Tensor | None, grad_log_z: Tensor | None = None) -> Gradients:
@@ -187,7 +202,9 @@ def gradients(s: Sequences, grad_mean: Tensor, grad_free: Tensor | None, grad_lo
     """
     dq, dk, dv = torch.zeros_like(s.q), torch.zeros_like(s.k), torch.zeros_like(s.v)
     dbeta = None if s.beta is None else torch.zeros_like(s.beta)
-    dbias = None if s.bias is None else torch.zeros_like(s.bias)
+    dbias: Tensor | Sums | None = None
+    if s.bias is not None:
+        dbias = Sums(*map(torch.zeros_like, s.bias)) if isinstance(s.bias, Sums) else torch.zeros_like(s.bias)
     exponentials = None if s.beta is None else Exponentials(s)
     for rows in row_blocks(s.q.shape[1], s.k.shape[1], s.causal, s.window):
         here = slice(rows.start, rows.stop)
@@ -233,7 +250,13 @@ def gradients(s: Sequences, grad_mean: Tensor, grad_free: Tensor | None, grad_lo
             dscores += p * grad_log_z[:, here]
         dq[:, here] = dscores @ s.k[:, keys] * s.scale
         dk[:, keys] += dscores.mT @ s.q[:, here] * s.scale
-        if dbias is not None:
+        if isinstance(dbias, Sums):
+            offset = s.k.shape[1] - s.q.shape[1]
+            parts = decay_gradients(dscores, _ahead(s, rows))
+            for part, at in zip(parts, (slice(rows.start + offset, rows.stop + offset), keys), strict=True):
+                dbias.before[:, at] += part.before
+                dbias.until[:, at] += part.until
+        elif dbias is not None:
             dbias[:, here, keys] = dscores
     return Gradients(dq, dk, dv, dbeta, dbias)
 
@@ -255,6 +278,15 @@ class Selection(NamedTuple):
     def take(self, source: Tensor) -> Tensor:
         return source[self.batch[:, None], self.rows, self.head[:, None]].double()
 
+    def put_bias(self, target: Tensor, result: Tensor | Sums) -> None:
+        """target[batch, head, rows, keys] = result [N, n, m]; gradients of sums are added."""
+        if isinstance(result, Sums):
+            for batch, head, before, until in zip(self.batch, self.head, *result, strict=True):
+                add_(target[batch, head], Sums(before, until), self.keys)
+            return
+        where = self.batch[:, None, None], self.head[:, None, None], self.rows[:, None], self.keys
+        target[where] = result.to(target.dtype)
+
     def add_keys(self, target: Tensor, result: Tensor) -> None:
         index = (
             self.batch[:, None].expand(-1, len(self.keys)),
@@ -275,12 +307,16 @@ def selections(
     def selection(batch: Tensor, head: Tensor, rows: Tensor, keys: Tensor) -> Selection:
         group = head // repeats
         at = batch[:, None]
+        bias: Tensor | Sums | None = None
+        if seen.bias is not None:
+            bias = seen.bias[batch, head].double()
+            bias = Sums.of(bias).at(keys) if seen.decays else bias[:, rows][:, :, keys]
         sequences = Sequences(
             q[at, rows, head[:, None]].double(),
             k[at, keys, group[:, None]].double(),
             v[at, keys, group[:, None]].double(),
             None if beta is None else beta[group].double(),
-            None if seen.bias is None else seen.bias[batch, head][:, rows][:, :, keys].double(),
+            bias,
             seen.causal,
             seen.window,
             scale,

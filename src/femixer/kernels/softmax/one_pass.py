@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from femixer.kernels.operator import filled
-from femixer.kernels.softmax import exact
+from femixer.kernels.softmax import decays, exact
 from femixer.kernels.softmax.attention import Attended, attend, attend_backward, widths
 from femixer.kernels.softmax.visibility import Visibility, pieces
 from femixer.kernels.streams import Shift, readable
@@ -120,9 +120,6 @@ def backward(
     seen = Visibility(bias, segments_q, segments_k, causal, window)
     grad_mean, grad_free = filled(grads[:2], results)
     bias_grad = bias is not None and needed[4]
-    if bias_grad and q.device.type == "cpu":
-        # The attention kernel for CPUs has no gradient for its mask; the exact read has.
-        again = torch.ones_like(again)
     shift = None if beta is None else Shift(top, base)
     padding = seen.padding()
     if padding is not None:
@@ -196,7 +193,7 @@ def _one_pass_backward(
     qh, kh = _heads_first(q, heads, key_width), _heads_first(k, heads, key_width)
     sh, inner, sums = (_heads_first(x, heads, value_width) for x in (streams, inner, sums))
     totals: list[Tensor] = []
-    dbias = torch.zeros_like(seen.bias, memory_format=torch.contiguous_format) if bias_grad else None  # type: ignore[arg-type]
+    dbias = _no_bias(seen) if bias_grad else None
     for rows, keys, mask, triangular in pieces(q, k, seen):
         given = qh[:, :, rows], kh[:, :, keys], sh[:, :, keys], mask, triangular, scale
         call = Attended(*given, sums[:, :, rows], part.log_z[:, :, rows])
@@ -207,7 +204,7 @@ def _one_pass_backward(
             _fold(to_streams, groups, streams.shape[3]),
         )
         if dbias is not None and to_mask is not None:
-            dbias[:, :, rows, keys] = to_mask
+            _put_bias(dbias, to_mask, rows, keys, q.shape[1], seen)
         if grads[0].shape[1] == q.shape[1] and grads[1].shape[1] == k.shape[1]:
             totals = list(grads)  # one call did it all
             break
@@ -238,8 +235,8 @@ def _add_exact(
     if beta is not None:
         dbeta = torch.zeros_like(beta) if found.beta is None else found.beta
     dbias = None
-    if bias_grad and seen.bias is not None:
-        dbias = torch.zeros_like(seen.bias, memory_format=torch.contiguous_format)
+    if bias_grad:
+        dbias = _no_bias(seen) if found.bias is None else found.bias
     for each in exact.selections(part.again, q, k, v, beta, seen, scale):
         to_free = None if beta is None else each.take(grad_free)
         to_log_z = None if part.to_log_z is None else each.take(part.to_log_z.transpose(1, 2)[..., None])
@@ -250,9 +247,26 @@ def _add_exact(
         if dbeta is not None and result.beta is not None:
             dbeta.index_add_(0, each.group, result.beta.to(dbeta.dtype))
         if dbias is not None and result.bias is not None:
-            where = each.batch[:, None, None], each.head[:, None, None], each.rows[:, None], each.keys
-            dbias[where] = result.bias.to(dbias.dtype)
+            each.put_bias(dbias, result.bias)
     return found._replace(beta=dbeta, bias=dbias)
+
+
+def _no_bias(seen: Visibility) -> Tensor:
+    assert seen.bias is not None
+    return torch.zeros_like(seen.bias, memory_format=torch.contiguous_format)
+
+
+def _put_bias(total: Tensor, grad: Tensor, rows: slice, keys: slice, queries: int, seen: Visibility) -> None:
+    """The gradient [B, H, rows, keys] of the scores into that of the bias."""
+    if not seen.decays:
+        total[:, :, rows, keys] = grad
+        return
+    index = torch.arange(total.shape[2] // 2, device=total.device)
+    offset = len(index) - queries
+    tokens = slice(rows.start + offset, rows.stop + offset)
+    to_rows, to_keys = decays.gradients(grad, seen.ahead(tokens, keys, index))
+    decays.add_(total, to_rows, tokens)
+    decays.add_(total, to_keys, keys)
 
 
 def _heads_first(x: Tensor, heads: int, width: int) -> Tensor:

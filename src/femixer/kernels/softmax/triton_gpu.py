@@ -1,4 +1,5 @@
-"""The softmax read by fused kernels, forward and backward: see `triton_kernels`."""
+"""The softmax read by fused kernels, forward and backward: see `triton_kernels`. Scores with decays are left to torch's
+attention, which takes their bias some rows at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from femixer.kernels.softmax import triton_call, triton_exact, triton_gradients, triton_kernels
+from femixer.kernels.softmax import OPERATOR, plain, triton_call, triton_exact, triton_gradients, triton_kernels
 from femixer.kernels.softmax.triton_call import Call
 from femixer.kernels.softmax.triton_gradients import Found
 from femixer.kernels.softmax.visibility import Visibility
@@ -24,11 +25,17 @@ def refuse(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *rest: Any) -> 
 def results(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     """Mean and free energy [B, T, H, D]; internal: log-normalizers and flags [B, H, T], tops of the key blocks
     [B, G, J + 1, D], and the free energy in float32 where the result has fewer digits."""
-    return empty_results(Call(q, k, v, beta, Visibility(*rest[:5]), rest[5], None))
+    seen = Visibility(*rest[:5])
+    if seen.decays:
+        return OPERATOR.results(q, k, v, beta, *rest)
+    return empty_results(Call(q, k, v, beta, seen, rest[5], None))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    call = Call(q, k, v, beta, Visibility(*rest[:5]), rest[5], None)
+    seen = Visibility(*rest[:5])
+    if seen.decays:
+        return plain.forward(q, k, v, beta, *rest)
+    call = Call(q, k, v, beta, seen, rest[5], None)
     found = empty_results(call)
     mean, free, log_z, flags, tops, precise = found
     read(call, mean, free if precise.numel() == 0 else precise, log_z, flags, tops, call.nothing)
@@ -41,6 +48,8 @@ def backward(
     grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     q, k, v, beta, *seen, scale = arguments
+    if Visibility(*seen).decays:
+        return plain.backward(grads, arguments, results, needed)
     mean, free, log_z, flags, tops, precise = results
     call = Call(q, k, v, beta, Visibility(*seen), scale, None)
     found = Found(mean, precise if precise.numel() else free, log_z, flags, tops)

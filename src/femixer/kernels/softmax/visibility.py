@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from femixer.kernels.softmax.decays import Sums, between
+
 # A mask is made for as many rows at a time as keep it below this size: on a CPU it should stay in the cache.
 MASK_ELEMENTS = {"cpu": 2**22}
 MANY_MASK_ELEMENTS = 2**25
@@ -16,8 +18,9 @@ WINDOW_PIECES = 4
 class Visibility(NamedTuple):
     """Who sees whom, apart from the score. Queries are the last T of the S tokens if causal.
 
-    bias [B, H, T, S] is added to the scores. A query sees the keys of its own segment (segments of queries [B, T] and
-    of keys [B, S], integers; negative is padding), and those less than `window` real tokens away.
+    bias [B, H, T, S] is added to the scores; or, as [B, H, 2 S], the decays of which it has the sums. A query sees the
+    keys of its own segment (segments of queries [B, T] and of keys [B, S], integers; negative is padding), and those
+    less than `window` real tokens away.
     """
 
     bias: Tensor | None
@@ -25,6 +28,14 @@ class Visibility(NamedTuple):
     segments_k: Tensor | None
     causal: bool
     window: int | None
+
+    @property
+    def decays(self) -> bool:
+        return self.bias is not None and self.bias.dim() == 3
+
+    def ahead(self, rows: slice, keys: slice, index: Tensor) -> Tensor | None:
+        """Of decays, which keys lie after a query: bool [rows, keys], where those are seen. rows: of all tokens."""
+        return None if self.causal else index[keys] > index[rows, None]
 
     def needs_no_mask(self, keys: int) -> bool:
         """Apart from causality, every query sees all `keys`."""
@@ -58,12 +69,23 @@ def pieces(q: Tensor, k: Tensor, seen: Visibility) -> Iterator[Piece]:
             low, high = max(0, first - near + 1), min(high, last + near - 1)
         keys = slice(low, high)
         hidden = _hidden(rows, keys, s - t, index, rank, seen)
-        mask = zero if seen.bias is None else seen.bias[:, :, rows, keys].to(q.dtype)
+        mask = zero
+        if seen.decays:
+            mask = _decay(seen, slice(first, last), keys, index, q.dtype)
+        elif seen.bias is not None:
+            mask = seen.bias[:, :, rows, keys].to(q.dtype)
         if hidden is not None:
             mask = mask.masked_fill(hidden[:, None], -torch.inf)
         return rows, keys, mask, False
 
     return map(piece, (0,) if torch.compiler.is_compiling() else range(0, t, step))
+
+
+def _decay(seen: Visibility, rows: slice, keys: slice, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, H, rows, keys]; rows: of all tokens."""
+    assert seen.bias is not None
+    sums = Sums.of(seen.bias)
+    return between(sums.at(rows), sums.at(keys), seen.ahead(rows, keys, index), dtype)
 
 
 def _rows_together(q: Tensor, keys: int, seen: Visibility) -> int:

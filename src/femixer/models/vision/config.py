@@ -9,7 +9,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from femixer.models.config import FEMConfig
-from femixer.models.mixers import check_encoder
+from femixer.models.mixers import check_encoder, takes_rope
 from femixer.options import check
 from femixer.priors import prior_class
 
@@ -84,6 +84,10 @@ class FEMVisionConfig(PreTrainedConfig):
             check(0 < getattr(self, name) < math.inf, name, getattr(self, name), "a number above 0")
         for mixer in [self.mixer] if isinstance(self.mixer, str) else self.mixer:
             check_encoder(mixer)
+            if self.positions == "rotary" and not takes_rope(mixer):
+                raise ValueError(
+                    f"positions='rotary' does not fit mixer={mixer!r}: it rotates nothing; choose 'learned'"
+                )
         stack = self.stack()
         if self.positions == "rotary":
             for layer in range(self.num_hidden_layers):

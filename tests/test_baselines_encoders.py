@@ -1,0 +1,122 @@
+"""Rivals as encoders: every token sees all others of its segment. TNN, HGRN and HGRN2 against their definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
+from matrix import MASK, SEGMENTS, assert_close, noise, outcome, separately, stir, tokens
+from torch import Tensor
+
+from femixer.baselines import BASELINES, HGRN, HGRN2, TNN
+from femixer.models import FEMForImageClassification, FEMVisionConfig
+from femixer.tasks.vision.model import ENCODERS as ROWS
+
+EXACT = 1e-10
+ENCODERS = [name for name, kind in BASELINES.items() if kind.encoder]
+OPTIONS = {"hgrn": {"complex": True, "lower_bound": 0.3}}
+
+
+def build(name: str) -> torch.nn.Module:
+    return stir(BASELINES[name](24, 4, causal=False, dtype=torch.float64, **OPTIONS.get(name, {})))
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_padded_and_packed_is_separate(name: str):
+    m = build(name)
+    for given, ids in (({"mask": MASK}, MASK.long() - 1), ({"segments": SEGMENTS}, SEGMENTS)):
+        x = tokens(batch=len(ids))
+        actual = outcome(m, lambda x: m(x, **given), x)  # noqa: B023
+        assert_close(actual, outcome(m, lambda x: separately(m, x, ids), x), EXACT)  # noqa: B023
+        assert actual["y"][ids < 0].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_every_token_sees_every_other(name: str):
+    m, x = build(name), tokens(batch=1, length=7).requires_grad_()
+    for t in range(7):
+        (gradient,) = torch.autograd.grad(m(x)[:, t].sum(), x)
+        assert gradient.abs().amax(-1).min() > 0
+
+
+@pytest.mark.parametrize("name", ["hgrn", "hgrn2", "tnn"])
+def test_a_reversed_sequence_is_read_in_reverse(name: str):
+    """The recurrences are the same both ways; the Toeplitz coefficients are not."""
+    m, x = build(name), tokens()
+    same = torch.allclose(m(x.flip(1)).flip(1), m(x), atol=1e-9)
+    assert same == (name != "tnn")
+
+
+def hgrn(m: HGRN, x: Tensor) -> Tensor:
+    c, f, g = m.in_proj(x).split((m.width, m.width, m.width), -1)
+    f, c = m.lower_bound + (1 - m.lower_bound) * f.sigmoid(), F.silu(c)
+    h = torch.zeros_like(c)
+    for order in (range(x.shape[1]), range(x.shape[1] - 1, -1, -1)):
+        state = torch.zeros_like(c[:, 0])
+        for t in order:
+            state = f[:, t] * state + (1 - f[:, t]) * c[:, t]
+            h = h + F.pad(state[:, None], (0, 0, t, x.shape[1] - 1 - t))
+    o = h / (h.square().mean(-1, keepdim=True) + 1e-5).sqrt() * m.norm.weight
+    return m.out_proj(o * F.silu(g))
+
+
+def hgrn2(m: HGRN2, x: Tensor) -> Tensor:
+    q, f, i = (part.unflatten(-1, (m.heads, -1)) for part in m.in_proj(x).chunk(3, -1))
+    q, f = F.silu(q) * q.shape[-1] ** -0.5, m.lower_bound + (1 - m.lower_bound) * f.sigmoid()
+    h = torch.zeros_like(i)
+    for order in (range(x.shape[1]), range(x.shape[1] - 1, -1, -1)):
+        state = x.new_zeros(x.shape[0], m.heads, q.shape[-1], q.shape[-1])
+        for t in order:
+            state = f[:, t, :, :, None] * state + (1 - f[:, t])[..., None] * i[:, t, :, None]
+            read = torch.einsum("bhed,bhe->bhd", state, q[:, t])
+            h = h + F.pad(read[:, None], (0, 0, 0, 0, t, x.shape[1] - 1 - t))
+    h = h.flatten(2)
+    return m.out_proj(h / (h.square().mean(-1, keepdim=True) + 1e-5).sqrt() * m.norm.weight)
+
+
+def tnn(m: TNN, x: Tensor) -> Tensor:
+    u, v = F.silu(m.in_proj(x)).chunk(2, -1)
+    length, rpe = x.shape[1], m.coefficients
+
+    def coefficient(n: int) -> Tensor:
+        z = n * rpe.first.weight[:, 0] + rpe.first.bias
+        for linear in (*rpe.layers, rpe.last):
+            z = linear((z / (z.square().mean() + 1e-6).sqrt()).clamp(min=0))
+        return rpe.decay ** abs(n) * z
+
+    matrix = [[coefficient(t - i) if i <= t or not m.causal else 0 for i in range(length)] for t in range(length)]
+    read = torch.stack([sum(matrix[t][i] * v[:, i] for i in range(length)) for t in range(length)], 1)
+    return m.out_proj(u * read)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "published"),
+    [
+        (HGRN, {"causal": False, "lower_bound": 0.2}, hgrn),
+        (HGRN2, {"causal": False, "lower_bound": 0.2}, hgrn2),
+        (TNN, {"causal": False}, tnn),
+        (TNN, {"causal": True, "expand": 2.0, "rpe_width": 5, "layers": 1, "decay": 0.9, "bias": True}, tnn),
+    ],
+)
+def test_the_layer_is_its_definition(kind: type, options: dict, published):
+    m, x = stir(kind(12, 3, dtype=torch.float64, **options)), noise(2, 9, 12)
+    assert_close(outcome(m, m, x), outcome(m, lambda x: published(m, x), x), EXACT)
+
+
+def test_the_rows_of_the_vision_table_are_models():
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1, "image_size": 8, "patch_size": 4}
+    for row in ("TNN", "HGRN", "HGRN2"):
+        model = FEMForImageClassification(FEMVisionConfig(**sizes, **ROWS[row]))
+        assert model(noise(2, 3, 8, 8).float()).logits.isfinite().all()
+        with pytest.raises(StrictDataclassError, match=f"positions='rotary' does not fit mixer='{row.lower()}'"):
+            FEMVisionConfig(**sizes, **ROWS[row], positions="rotary")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"expand": 0.0}, "expand=0.0"), ({"layers": -1}, "layers=-1"), ({"decay": 1.5}, "decay=1.5")],
+)
+def test_wrong_options_are_named(options: dict, words: str):
+    with pytest.raises(ValueError, match=words):
+        TNN(24, 3, **options)
