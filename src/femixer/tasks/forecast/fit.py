@@ -13,8 +13,9 @@ from femixer.models.parameters import parameters_of
 from femixer.optional import require
 from femixer.reporting.figures import BLUE, GREY, VERMILION, figure, quiet
 from femixer.tasks.forecast.data import Series
-from femixer.tasks.forecast.data.windows import Windows, windows
+from femixer.tasks.forecast.data.windows import Batch, Windows, windows
 from femixer.tasks.forecast.model import Spec, build_model
+from femixer.tasks.forecast.paired import ERRORS, packed
 from femixer.training import EngineOptions, Fit, Results, TrainOptions, adamw, distributed, train
 from femixer.training.best import Best
 from femixer.training.optimizer import one_cycle
@@ -24,20 +25,30 @@ from femixer.training.seeding import Epochs
 
 def score(model: Callable[..., Tensor], windows: Windows, batch: int) -> dict[str, float]:
     """MSE and MAE: the means of (forecast - future)^2 and |forecast - future| over all known values of all windows."""
-    sums = torch.zeros(2, dtype=torch.float64)
-    known = 0
-    mine = torch.arange(windows.count)[distributed.part().rows(windows.count)]
-    for numbers in mine.split(batch):
-        given = windows.take(numbers)
-        error = model(given.history, given.observed) - given.future
-        if given.future_observed is not None:
-            error = error[given.future_observed]
-        known += error.numel()
-        sums += torch.stack([error.square().sum(dtype=torch.float64), error.abs().sum(dtype=torch.float64)]).cpu()
-    squared, absolute, count = distributed.total(*sums.tolist(), known)
+    return means_of(window_sums(model, windows, batch))
+
+
+def means_of(sums: Tensor) -> dict[str, float]:
+    """MSE and MAE, of the sums of all processes' windows."""
+    squared, absolute, count = distributed.total(*sums.sum(0).tolist())
     if count == 0:
         raise ValueError("the rows of a split have no value at all: everything in them is missing")
     return {"mse": squared / count, "mae": absolute / count}
+
+
+def window_sums(model: Callable[..., Tensor], windows: Windows, batch: int) -> Tensor:
+    """[N, 3] in float64: sums of (forecast - future)^2 and |forecast - future| over the known values of each of this
+    process's windows, and how many they are."""
+    mine = torch.arange(windows.count)[distributed.part().rows(windows.count)]
+    return torch.cat([batch_sums(model, windows.take(numbers)) for numbers in mine.split(batch)])
+
+
+def batch_sums(model: Callable[..., Tensor], given: Batch) -> Tensor:
+    error = model(given.history, given.observed) - given.future
+    known = torch.ones_like(error, dtype=torch.bool) if given.future_observed is None else given.future_observed
+    error = error.masked_fill(~known, 0)
+    sums = [x.flatten(1).sum(1, dtype=torch.float64) for x in (error.square(), error.abs(), known)]
+    return torch.stack(sums, 1).cpu()
 
 
 BETAS, CLIP = (0.9, 0.95), 1.0
@@ -110,11 +121,18 @@ def with_test(spec: Spec, model: Forecaster, windows: Windows, results: Results)
     if metrics[-1]["split"] != "test":
         model.eval()
         with torch.no_grad():
-            errors = score(model, windows, WIDER * spec.training.batch)
+            sums = window_sums(model, windows, WIDER * spec.training.batch)
         last = {name: metrics[-1][name] for name in ("step", "seconds")}
-        metrics.append({"split": "test", **errors, **last})
+        metrics.append({"split": "test", **means_of(sums), **last, ERRORS: errors_of_windows(sums)})
         results.append(metrics[-1:])
     return metrics
+
+
+def errors_of_windows(own: Tensor) -> dict[str, str]:
+    """MSE and MAE of each window, packed, of the sums of all processes."""
+    sums = torch.cat(distributed.gather(own)).numpy()
+    with np.errstate(invalid="ignore"):  # a window without any value has no error
+        return {name: packed(sums[:, number] / sums[:, 2]) for number, name in enumerate(("mse", "mae"))}
 
 
 def record(spec: Spec, metrics: list[Record], diverged: str | None, parameters: int, device: torch.device) -> Record:
@@ -125,6 +143,7 @@ def record(spec: Spec, metrics: list[Record], diverged: str | None, parameters: 
         **asdict(spec),
         "mse": metrics[-1]["mse"],
         "mae": metrics[-1]["mae"],
+        ERRORS: metrics[-1].get(ERRORS),
         "validation_mse": best["mse"],
         "best_step": best["step"],
         "steps": validation[-1]["step"],
