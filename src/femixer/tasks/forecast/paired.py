@@ -100,7 +100,10 @@ def paired_table(places: Iterable[Place], metrics: Sequence[str]) -> tuple[Table
     rows: list[Row] = []
     for place in places:
         for metric in metrics:
-            found = [compared(*(place.chosen.get(m, ()) for m in pair), metric, place.horizon) for pair in pairs]
+            found = [
+                compared(place.chosen.get(ours, ()), place.chosen.get(prior, ()), metric, place.horizon)
+                for ours, prior in pairs
+            ]
             if any(found):
                 rows.append([place.dataset, place.lookback, str(place.horizon), metric, *map(cell, found)])
     if not rows:

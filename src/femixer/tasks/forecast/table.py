@@ -114,7 +114,7 @@ def training(record: Record, tuned: Sequence[str]) -> str:
 
 ORDER = (
     *("FEM-SM", "FEM-GLA", "FEM-Mamba", "FEM-AFT", "SMAttn", "GLA", "Mamba", "AFT"),
-    *("iTransformer", "PatchTST", "DLinear", "NLinear", "SeasonalNaive", "LastValue"),
+    *("iTransformer", "PatchTST", "DLinear", "NLinear", "ETS", "SeasonalNaive", "LastValue"),
 )
 """Columns from left to right; models that are not among them follow."""
 NAMES = {"lr": "learning rate", "weight_decay": "weight decay", "epochs": "number of epochs"}
