@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from femixer.models.forecast import frames
 from femixer.models.forecast.config import ForecastConfig
 from femixer.models.forecast.covariates import Covariates, covariates_of
+from femixer.models.forecast.history import Window, batches, scaled_covariates, scales, stacked
 from femixer.models.forecast.intervals import NONE, Kind, Prediction, chosen_kind, pair
 from femixer.models.forecast.window import fitted
 from femixer.models.language import FEMPreTrainedModel
@@ -143,8 +144,8 @@ class Forecaster(FEMPreTrainedModel):
         """
         how = chosen_kind(self.config, levels, intervals) if levels else "conformal"
 
-        def predict(windows: Sequence[frames.Window]) -> list[Prediction]:
-            return [each for part in frames.batches(windows) for each in self._predicted(part, levels, how)]
+        def predict(windows: Sequence[Window]) -> list[Prediction]:
+            return [each for part in batches(windows) for each in self._predicted(part, levels, how)]
 
         if frames.is_frame(history):
             return frames.predicted(history, self.config, predict, future, levels)
@@ -152,7 +153,7 @@ class Forecaster(FEMPreTrainedModel):
         names = self.config.covariates
         check(not names, "history", type(history).__name__, f"a frame with the covariates {', '.join(names)}")
         values, windows = self._arrays(history)
-        found = predict([frames.Window(window) for window in windows])
+        found = predict([Window(window) for window in windows])
         none = np.empty((0, self.config.horizon, self.config.channels))
         together = [None if x[0] is None else np.stack(x, -3) for x in zip(*found, strict=True)] or [none]
         kind = values.dtype if values.dtype.kind == "f" else np.float64
@@ -178,11 +179,11 @@ class Forecaster(FEMPreTrainedModel):
         return values, windows
 
     @torch.no_grad()
-    def _predicted(self, windows: Sequence[frames.Window], levels: Sequence[float], how: str) -> list[Prediction]:
+    def _predicted(self, windows: Sequence[Window], levels: Sequence[float], how: str) -> list[Prediction]:
         """Scaled on the way in and back after; windows have the user's units, and NaN for what is missing."""
-        values = frames.stacked(windows, self.config)
-        mean, std = frames.scales(windows, self.config)
-        known, past = frames.scaled_covariates(windows, self.config)
+        values = stacked(windows, self.config)
+        mean, std = scales(windows, self.config)
+        known, past = scaled_covariates(windows, self.config)
         given = {
             name: torch.from_numpy(x).to(self.device, self.dtype)
             for name, x in (("history", (values - mean) / std), ("known", known), ("past", past))
