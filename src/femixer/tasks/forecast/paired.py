@@ -121,7 +121,8 @@ def paired_table(places: Iterable[Place], metrics: Sequence[str]) -> tuple[Table
         f"counts their overlap (Newey-West, {LAGS} horizons of lags); bold where the first model is better beyond it. "
         f"Without ±: fewer windows than {FEWEST} horizons."
     )
-    return Table(columns, [Group(rows)], stacked=True, melted=("model", "value")), [told, *notes]
+    # Not melted: what stands beside the number is no standard error, as that of the other tables.
+    return Table(columns, [Group(rows)], stacked=True), [told, *notes]
 
 
 def cell(found: Difference | None) -> Cell:
