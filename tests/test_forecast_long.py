@@ -223,6 +223,24 @@ def test_known_covariates_must_be_there_for_every_date_and_what_is_missing_is_sa
         model.predict(np.zeros((9, 1)))
 
 
+def test_covariates_of_a_wide_frame_are_scaled_and_stand_beside_their_rows():
+    fields = {"known_covariates": ["k"], "past_covariates": ["p"], "covariate_mean": [3.0, -1.0]}
+    model = make(**fields, covariate_std=[2.0, 5.0], columns=["a", "b", "c"])
+    draw = np.random.default_rng(0)
+    dates = pd.date_range("2024-01-01", periods=48, freq="h")
+    whole = pd.DataFrame(draw.standard_normal((48, 5)), index=dates, columns=["p", "a", "k", "b", "c"])
+    history = whole.iloc[:41].copy()
+    history.iloc[[5, 9]] = np.nan
+    found = model.predict(history.dropna(), whole[["k"]])
+    values = torch.tensor(history[["a", "b", "c"]].to_numpy(), dtype=torch.float32)[None]
+    known = (torch.tensor(whole[["k"]].to_numpy(), dtype=torch.float32)[None] - 3) / 2
+    known[:, [5, 9]] = torch.nan
+    past = (torch.tensor(history[["p"]].to_numpy(), dtype=torch.float32)[None] + 1) / 5
+    expected = model(values, ~values.isnan(), known=known, past=past)[0].detach()
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    assert (found.index == dates[41:]).all() and [*found.columns] == ["a", "b", "c"]
+
+
 # The commands
 
 
@@ -300,6 +318,10 @@ def test_cross_validation_scores_every_window_from_what_came_before_it(tmp_path,
     [
         ("--n-windows 0", "n_windows=0 is not allowed"),
         ("--step-size 0", "step_size=0 is not allowed"),
+        (
+            "--model FEM-SM --quantiles 0.9 0.1 --levels 80",
+            "quantiles=[0.9, 0.1] is not allowed; choose ascending numbers",
+        ),
         ("--n-windows 40", "horizon=5 is not allowed; choose less: a series needs"),
         (
             "--levels 42",

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from femixer.models.forecast import Forecaster
-from femixer.models.forecast.intervals import Kind, chosen_kind, column_names
+from femixer.models.forecast import ForecastConfig, Forecaster
+from femixer.models.forecast.intervals import LEVELS, Kind, chosen_kind, column_names
 from femixer.optional import require
 from femixer.options import check, parse
 from femixer.reporting import Table, as_markdown
@@ -99,6 +99,9 @@ def validated(command: CV) -> Results:
     parts = parts if command.refit else [(series, held)]
     for part, windows in parts:
         check_possible(spec, part, windows)
+    if command.levels:  # before any training; few windows may allow fewer levels
+        possible = ForecastConfig(quantiles=[*command.quantiles] or None, conformal_levels=[*LEVELS])
+        chosen_kind(possible, command.levels, command.intervals)
     results = Results("forecast cv", whole, command.run, [FRAME, *(f"window-{i + 1}" for i in range(held.windows))])
     if results.finished:
         return results
