@@ -1,7 +1,7 @@
 """The softmax prior of a sequence that is cut over ranks: queries stay, keys and values come from the other ranks.
 
 Either they go around a ring (ring.py), or they are gathered. What is kept for the backward is this rank's own keys and
-values; those of the others come once more there. Windows, which count tokens, score biases and decays are read gathered.
+values; those of the others come once more there. Windows, which count tokens, biases and decays are read gathered.
 """
 
 from __future__ import annotations

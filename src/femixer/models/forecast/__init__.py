@@ -4,6 +4,7 @@ FEMForecaster with any mixer, and the rivals that every table of forecasts shoul
 """
 
 from femixer.models.forecast.config import KINDS, ForecastConfig
+from femixer.models.forecast.ets import ETS
 from femixer.models.forecast.fem import FEMForecaster
 from femixer.models.forecast.forecaster import Forecaster
 from femixer.models.forecast.itransformer import ITransformer
@@ -12,7 +13,7 @@ from femixer.models.forecast.naive import LastValue, SeasonalNaive
 from femixer.models.forecast.patchtst import PatchTST
 
 FORECASTERS: dict[str, type[Forecaster]] = {
-    made.kind: made for made in (FEMForecaster, DLinear, NLinear, PatchTST, ITransformer, LastValue, SeasonalNaive)
+    made.kind: made for made in (FEMForecaster, DLinear, NLinear, PatchTST, ITransformer, LastValue, SeasonalNaive, ETS)
 }
 """By the names of `ForecastConfig.kind`."""
 
@@ -23,6 +24,7 @@ def build(config: ForecastConfig) -> Forecaster:
 
 
 __all__ = [
+    "ETS",
     "FORECASTERS",
     "KINDS",
     "DLinear",

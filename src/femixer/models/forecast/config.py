@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from femixer.models.config import FEMConfig
 from femixer.options import check
 
-KINDS = ("fem", "dlinear", "nlinear", "patchtst", "itransformer", "last-value", "seasonal-naive")
+KINDS = ("fem", "dlinear", "nlinear", "patchtst", "itransformer", "last-value", "seasonal-naive", "ets")
 # Up to as many channels a data set counts as small: PatchTST and iTransformer were published with a small setting for
 # such (ETT has 7, the next larger, Weather, 21).
 FEW_CHANNELS = 8
@@ -47,6 +47,12 @@ class ForecastConfig(PreTrainedConfig):
     scaler_mean, scaler_std: per channel, of the training rows; the model works on (x - mean) / std, and `predict` goes
     there and back. frequency (of pandas, such as "h"), columns, date_column and date_format: of what it was trained on.
     missing_below: values at or below it mean missing, there and in `predict`.
+
+    known_covariates, past_covariates: names of columns that are read besides (`covariates.py`), covariate_mean and
+    covariate_std of the known and then the past ones; quantiles: that are forecast besides the mean, ascending;
+    all three kind="fem" only. conformal_levels: in percent, of which the model has widths (`intervals.py`).
+    id_column, series_scale: of a model of many series (long frames), name -> mean and std of each. label: what the
+    column of a forecast is called there.
     """
 
     model_type = "fem-forecaster"
@@ -78,6 +84,15 @@ class ForecastConfig(PreTrainedConfig):
     date_column: str | None = None
     date_format: str | None = None
     missing_below: float | None = None
+    known_covariates: list[str] | None = None
+    past_covariates: list[str] | None = None
+    covariate_mean: list[float] | None = None
+    covariate_std: list[float] | None = None
+    quantiles: list[float] | None = None
+    conformal_levels: list[float] | None = None
+    id_column: str | None = None
+    series_scale: dict[str, list[float]] | None = None
+    label: str | None = None
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
@@ -107,8 +122,32 @@ class ForecastConfig(PreTrainedConfig):
             check(math.isfinite(mean), "scaler_mean", mean, "finite numbers")
         for std in self.scaler_std or ():
             check(0 < std < math.inf, "scaler_std", std, "numbers above 0 (1 for a constant channel)")
+        self._check_extras()
         if self.kind == "fem":
             self.stack()
+
+    def _check_extras(self) -> None:
+        """Covariates and quantiles: of models that can take them."""
+        only = f"None: kind={self.kind!r} takes none, models of a mixer's layers (FEM-SM, SMAttn, ...) do"
+        for name in ("known_covariates", "past_covariates", "quantiles"):
+            given = getattr(self, name)
+            check(self.kind == "fem" or not given, name, given, only)
+        names = self.covariates
+        fits = len({*names}) == len(names) and not {*names} & {*(self.columns or ())}
+        check(fits, "covariates", names, f"different ones, and none of the columns that are forecast, {self.columns}")
+        for name in ("covariate_mean", "covariate_std"):
+            given = getattr(self, name)
+            check(given is None or len(given) == len(names), name, given, f"one per covariate, {len(names)}")
+        given = self.quantiles or []
+        ascending = all(low < high for low, high in zip([0.0, *given], [*given, 1.0], strict=True))
+        check(ascending, "quantiles", given, "ascending numbers between 0 and 1, as 0.1 0.5 0.9")
+        for level in self.conformal_levels or ():
+            check(0 < level < 100, "conformal_levels", level, "percent between 0 and 100")
+
+    @property
+    def covariates(self) -> list[str]:
+        """Names of the known and then of the past ones."""
+        return [*(self.known_covariates or ()), *(self.past_covariates or ())]
 
     def sizes(self) -> Sizes:
         """Of a kind that has layers."""

@@ -10,8 +10,11 @@ from torch import Tensor, nn
 
 from femixer.models.block import GELUMLP, FEMBlock
 from femixer.models.forecast.config import ForecastConfig
+from femixer.models.forecast.covariates import Covariates
+from femixer.models.forecast.covariates import patched as covariate_patches
 from femixer.models.forecast.dropout import Dropout
 from femixer.models.forecast.forecaster import Forecaster, squared_error
+from femixer.models.forecast.quantiles import ascending, pinball_error
 from femixer.models.forecast.window import Normalised, normalised_to_recent
 from femixer.models.mixers import build_mixer
 from femixer.models.norm import RMSNorm
@@ -21,11 +24,12 @@ EPS = 1e-5
 
 class Patches(NamedTuple):
     """Normalised patches [B, C, N, horizon], zeros before the first point and where nothing was observed; which of
-    their points were observed (None: all); how to undo the normalisation."""
+    their points were observed (None: all); how to undo the normalisation; covariates of the whole window."""
 
     values: Tensor
     observed: Tensor | None
     norm: Normalised
+    covariates: Covariates | None = None
 
 
 class FEMForecaster(Forecaster):
@@ -44,6 +48,10 @@ class FEMForecaster(Forecaster):
     width 32 int(sqrt(channels)), 64 for ETT; rotary positions as the mixer has them by default, besides the learned
     ones (rope=False turns them off); the conditioner as in every FreeEnergyMixer; biases in all projections; all
     weights N(0, 0.02).
+
+    Covariates, where there are any, are added before the norms, the same for all channels: to context_n those of patch
+    n, known and past, to own_n the known ones of the patch that follows, which is forecast there. Quantiles are
+    increments around the forecast (`quantiles.py`), by a second map of the same token; their pinball loss is added.
 
     Missing values: mean and std are of the observed points; a patch with some observed points has zeros (its window's
     recent mean) at the others; a token without any observed point is padding to the mixer, except the last own one,
@@ -80,19 +88,49 @@ class FEMForecaster(Forecaster):
         )
         self.output_norm = RMSNorm(dim, eps=EPS)
         self.head = nn.Linear(dim, patch)
+        known, past = (len(names or ()) for names in (config.known_covariates, config.past_covariates))
+        if known + past:
+            self.covariates_so_far = nn.Linear((known + past) * patch, dim)
+        if known:
+            self.covariates_to_come = nn.Linear(known * patch, dim)
+        if config.quantiles:
+            self.quantile_head = nn.Linear(dim, patch * len(config.quantiles))
         self.post_init()
 
-    def forecast(self, window: Tensor, observed: Tensor | None) -> Tensor:
-        patches = self.patched(window, observed)
+    def forecast(self, window: Tensor, observed: Tensor | None, covariates: Covariates | None = None) -> Tensor:
+        patches = self.patched(window, observed, covariates)
         return patches.norm.undone(self.outputs(patches, last_only=True).squeeze(2))
 
+    def forecast_quantiles(
+        self, window: Tensor, observed: Tensor | None, covariates: Covariates | None = None
+    ) -> tuple[Tensor, Tensor]:
+        patches = self.patched(window, observed, covariates)
+        features = self.features(patches, last_only=True)
+        return patches.norm.undone(self.head(features).squeeze(2)), self.quantiles(features, patches.norm)
+
+    def quantiles(self, features: Tensor, norm: Normalised) -> Tensor:
+        """[B, horizon, C, Q] of the last token's features [B, C, N, width]."""
+        last = features[:, :, -1]
+        raw = self.quantile_head(last).unflatten(-1, (self.config.horizon, -1))
+        spread = ascending(self.head(last), raw)
+        return torch.stack([norm.undone(each) for each in spread.unbind(-1)], -1)
+
     def score(
-        self, window: Tensor, observed: Tensor | None, future: Tensor, future_observed: Tensor | None
+        self,
+        window: Tensor,
+        observed: Tensor | None,
+        future: Tensor,
+        future_observed: Tensor | None,
+        covariates: Covariates | None = None,
     ) -> dict[str, Tensor]:
-        patches = self.patched(window, observed)
-        outputs = self.outputs(patches)
+        patches = self.patched(window, observed, covariates)
+        features = self.features(patches)
+        outputs = self.head(features)
         forecast = patches.norm.undone(outputs[:, :, -1])
         losses = {"loss": squared_error(forecast, future, future_observed)}
+        if self.config.quantiles:
+            spread = self.quantiles(features, patches.norm)
+            losses["quantiles"] = pinball_error(spread, future, future_observed, self.config.quantiles)
         if self.patches > 1:
             scored = None
             if patches.observed is not None:
@@ -101,7 +139,7 @@ class FEMForecaster(Forecaster):
             losses["next_patch"] = squared_error(outputs[:, :, :-1], patches.values[:, :, 1:], scored)
         return losses
 
-    def patched(self, window: Tensor, observed: Tensor | None) -> Patches:
+    def patched(self, window: Tensor, observed: Tensor | None, covariates: Covariates | None = None) -> Patches:
         """window and observed [B, lookback, C] as patches."""
         patch = self.config.horizon
         before = (self.patches * patch - window.shape[1], 0)
@@ -109,28 +147,48 @@ class FEMForecaster(Forecaster):
         values = F.pad(norm.values, before).unflatten(-1, (-1, patch))
         if observed is not None:
             observed = F.pad(observed.transpose(1, 2), before).unflatten(-1, (-1, patch))
-        return Patches(values, observed, norm)
+        return Patches(values, observed, norm, covariates)
 
-    def tokens(self, patches: Tensor) -> Tensor:
+    def tokens(self, patches: Tensor, covariates: Covariates | None = None) -> Tensor:
         """[B, C, N, horizon] -> [B, C, 2 N, width]: of each patch the context token and then its own."""
         mixed = torch.matmul(self.across.weight, patches.flatten(2)) + self.across.bias[:, None]
         # Sequences [B C, N, .] as in the layers: our norm takes whatever has 1 in its second place for a single token.
-        context = self.context_norm(self.context_embedding(mixed.view_as(patches).flatten(0, 1)))
-        own = self.own_norm(self.own_embedding(patches.flatten(0, 1)))
+        context = self.context_embedding(mixed.view_as(patches).flatten(0, 1))
+        own = self.own_embedding(patches.flatten(0, 1))
+        if covariates is not None:
+            so_far, to_come = self.embedded(covariates)
+            channels = patches.shape[1]
+            context = context + so_far.repeat_interleave(channels, 0)
+            own = own if to_come is None else own + to_come.repeat_interleave(channels, 0)
+        context, own = self.context_norm(context), self.own_norm(own)
         return torch.stack([context, own], 2).flatten(1, 2).unflatten(0, patches.shape[:2])
+
+    def embedded(self, covariates: Covariates) -> tuple[Tensor, Tensor | None]:
+        """[B, N, width] each: covariates of every patch, and the known ones of the patch after it."""
+        count, patch = self.patches, self.config.horizon
+        known, past = (
+            covariate_patches(covariates.known, count + 1, patch),
+            covariate_patches(covariates.past, count, patch),
+        )
+        so_far = self.covariates_so_far(torch.cat([known[:, :-1], past], -1))
+        return so_far, self.covariates_to_come(known[:, 1:]) if known.shape[-1] else None
 
     def outputs(self, patches: Patches, last_only: bool = False) -> Tensor:
         """[B, C, N, horizon]: at each own token the normalised patch that follows; or [B, C, 1, horizon], the last."""
+        return self.head(self.features(patches, last_only))
+
+    def features(self, patches: Patches, last_only: bool = False) -> Tensor:
+        """[B, C, N, width] at own tokens, or [B, C, 1, width]."""
         batch, channels = patches.values.shape[:2]
         place = self.positions.weight + self.channel_positions.weight.view(channels, 2 * self.patches, -1)
-        x = self.input_norm((self.dropout(self.tokens(patches.values)) + place).flatten(0, 1))
+        x = self.input_norm((self.dropout(self.tokens(patches.values, patches.covariates)) + place).flatten(0, 1))
         mask = real_tokens(patches.observed)
         for layer in self.layers[:-1]:
             x = layer(x, mask)
         # What is not read needs no MLP after the last mixer.
         read = slice(-1, None) if last_only else slice(1, None, 2)
         x = self.layers[-1](x, mask, read=read)
-        return self.head(self.output_norm(x)).unflatten(0, (batch, channels))
+        return self.output_norm(x).unflatten(0, (batch, channels))
 
 
 def real_tokens(observed: Tensor | None) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 
 from femixer.models.forecast import frames
 from femixer.models.forecast.config import ForecastConfig
+from femixer.models.forecast.covariates import Covariates, covariates_of
+from femixer.models.forecast.history import Window, batches, scaled_covariates, scales, stacked
+from femixer.models.forecast.intervals import NONE, Kind, Prediction, chosen_kind, pair
 from femixer.models.forecast.window import fitted
 from femixer.models.language import FEMPreTrainedModel
 from femixer.options import check
@@ -29,10 +33,14 @@ class Forecaster(FEMPreTrainedModel):
     supports_gradient_checkpointing = False
     _no_split_modules: list[str] = []  # noqa: RUF012
     _can_record_outputs: dict[str, Any] = {}  # noqa: RUF012
+    conformal_widths: Tensor
 
     def __init__(self, config: ForecastConfig) -> None:
         super().__init__(config)
         check(config.kind == self.kind, "kind", config.kind, f"{self.kind!r} for {type(self).__name__}, or use build()")
+        if config.conformal_levels:
+            shape = (len(config.conformal_levels), config.horizon, config.channels)
+            self.register_buffer("conformal_widths", torch.full(shape, NONE))
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
@@ -57,24 +65,38 @@ class Forecaster(FEMPreTrainedModel):
         """window and observed [B, lookback, C] -> [B, horizon, C]; unobserved places of the window hold 0."""
         raise TypeError(f"{type(self).__name__} must define forecast()")
 
+    def forecast_quantiles(
+        self, window: Tensor, observed: Tensor | None, covariates: Covariates | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `forecast`, and besides [B, horizon, C, Q], ascending: of models that were made with quantiles."""
+        raise ValueError(f"quantiles={self.config.quantiles} are not forecast by {type(self).__name__}")
+
     def forward(
         self,
         history: Tensor,
         observed: Tensor | None = None,
         future: Tensor | None = None,
         future_observed: Tensor | None = None,
-    ) -> Tensor | dict[str, Tensor]:
+        known: Tensor | None = None,
+        past: Tensor | None = None,
+        quantiles: bool = False,
+    ) -> Any:
         """history [B, L, C]: a longer one than the look-back is cut, a shorter one is unobserved on the left.
 
-        observed bool [B, L, C]: False is a missing value, and what stands there does not matter. With `future`, the
-        losses: so that wrappers of the model (DDP, torch.compile) see them computed.
+        observed bool [B, L, C]: False is a missing value, and what stands there does not matter. known [B, L + horizon,
+        K] and past [B, L, P]: covariates of a model that was made with some. With `future`, the losses: so that
+        wrappers of the model (DDP, torch.compile) see them computed. With quantiles=True the forecast and its
+        quantiles [B, horizon, C, Q].
         """
         self._check("history", history, None, observed)
+        found = covariates_of(self.config, history, known, past)
+        # Only models that take covariates have an argument for them.
+        extra: tuple[Any, ...] = () if found is None else (found,)
         window, observed = fitted(history, observed, self.config.lookback)
-        if future is None:
-            return self.forecast(window, observed)
-        self._check("future", future, self.config.horizon, future_observed)
-        return self.score(window, observed, future, future_observed)
+        if future is not None:
+            self._check("future", future, self.config.horizon, future_observed)
+            return self.score(window, observed, future, future_observed, *extra)
+        return (self.forecast_quantiles if quantiles else self.forecast)(window, observed, *extra)
 
     def losses(
         self,
@@ -82,11 +104,13 @@ class Forecaster(FEMPreTrainedModel):
         future: Tensor,
         observed: Tensor | None = None,
         future_observed: Tensor | None = None,
+        known: Tensor | None = None,
+        past: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """For femixer.training.train: sums over windows (so `items` is their number, len(history)) to be minimised
         together, each window's the mean over its observed points. "loss" is the squared error of the forecast; further
         names are losses besides."""
-        losses = self.forward(history, observed, future, future_observed)
+        losses = self.forward(history, observed, future, future_observed, known, past)
         assert isinstance(losses, dict)
         return losses
 
@@ -96,17 +120,54 @@ class Forecaster(FEMPreTrainedModel):
         """The losses of windows [B, lookback, C] that continue with future [B, horizon, C]."""
         return {"loss": squared_error(self.forecast(window, observed), future, future_observed)}
 
-    @torch.no_grad()
-    def predict(self, history: Any) -> Any:
+    def estimate(self, rows: Sequence[np.ndarray]) -> None:
+        """Before any training: what a model takes from the scaled training rows [T, C] as they are, of each series of
+        several, NaN where missing. Most take nothing."""
+
+    def calibrate(self, levels: Sequence[float], widths: Tensor) -> None:
+        """Keep the conformal widths [levels, horizon, C] of `intervals.conformal_widths`, in scaled units."""
+        self.config.conformal_levels = [float(level) for level in levels]
+        self.register_buffer("conformal_widths", widths.to(self.device, torch.float32))
+
+    def predict(self, history: Any, future: Any = None, levels: Sequence[float] = (), intervals: Kind = "auto") -> Any:
         """The next `horizon` points, in the units of the history.
 
         history: an array [L, C], [L] for one channel, or [B, L, C], and the forecast is one of the same kind; or a
         pandas DataFrame or Series with a DatetimeIndex or a date column, and the forecast is one with the next time
-        stamps. Missing are NaN, what an array masks, rows between two others, and what is at or below missing_below of
-        the configuration. The history may be shorter than the look-back; of a longer one the last points are used.
+        stamps; of many series in one frame (unique_id, ds, y), if the model was trained on such, those of each. Missing
+        are NaN, what an array masks, rows between two others, and what is at or below missing_below of the
+        configuration. The history may be shorter than the look-back; of a longer one the last points are used.
+
+        future: a frame with the known covariates of the time stamps to come, if the model was made with some (the
+        history then has the columns of all covariates). levels: prediction intervals, in percent: frames get columns
+        NAME-lo-80 and NAME-hi-80, arrays become a `Prediction`. intervals: how ("quantiles", "conformal").
         """
+        how = chosen_kind(self.config, levels, intervals) if levels else "conformal"
+
+        def predict(windows: Sequence[Window]) -> list[Prediction]:
+            return [each for part in batches(windows) for each in self._predicted(part, levels, how)]
+
         if frames.is_frame(history):
-            return frames.predicted(history, self.config, self.predict)
+            return frames.predicted(history, self.config, predict, future, levels)
+        check(future is None, "future", type(future).__name__, "None for arrays, which have no time stamps")
+        names = self.config.covariates
+        check(not names, "history", type(history).__name__, f"a frame with the covariates {', '.join(names)}")
+        values, windows = self._arrays(history)
+        found = predict([Window(window) for window in windows])
+        none = np.empty((0, self.config.horizon, self.config.channels))
+        together = [None if x[0] is None else np.stack(x, -3) for x in zip(*found, strict=True)] or [none]
+        kind = values.dtype if values.dtype.kind == "f" else np.float64
+
+        def like_given(x: Any) -> Any:
+            x = None if x is None else x.astype(kind)
+            x = x[..., 0, :, :] if x is not None and values.ndim < 3 else x
+            return x[..., 0] if x is not None and values.ndim < 2 else x
+
+        result = Prediction(*map(like_given, together))
+        return result if levels else result.forecast
+
+    def _arrays(self, history: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The history as an array, and as windows [B, L, C]."""
         if isinstance(history, np.ma.MaskedArray):
             history = np.where(np.ma.getmaskarray(history), np.nan, history.data)
         values = np.asarray(history)
@@ -115,32 +176,38 @@ class Forecaster(FEMPreTrainedModel):
         windows = values[:, None] if values.ndim == 1 else values
         windows = windows if windows.ndim == 3 else windows[None]
         self._check_channels("history", values.shape, windows.ndim == 3 and windows.shape[-1] == self.config.channels)
-        check(not np.isinf(windows).any(), "history", "inf", "finite numbers, or NaN for missing ones")
-        windows = windows[:, -self.config.lookback :].astype(np.float64)
-        if self.config.missing_below is not None:
-            windows[windows <= self.config.missing_below] = np.nan
-        empty = np.flatnonzero(np.isnan(windows).all((1, 2)))
-        where = f"{windows.shape[1]} points" + (f" in window {empty[0]}" if values.ndim == 3 and len(empty) else "")
-        check(not len(empty), "history", where, f"at least one of the last {self.config.lookback} that is not missing")
-        forecast = self._unscaled(windows)
-        if values.ndim < 3:
-            forecast = forecast[0]
-        if values.ndim < 2:
-            forecast = forecast[:, 0]
-        return forecast.astype(values.dtype if values.dtype.kind == "f" else np.float64)
+        return values, windows
 
-    def _unscaled(self, windows: np.ndarray) -> np.ndarray:
-        """windows [B, L, C] with NaN for missing -> forecast [B, horizon, C], scaled on the way in and back after."""
-        channels = self.config.channels
-        mean = np.array(self.config.scaler_mean or [0.0] * channels)
-        std = np.array(self.config.scaler_std or [1.0] * channels)
-        scaled = torch.from_numpy((windows - mean) / std).to(self.device, self.dtype)
+    @torch.no_grad()
+    def _predicted(self, windows: Sequence[Window], levels: Sequence[float], how: str) -> list[Prediction]:
+        """Scaled on the way in and back after; windows have the user's units, and NaN for what is missing."""
+        values = stacked(windows, self.config)
+        mean, std = scales(windows, self.config)
+        known, past = scaled_covariates(windows, self.config)
+        given = {
+            name: torch.from_numpy(x).to(self.device, self.dtype)
+            for name, x in (("history", (values - mean) / std), ("known", known), ("past", past))
+            if x is not None
+        }
         training = self.training
         self.eval()
-        forecast = self.forward(scaled, ~scaled.isnan())
+        found = self.forward(**given, observed=~given["history"].isnan(), quantiles=bool(levels) and how == "quantiles")
         self.train(training)
-        assert isinstance(forecast, Tensor)
-        return forecast.double().cpu().numpy() * std + mean
+        point, quantiles = found if isinstance(found, tuple) else (found, None)
+        forecast = point.double().cpu().numpy() * std + mean
+        if not levels:
+            return [Prediction(each) for each in forecast]
+        if quantiles is not None:
+            has = [round(q, 6) for q in self.config.quantiles or ()]
+            ends = [[has.index(end) for end in pair(level)] for level in levels]
+            spread = quantiles.double().cpu().numpy()
+            lower, upper = (np.stack([spread[..., e[side]] * std + mean for e in ends]) for side in (0, 1))
+        else:
+            places = [(self.config.conformal_levels or []).index(level) for level in levels]
+            widths = self.conformal_widths.double().cpu().numpy()[places][:, None]
+            widths = np.where(widths < 0, np.inf, widths) * std
+            lower, upper = forecast - widths, forecast + widths
+        return [Prediction(forecast[i], lower[:, i], upper[:, i]) for i in range(len(forecast))]
 
     def _check(self, name: str, given: Tensor, length: int | None, observed: Tensor | None) -> None:
         if not isinstance(given, Tensor) or not given.is_floating_point():

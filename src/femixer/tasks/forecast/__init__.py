@@ -14,6 +14,7 @@ TASK = Task(
     run_help="models x data sets x horizons x seeds, as jobs of a results store",
     others={
         "train": ("femixer.tasks.forecast.task:train", "a forecaster from a file, or from a series that needs none"),
+        "cv": ("femixer.tasks.forecast.cv", "cross-validation: forecasts from several cutoffs, and their errors"),
         "predict": ("femixer.tasks.forecast.predict", "forecast with a trained model: a CSV and a figure"),
     },
 )

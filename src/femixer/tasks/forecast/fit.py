@@ -1,20 +1,25 @@
 """Training a forecaster: to the best validation MSE, whose weights are then scored on the test split, once."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from femixer.models.forecast import Forecaster
+from femixer.models.forecast.intervals import LEVELS, conformal_widths, enough_for, pair, quantile_levels
+from femixer.models.forecast.quantiles import pinball
 from femixer.models.parameters import parameters_of
 from femixer.optional import require
 from femixer.reporting.figures import BLUE, GREY, VERMILION, figure, quiet
 from femixer.tasks.forecast.data import Series
-from femixer.tasks.forecast.data.windows import Windows, windows
+from femixer.tasks.forecast.data.windows import Batch, Held, Scaling, Windows, training_rows, windows
 from femixer.tasks.forecast.model import Spec, build_model
+from femixer.tasks.forecast.paired import ERRORS, packed
 from femixer.training import EngineOptions, Fit, Results, TrainOptions, adamw, distributed, train
 from femixer.training.best import Best
 from femixer.training.optimizer import one_cycle
@@ -24,23 +29,47 @@ from femixer.training.seeding import Epochs
 
 def score(model: Callable[..., Tensor], windows: Windows, batch: int) -> dict[str, float]:
     """MSE and MAE: the means of (forecast - future)^2 and |forecast - future| over all known values of all windows."""
-    sums = torch.zeros(2, dtype=torch.float64)
-    known = 0
-    mine = torch.arange(windows.count)[distributed.part().rows(windows.count)]
-    for numbers in mine.split(batch):
-        given = windows.take(numbers)
-        error = model(given.history, given.observed) - given.future
-        if given.future_observed is not None:
-            error = error[given.future_observed]
-        known += error.numel()
-        sums += torch.stack([error.square().sum(dtype=torch.float64), error.abs().sum(dtype=torch.float64)]).cpu()
-    squared, absolute, count = distributed.total(*sums.tolist(), known)
+    return means_of(window_sums(model, windows, batch))
+
+
+def means_of(sums: Tensor) -> dict[str, float]:
+    """MSE and MAE, of the sums of all processes' windows; and the loss of quantiles where there are any."""
+    count, *totals = distributed.total(*sums.sum(0).tolist())
     if count == 0:
         raise ValueError("the rows of a split have no value at all: everything in them is missing")
-    return {"mse": squared / count, "mae": absolute / count}
+    return {name: total / count for name, total in zip(("mse", "mae", PINBALL), totals, strict=False)}
+
+
+def window_sums(model: Callable[..., Any], windows: Windows, batch: int) -> Tensor:
+    """[N, 3] in float64: how many known values each of this process's windows has, and sums over them of
+    (forecast - future)^2 and |forecast - future|; of a model with quantiles [N, 4], with that of their loss."""
+    mine = torch.arange(windows.count)[distributed.part().rows(windows.count)]
+    return torch.cat([batch_sums(model, windows.take(numbers)) for numbers in mine.split(batch)])
+
+
+def batch_sums(model: Callable[..., Any], given: Batch) -> Tensor:
+    config = getattr(model, "config", None)
+    levels: list[float] = (config.quantiles if config is not None else None) or []
+    found = model(
+        given.history, given.observed, **covariates_for(config, given), **({"quantiles": True} if levels else {})
+    )
+    point, spread = found if levels else (found, None)
+    error = point - given.future
+    known = torch.ones_like(error, dtype=torch.bool) if given.future_observed is None else given.future_observed
+    error = error.masked_fill(~known, 0)
+    parts = [known, error.square(), error.abs()]
+    if spread is not None:
+        parts.append(pinball(spread, given.future, levels).masked_fill(~known, 0))
+    return torch.stack([x.flatten(1).sum(1, dtype=torch.float64) for x in parts], 1).cpu()
+
+
+def covariates_for(config: Any, given: Batch) -> Mapping[str, Tensor]:
+    """Those of the batch, if the model was made with covariates: rivals on the same windows are not."""
+    return given.covariates if config is not None and config.covariates else {}
 
 
 BETAS, CLIP = (0.9, 0.95), 1.0
+PINBALL = "quantile_loss"
 WIDER = 4
 """Batches of training that are scored at once: nothing is kept for a backward pass."""
 
@@ -51,15 +80,17 @@ class Fitted:
 
     model: Forecaster
     windows: Mapping[str, Windows]
+    scaling: Scaling
     record: Record
 
 
-def fitted(spec: Spec, series: Series, results: Results) -> Fitted:
+def fitted(spec: Spec, series: Series, results: Results, held: Held | None = None) -> Fitted:
     """Train in the folder of `results`, from the checkpoint there if there is one."""
     device = distributed.start()
-    split, scaling = windows(series, spec.lookback, spec.horizon, device)
-    model = build_model(spec, series, scaling)
-    best = Best(model, results, lambda record: (record["mse"],), spec.training.patience)
+    split, scaling = windows(series, spec.lookback, spec.horizon, device, held)
+    model = build_model(spec, series, scaling, held)
+    model.estimate(training_rows(series, spec.horizon, held))
+    best = Best(model, results, lambda record: (validation_error(record),), spec.training.patience)
     diverged = None
     try:
         fit(spec, model, split, results, best)
@@ -68,7 +99,12 @@ def fitted(spec: Spec, series: Series, results: Results) -> Fitted:
     if model.trainable:
         best.load()
     metrics = with_test(spec, model, split["test"], results)
-    return Fitted(model, split, record(spec, metrics, diverged, parameters_of(model), device))
+    return Fitted(model, split, scaling, record(spec, metrics, diverged, parameters_of(model), device))
+
+
+def validation_error(record: Record) -> float:
+    """By which weights are chosen: the MSE, and the loss of the quantiles where there are any."""
+    return record["mse"] + record.get(PINBALL, 0.0)
 
 
 def fit(spec: Spec, model: Forecaster, split: Mapping[str, Windows], results: Results, best: Best) -> None:
@@ -87,7 +123,9 @@ def fit(spec: Spec, model: Forecaster, split: Mapping[str, Windows], results: Re
         model=model,
         optimizer=lambda model: adamw(model, how.lr, how.weight_decay, BETAS, fused=True),
         batch=lambda step, part: split["train"].take(epochs(step, part)),
-        losses=lambda model, batch: model(batch.history, batch.observed, batch.future, batch.future_observed),
+        losses=lambda model, batch: model(
+            batch.history, batch.observed, batch.future, batch.future_observed, **batch.covariates
+        ),
         items=lambda batch: len(batch.history),
         evaluate=evaluate,
         enough=best.enough,
@@ -110,21 +148,88 @@ def with_test(spec: Spec, model: Forecaster, windows: Windows, results: Results)
     if metrics[-1]["split"] != "test":
         model.eval()
         with torch.no_grad():
-            errors = score(model, windows, WIDER * spec.training.batch)
+            sums = window_sums(model, windows, WIDER * spec.training.batch)
         last = {name: metrics[-1][name] for name in ("step", "seconds")}
-        metrics.append({"split": "test", **errors, **last})
+        metrics.append({"split": "test", **means_of(sums), **last, ERRORS: errors_of_windows(sums, windows)})
         results.append(metrics[-1:])
     return metrics
+
+
+def errors_of_windows(own: Tensor, windows: Windows) -> dict[str, str]:
+    """MSE and MAE of each window, packed, of the sums of all processes; of many series the mean over one time."""
+    sums = torch.cat(distributed.gather(own)).numpy()
+    if windows.moments is not None:
+        times, which = np.unique(windows.moments, return_inverse=True)
+        together = np.zeros((len(times), sums.shape[1]))
+        np.add.at(together, which, sums)
+        sums = together
+    with np.errstate(invalid="ignore"):  # a window without any value has no error
+        return {name: packed(sums[:, number] / sums[:, 0]) for number, name in ((1, "mse"), (2, "mae"))}
+
+
+CALIBRATED = 1000
+"""Held-out windows that conformal widths are taken of, at most; more would be nearly the same ones."""
+NUMBERS = 50_000_000
+"""Errors that are held at once for that, at most."""
+
+
+def spaced(windows: Windows, channels: int) -> Tensor:
+    """Numbers of windows, evenly spaced, all of them if they are few."""
+    count = min(windows.count, CALIBRATED, max(NUMBERS // (windows.horizon * channels), 100))
+    return torch.linspace(0, windows.count - 1, count).round().long()
+
+
+@torch.no_grad()
+def calibrated(model: Forecaster, windows: Windows, batch: int) -> None:
+    """Give the model conformal widths of the levels for which there are enough windows, of the validation split."""
+    model.eval()
+    chosen, errors = spaced(windows, model.config.channels), []
+    for numbers in chosen.split(batch):
+        given = windows.take(numbers)
+        error = model(given.history, given.observed, **covariates_for(model.config, given)) - given.future
+        missing = None if given.future_observed is None else ~given.future_observed
+        errors.append((error if missing is None else error.masked_fill(missing, math.nan)).cpu())
+    levels = [level for level in LEVELS if len(chosen) >= enough_for(level)]
+    if levels:
+        model.calibrate(levels, conformal_widths(torch.cat(errors), levels))
+
+
+@torch.no_grad()
+def coverage(model: Forecaster, windows: Windows, batch: int) -> dict[str, dict[float, float]]:
+    """Kind of interval -> level -> share of the known values of windows that lie within, in percent."""
+    model.eval()
+    config, inside, known = model.config, Counter[tuple[str, float]](), 0
+    widths, point_only = getattr(model, "conformal_widths", None), torch.empty(0)
+    for numbers in spaced(windows, config.channels).split(batch):
+        given = windows.take(numbers)
+        asked = {"quantiles": True} if config.quantiles else {}
+        found = model(given.history, given.observed, **covariates_for(config, given), **asked)
+        point, spread = found if config.quantiles else (found, point_only)
+        there = torch.ones_like(point, dtype=torch.bool) if given.future_observed is None else given.future_observed
+        known += int(there.sum())
+        for place, level in enumerate(config.conformal_levels or ()):
+            width = widths[place].where(widths[place] >= 0, math.inf) if widths is not None else math.inf
+            inside["conformal", level] += int((((point - given.future).abs() <= width) & there).sum())
+        for level in quantile_levels(config):
+            has = [round(q, 6) for q in config.quantiles or ()]
+            low, high = (spread[..., has.index(end)] for end in pair(level))
+            inside["quantiles", level] += int(((low <= given.future) & (given.future <= high) & there).sum())
+    shares: dict[str, dict[float, float]] = {}
+    for (kind, level), count in inside.items():
+        shares.setdefault(kind, {})[level] = 100 * count / max(known, 1)
+    return shares
 
 
 def record(spec: Spec, metrics: list[Record], diverged: str | None, parameters: int, device: torch.device) -> Record:
     """What a store keeps of a training."""
     validation = [each for each in metrics if each["split"] == "validation"]
-    best = min(validation, key=lambda each: (each["mse"] != each["mse"], each["mse"], each["step"]))
+    errors = {each["step"]: validation_error(each) for each in validation}
+    best = min(validation, key=lambda each: (math.isnan(errors[each["step"]]), errors[each["step"]], each["step"]))
     return {
         **asdict(spec),
         "mse": metrics[-1]["mse"],
         "mae": metrics[-1]["mae"],
+        ERRORS: metrics[-1].get(ERRORS),
         "validation_mse": best["mse"],
         "best_step": best["step"],
         "steps": validation[-1]["step"],
@@ -154,27 +259,37 @@ def curve(record: Record, title: str) -> Any:
     return drawing
 
 
-def forecast_figure(history: Any, truth: Any, forecast: Any, title: str) -> Any:
-    """One panel per channel, of the first PANELS: what was known, what came (where it is known) and what was forecast.
+class Panel(NamedTuple):
+    """One series of a figure: what was known, what came (NaN where unknown) and what was forecast, over dates.
 
-    history, truth, forecast: pandas.DataFrame over dates; truth may be empty.
+    bands: lower and upper ends of intervals, the widest first.
     """
-    columns = [*forecast.columns[:PANELS]]
-    drawing = figure(9.0, 1.2 + 1.7 * len(columns))
-    panels = drawing.subplots(len(columns), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, column in zip(panels, columns, strict=True):
-        axes.plot(history.index, history[column], color=GREY, linewidth=1.2, label="history")
-        if np.isfinite(truth[column].to_numpy(dtype=float)).any():
+
+    name: str
+    history: Any
+    truth: Any
+    forecast: Any
+    bands: Sequence[tuple[Any, Any]] = ()
+
+
+def forecast_figure(panels: Sequence[Panel], title: str, left: int = 0) -> Any:
+    """left: series that are not drawn."""
+    drawing = figure(9.0, 1.2 + 1.7 * len(panels))
+    rows = drawing.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, panel in zip(rows, panels, strict=True):
+        axes.plot(panel.history.index, panel.history, color=GREY, linewidth=1.2, label="history")
+        if np.isfinite(panel.truth.to_numpy(dtype=float)).any():
             # From the last point of the history, so that the curve does not break.
-            joined = [history[column].iloc[-1:], truth[column]]
-            whole = require("pandas", "series").concat(joined)
+            whole = require("pandas", "series").concat([panel.history.iloc[-1:], panel.truth])
             axes.plot(whole.index, whole, color=BLUE, linewidth=1.2, label="truth")
-        axes.plot(forecast.index, forecast[column], color=VERMILION, linewidth=1.6, label="forecast")
-        axes.axvline(forecast.index[0], color="0.8", linewidth=0.8, zorder=0)
-        axes.set_ylabel(column)
+        for lower, upper in panel.bands:
+            ends = [end.where(np.isfinite(end)) for end in (lower, upper)]
+            axes.fill_between(panel.forecast.index, *ends, color=VERMILION, alpha=0.18, linewidth=0)
+        axes.plot(panel.forecast.index, panel.forecast, color=VERMILION, linewidth=1.6, label="forecast")
+        axes.axvline(panel.forecast.index[0], color="0.8", linewidth=0.8, zorder=0)
+        axes.set_ylabel(panel.name)
         quiet(axes)
     drawing.align_ylabels()
-    panels[0].legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
-    left = len(forecast.columns) - len(columns)
-    drawing.suptitle(title + (f" (and {left} more channels)" if left else ""), fontsize=11)
+    rows[0].legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
+    drawing.suptitle(title + (f" (and {left} more)" if left else ""), fontsize=11)
     return drawing

@@ -13,7 +13,7 @@ from femixer.models.named import NAMED, Fields
 from femixer.options import check, given
 from femixer.tasks.forecast.data import KNOWN, Series, default_lookback
 from femixer.tasks.forecast.data.files import frequency_of, season_of
-from femixer.tasks.forecast.data.windows import Scaling, counted, scaling_of
+from femixer.tasks.forecast.data.windows import Held, Scaling, long_places, scaling_of, section_ends, wide_places
 from femixer.tasks.mixing import Mixing
 from femixer.tasks.rivals import Rivals
 from femixer.training import derive
@@ -26,9 +26,10 @@ MODELS: dict[str, Fields] = {
     "iTransformer": {"kind": "itransformer"},
     "LastValue": {"kind": "last-value"},
     "SeasonalNaive": {"kind": "seasonal-naive"},
+    "ETS": {"kind": "ets"},
 }
-NAIVE = ("LastValue", "SeasonalNaive")
-"""Those that learn nothing."""
+SIMPLE = ("LastValue", "SeasonalNaive", "ETS")
+"""Those that every other one should beat: they learn nothing, or four numbers."""
 
 
 @dataclass(frozen=True)
@@ -116,24 +117,53 @@ class Spec:
         return f"{self.model} {self.dataset} {self.lookback} to {self.horizon} seed {self.seed}"
 
 
+def model_name(given: str) -> str:
+    """As we write it, whatever its capitals."""
+    return next((name for name in MODELS if name.lower() == given.lower()), given)
+
+
 def specified(
-    model: str, series: Series, horizon: int, lookback: int | None, seed: int, sizes: Sizes, training: Training
+    model: str,
+    series: Series,
+    horizon: int,
+    lookback: int | None,
+    seed: int,
+    sizes: Sizes,
+    training: Training,
+    quantiles: Sequence[float] = (),
 ) -> Spec:
+    model = model_name(model)
     check(model in MODELS, "model", model, f"one of {', '.join(MODELS)}")
     check(seed >= 0, "seed", seed, "a whole number of at least 0")
     training.validate()
     known = KNOWN.get(series.name)
-    season = sizes.season or season_of(series.dates, known is not None and known.working_days)
+    season = sizes.season or season_of(series.clock, known is not None and known.working_days)
     row = MODELS[model]
     fields = {**row}
     if row["kind"] == "fem":
         fields |= {**sizes.fields(), **sizes.mixing.fields(row), **sizes.rivals.fields(row)}
+    # Only what there is: jobs without it are known by the same names as before it was possible.
+    more = {"known_covariates": series.known, "past_covariates": series.past, "quantiles": quantiles}
+    told = f"none with {model}: models of a mixer's layers take them (FEM-SM, SMAttn, ...), the others do not"
+    for name, names in more.items():
+        check(not names or row["kind"] == "fem", name.removesuffix("_covariates"), [*names], told)
+    fields |= {name: [*names] for name, names in more.items() if names}
     length = default_lookback(horizon) if lookback is None else lookback
     return Spec(model, series.name, series.fingerprint, horizon, length, seed, season, fields, training)
 
 
-def build_model(spec: Spec, series: Series, scaling: Scaling) -> Forecaster:
+def build_model(spec: Spec, series: Series, scaling: Scaling, held: Held | None = None) -> Forecaster:
     """Starting weights depend on the seed alone."""
+    scales: dict[str, Any] = {"scaler_mean": scaling.mean.tolist(), "scaler_std": scaling.std.tolist()}
+    if series.sections:
+        own = zip(series.sections, scaling.mean[:, 0].tolist(), scaling.std[:, 0].tolist(), strict=True)
+        known = {
+            section.name: [mean, std] for section, mean, std in own if section_ends(section, spec.horizon, held)[0]
+        }
+        scales = {"series_scale": known, "id_column": series.id_column}
+    if series.covariates is not None and MODELS[spec.model]["kind"] == "fem":
+        scales["covariate_mean"] = scaling.covariate_mean.tolist()
+        scales["covariate_std"] = scaling.covariate_std.tolist()
     with torch.random.fork_rng():
         torch.manual_seed(derive(spec.seed, "weights"))
         try:
@@ -144,11 +174,11 @@ def build_model(spec: Spec, series: Series, scaling: Scaling) -> Forecaster:
                     lookback=spec.lookback,
                     horizon=spec.horizon,
                     season=spec.season,
-                    scaler_mean=scaling.mean.tolist(),
-                    scaler_std=scaling.std.tolist(),
+                    **scales,
+                    label=spec.model,
                     columns=[*series.columns],
                     date_column=series.date_column,
-                    frequency=frequency_of(series.dates),
+                    frequency=frequency_of(series.clock),
                     date_format=series.date_format,
                     missing_below=series.missing_below,
                 )
@@ -157,8 +187,8 @@ def build_model(spec: Spec, series: Series, scaling: Scaling) -> Forecaster:
             raise ValueError(str(error.__cause__ or error)) from error
 
 
-def check_possible(spec: Spec, series: Series) -> None:
+def check_possible(spec: Spec, series: Series, held: Held | None = None) -> None:
     """A ValueError unless there are windows and the model can be built: before anything is written."""
-    counted(series, spec.lookback, spec.horizon)
+    (long_places if series.sections else wide_places)(series, spec.lookback, spec.horizon, held)
     with torch.device("meta"):
-        build_model(spec, series, scaling_of(series))
+        build_model(spec, series, scaling_of(series, spec.horizon, held), held)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from femixer.reporting import Cell, Column, Group, Row, Score, Table, marked, mean_of
 from femixer.tasks.forecast.data import LOOKBACKS
+from femixer.tasks.forecast.paired import Place, paired_table
 from femixer.tasks.runner import Tabulate
 from femixer.training.jobs.store import as_text, distinct, same
 from femixer.training.results import Record
@@ -115,19 +116,33 @@ def training(record: Record, tuned: Sequence[str]) -> str:
 
 ORDER = (
     *("FEM-SM", "FEM-GLA", "FEM-Mamba", "FEM-AFT", "SMAttn", "GLA", "Mamba", "AFT"),
-    *("iTransformer", "PatchTST", "DLinear", "NLinear", "SeasonalNaive", "LastValue"),
+    *("iTransformer", "PatchTST", "DLinear", "NLinear", "ETS", "SeasonalNaive", "LastValue"),
 )
 """Columns from left to right; models that are not among them follow."""
 NAMES = {"lr": "learning rate", "weight_decay": "weight decay", "epochs": "number of epochs"}
 
 
 def tabulate(records: Sequence[Record], tuned: Sequence[str] = TUNED) -> list[Table]:
-    """A table for each metric, the notes below the last."""
+    """A table for each metric, and the paired differences of FEM and its priors; the notes below the last."""
     found = groups(records, tuned)
     present = {record["model"]: None for record in records}
     models = [*(name for name in ORDER if name in present), *(name for name in present if name not in ORDER)]
     tables = [metric_table(found, models, metric) for metric in METRICS]
-    return [*tables[:-1], replace(tables[-1], notes=legend(records, tables[0], tuned))]
+    paired, notes = paired_table(places(found), METRICS)
+    tables = tables if paired is None else [*tables, paired]
+    return [*tables[:-1], replace(tables[-1], notes=[*legend(records, tables[0], tuned), *notes])]
+
+
+def places(found: Sequence[Compared]) -> Iterator[Place]:
+    for results in found:
+        look = shown_look(results)
+        for horizon in results.horizons:
+            chosen = {model: own for (model, length), own in results.chosen.items() if length == horizon}
+            yield Place(results.dataset, look, horizon, chosen)
+
+
+def shown_look(results: Compared) -> str:
+    return "protocol" if results.lookback is None else str(results.lookback)
 
 
 def metric_table(found: Sequence[Compared], models: Sequence[str], metric: str) -> Table:
@@ -144,7 +159,7 @@ def metric_table(found: Sequence[Compared], models: Sequence[str], metric: str) 
 
 def lines(results: Compared, models: Sequence[str], metric: str) -> Iterator[Row]:
     """One per horizon, their mean, and if that is over others than the paper's, a line of its figures alone."""
-    look = "protocol" if results.lookback is None else str(results.lookback)
+    look = shown_look(results)
 
     def line(title: str, scores: Sequence[Score], published: Sequence[float | None]) -> Row:
         printed = ["" if figure is None or metric != "mse" else f"{figure:.3f}" for figure in published]
@@ -199,7 +214,7 @@ class ForecastTabulate(Tabulate):
     """Put results of `femixer forecast run` into the layout of the paper's table.
 
     Writes table.md, which it prints, table.tex and table.csv: MSE and MAE of every data set and model, for each horizon
-    and as the mean over them.
+    and as the mean over them, and the differences of FEM and its priors with an interval over test windows.
     """
 
     results: tuple[Path, ...]

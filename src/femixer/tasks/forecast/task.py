@@ -7,15 +7,28 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
+import torch
+
 from femixer.models.quiet import without_bars
+from femixer.optional import MissingExtra
 from femixer.options import check, expanded, parse
 from femixer.reporting import Table, as_markdown
 from femixer.tasks.forecast import TASK
 from femixer.tasks.forecast.data import LOOKBACKS, PACKAGED, Reading, Series, read
 from femixer.tasks.forecast.data.files import frequency_of
-from femixer.tasks.forecast.data.windows import scaling_of
-from femixer.tasks.forecast.fit import WIDER, Fitted, curve, fitted, score
-from femixer.tasks.forecast.model import MODELS, NAIVE, Sizes, Spec, Training, build_model, check_possible, specified
+from femixer.tasks.forecast.data.windows import Held, rows_needed, too_short, training_rows
+from femixer.tasks.forecast.fit import WIDER, Fitted, calibrated, coverage, curve, fitted, score
+from femixer.tasks.forecast.model import (
+    MODELS,
+    SIMPLE,
+    Sizes,
+    Spec,
+    Training,
+    build_model,
+    check_possible,
+    model_name,
+    specified,
+)
 from femixer.tasks.forecast.table import COLUMNS, DATASETS, tabulate
 from femixer.tasks.runner import DataJob, Run
 from femixer.training import Results, RunOptions, distributed, show_table
@@ -42,6 +55,8 @@ class Setting:
 
     lookback: int | None = None
     """Rows to forecast from, by default the protocol's: 1024 up to horizon 96, 2048 up to 336, else 4096."""
+    quantiles: tuple[float, ...] = ()
+    """Quantiles to forecast besides the mean, as 0.1 0.5 0.9, with a loss of their own."""
     reading: Reading = field(default_factory=Reading)
     sizes: Sizes = field(default_factory=Sizes)
     training: Training = field(default_factory=Training)
@@ -49,14 +64,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Train(Setting):
-    """Train a forecaster on a series: one row per time stamp, one column per channel.
+    """Train a forecaster on a series: one row per time stamp, one column per channel; or on many, one below the other.
 
     The results folder gets config.json, metrics.jsonl, figure.png, table.md and model/, the weights of the best
     validation MSE, which `femixer forecast predict` loads. Errors are in units of the training rows' deviation.
     """
 
     model: str = "FEM-SM"
-    """Model as named in the paper's table, or DLinear, NLinear, PatchTST, iTransformer, LastValue, SeasonalNaive."""
+    """Model of the paper's table, or DLinear, NLinear, PatchTST, iTransformer, ETS, LastValue, SeasonalNaive."""
     data: str = PACKAGED
     """A CSV or parquet file with a column of dates, or folder/NAME of one; seattle-temps needs no file."""
     horizon: int = 96
@@ -69,34 +84,58 @@ class Train(Setting):
 def trained(command: Train) -> Results:
     """Train, score and save a model; the folder then holds everything about it."""
     command.run.apply()
-    command.sizes.validate([command.model])
-    series = read(command.data, command.reading)
-    spec = specified(
-        command.model, series, command.horizon, command.lookback, command.seed, command.sizes, command.training
-    )
+    spec, series = prepared(command)
     check_possible(spec, series)
-    if frequency_of(series.dates) is None and distributed.is_main():
-        told = "rows are taken as equally far apart, and `femixer forecast predict` may not take such dates"
-        print(f"{command.data} has irregular dates: {told}", file=sys.stderr)
     results = Results("forecast", spec, command.run, (RECORD,))
     if not results.finished:
         made = fitted(spec, series, results)
-        rivals = naive(spec, series, made)
+        rivals = simple(spec, series, made)
         distributed.on_main(lambda: finish(results, spec, made, rivals))
     return results
 
 
-def naive(spec: Spec, series: Series, made: Fitted) -> dict[str, dict[str, float]]:
-    """Test errors of the forecasts that learn nothing, for comparison."""
-    errors = {}
-    for name in NAIVE:
-        model = build_model(replace(spec, fields=MODELS[name]), series, scaling_of(series))
-        errors[name] = score(model, made.windows["test"], WIDER * spec.training.batch)
-    return errors
+def prepared(command: Train, held: Held | None = None) -> tuple[Spec, Series]:
+    """What is trained, and on what; the user is told what there is to know of the data."""
+    command.sizes.validate([model_name(command.model)])
+    series = read(command.data, command.reading)
+    how = (command.sizes, command.training, command.quantiles)
+    spec = specified(command.model, series, command.horizon, command.lookback, command.seed, *how)
+    told = [*series.told]
+    if frequency_of(series.clock) is None:
+        rest = "rows are taken as equally far apart, and `femixer forecast predict` may not take such dates"
+        told.append(f"{command.data} has irregular dates: {rest}")
+    short = too_short(series, spec.horizon, held)
+    if short:
+        names = ", ".join(short[:3]) + (", ..." if len(short) > 3 else "")
+        rest = f"with fewer than {rows_needed(spec.horizon, held)} rows, are not trained on: {names}"
+        told.append(f"{command.data}: {len(short)} of {len(series.sections)} series, {rest}")
+    if distributed.is_main():
+        for line in told:
+            print(line, file=sys.stderr)
+    return spec, series
+
+
+def simple(spec: Spec, series: Series, made: Fitted, held: Held | None = None) -> dict[str, dict[str, float]]:
+    """Test errors of the forecasts that learn nothing or little, for comparison."""
+    return {name: simple_errors(name, spec, series, made, held) for name in SIMPLE if name != spec.model}
+
+
+def simple_errors(name: str, spec: Spec, series: Series, made: Fitted, held: Held | None) -> dict[str, float]:
+    """None where the model needs a package that is not installed: that is no reason to lose a training."""
+    model = build_model(replace(spec, model=name, fields=MODELS[name]), series, made.scaling, held)
+    try:
+        model.estimate(training_rows(series, spec.horizon, held))
+    except MissingExtra as error:
+        print(f"{name} is not in the table: {error}", file=sys.stderr)
+        return {}
+    with torch.no_grad():
+        return score(model, made.windows["test"], WIDER * spec.training.batch)
 
 
 def finish(results: Results, spec: Spec, made: Fitted, rivals: dict[str, dict[str, float]]) -> None:
     """Save the model, and write figure and table: what makes the run finished comes last."""
+    batch = WIDER * spec.training.batch
+    calibrated(made.model, made.windows["validation"], batch)
     with new_model(results.folder / MODEL) as partial, without_bars():
         made.model.save_pretrained(partial)
     TASK.keep(made.record, results.folder)
@@ -110,10 +149,11 @@ def summary(spec: Spec, made: Fitted, rivals: dict[str, dict[str, float]]) -> Ta
     epochs = [str(record[name] // per_epoch) for name in ("steps", "best_step")]
     errors = [f"{record[name]:.4f}" for name in ("validation_mse", "mse", "mae")]
     rows = [[spec.model, f"{record['parameter_count']:,}", *epochs, *errors]]
+    channels = made.model.config.channels
     rows += [
-        [name, "0", "", "", "", f"{errors['mse']:.4f}", f"{errors['mae']:.4f}"]
+        [name, str(4 * channels if name == "ETS" else 0), "", "", "", f"{errors['mse']:.4f}", f"{errors['mae']:.4f}"]
         for name, errors in rivals.items()
-        if name != spec.model
+        if errors
     ]
     title = (
         f"{spec.dataset}: {spec.horizon} rows from {spec.lookback}, seed {spec.seed}; "
@@ -121,6 +161,10 @@ def summary(spec: Spec, made: Fitted, rivals: dict[str, dict[str, float]]) -> Ta
         + " windows. The best weights by validation MSE, scored on the test split, in scaled units."
     )
     notes = [f"Training ended early: {record['diverged']}."] if record["diverged"] else []
+    notes += [
+        f"Intervals ({kind}) hold of the test values: {', '.join(f'{s:.1f} % at {v:g} %' for v, s in shares.items())}."
+        for kind, shares in coverage(made.model, made.windows["test"], WIDER * spec.training.batch).items()
+    ]
     columns = ("model", "parameters", "epochs", "best", "validation MSE", "test MSE", "test MAE")
     return Table.of(columns, rows, title, *notes)
 
@@ -135,7 +179,7 @@ class Experiment(Setting):
     """What is run."""
 
     models: tuple[str, ...] = ("FEM-SM", "SMAttn", "DLinear", "SeasonalNaive")
-    """Models as named in the paper's table, or DLinear, NLinear, PatchTST, iTransformer, LastValue, SeasonalNaive.
+    """Models of the paper's table, or DLinear, NLinear, PatchTST, iTransformer, ETS, LastValue, SeasonalNaive.
     paper: the nine of its table; all: every one."""
     data: tuple[str, ...] = (PACKAGED,)
     """CSV or parquet files with a column of dates, or folder/NAME of some; seattle-temps needs no file."""
@@ -155,7 +199,7 @@ class Experiment(Setting):
             given = getattr(self, name)
             check(0 < len(given) == len({*given}), name, given, "different ones")
         check(self.seeds > 0, "seeds", self.seeds, "a whole number above 0")
-        self.sizes.validate(self.models)
+        self.sizes.validate([model_name(name) for name in self.models])
         made: list[ForecastJob] = []
         for data in self.data:
             series = read(data, self.reading)
@@ -168,7 +212,7 @@ class Experiment(Setting):
 
     def spec(self, series: Series, horizon: int, model: str) -> Spec:
         """Checked, with the first seed."""
-        spec = specified(model, series, horizon, self.lookback, self.seed, self.sizes, self.training)
+        spec = specified(model, series, horizon, self.lookback, self.seed, self.sizes, self.training, self.quantiles)
         check_possible(spec, series)
         return spec
 

@@ -1,4 +1,7 @@
-"""Series: what is known of data sets by name, and reading a CSV or parquet file with a column of dates."""
+"""Series: what is known of data sets by name, and reading a CSV or parquet file with a column of dates.
+
+A file is wide, with one row per date and a column per channel, or long, with several series below each other.
+"""
 
 import functools
 import hashlib
@@ -13,7 +16,8 @@ import numpy as np
 from femixer.models.forecast.frames import DATE_NAMES, is_date_name
 from femixer.optional import require
 from femixer.options import check
-from femixer.tasks.forecast.data.files import Rows, as_dates, read_csv
+from femixer.tasks.forecast.data.files import Rows, as_dates, in_any_order, read_csv
+from femixer.tasks.forecast.data.long import ID, Section, arranged
 
 LOOKBACKS = {96: 1024, 192: 2048, 336: 2048, 720: 4096}
 """Of the protocol, by horizon."""
@@ -81,7 +85,13 @@ class Reading:
     date_format: str | None = None
     """Format of the dates as in %d.%m.%Y %H:%M, where it cannot be told from the first of them."""
     columns: tuple[str, ...] = ()
-    """Columns to forecast, by default all others."""
+    """Columns to forecast, by default all others; of long files, which have several series below each other, y."""
+    id_column: str | None = None
+    """Column that says to which series a row of a long file belongs, by default unique_id if there is one."""
+    known: tuple[str, ...] = ()
+    """Columns that are not forecast, whose values are known ahead: covariates such as holidays and prices."""
+    past: tuple[str, ...] = ()
+    """Columns that are not forecast and not known ahead, which the forecast is made of as well."""
     missing_below: float | None = None
     """Values at or below mean missing, by default what is known of the data set (weather: -9000)."""
 
@@ -92,7 +102,7 @@ class Series:
 
     name: str
     dates: Any
-    """pandas.DatetimeIndex [T], increasing; known data sets may repeat one."""
+    """pandas.DatetimeIndex [T], increasing (within each section); known data sets may repeat one."""
     values: np.ndarray
     """[T, C] in float64, NaN where missing."""
     columns: tuple[str, ...]
@@ -100,6 +110,15 @@ class Series:
     date_format: str | None = None
     missing_below: float | None = None
     """How the file was read."""
+    covariates: np.ndarray | None = None
+    """[T, K + P], the known ones first."""
+    known: tuple[str, ...] = ()
+    past: tuple[str, ...] = ()
+    id_column: str | None = None
+    sections: tuple[Section, ...] = ()
+    """Of a long file: the rows of each series, without gaps in their dates."""
+    told: tuple[str, ...] = ()
+    """What a user should know of how the file was read."""
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -107,11 +126,30 @@ class Series:
         digest = hashlib.sha256(repr(self.columns).encode())
         digest.update(np.ascontiguousarray(self.values).tobytes())
         digest.update(np.ascontiguousarray(self.dates.as_unit("ns").asi8).tobytes())
+        if self.covariates is not None:
+            digest.update(repr((self.known, self.past)).encode())
+            digest.update(np.ascontiguousarray(self.covariates).tobytes())
+        if self.sections:
+            digest.update(repr(self.sections).encode())
         return digest.hexdigest()[:16]
 
+    @property
+    def clock(self) -> Any:
+        """Dates that tell frequency and season: those of the longest series."""
+        if not self.sections:
+            return self.dates
+        longest = max(self.sections, key=lambda section: section.rows)
+        return self.dates[longest.begin : longest.end]
+
     def frame(self) -> Any:
-        """As a pandas.DataFrame over the dates."""
-        frame = require("pandas", "series").DataFrame(self.values, index=self.dates, columns=[*self.columns])
+        """As a pandas.DataFrame over the dates, with the covariates; a long one has the series' names in front."""
+        columns, values = [*self.columns, *self.known, *self.past], self.values
+        if self.covariates is not None:
+            values = np.concatenate([self.values, self.covariates], 1)
+        frame = require("pandas", "series").DataFrame(values, index=self.dates, columns=columns)
+        if self.sections:
+            names, lengths = zip(*((section.name, section.rows) for section in self.sections), strict=True)
+            frame.insert(0, self.id_column, np.repeat(np.array(names, dtype=object), lengths))
         return frame.rename_axis(index=self.date_column)
 
 
@@ -124,19 +162,60 @@ def read(data: str, reading: Reading | None = None) -> Series:
     path = locate(data)
     name = known_name(path.stem)
     known = KNOWN.get(name, Known())
-    if path.suffix == ".parquet":
-        rows = read_parquet(path)
-    else:
-        rows = without_count(read_csv(path, known.bare, reading.date_column is None), reading.date_column)
+    rows = rows_of(path, known, reading)
     date_column = find_date_column(rows, reading.date_column)
-    dates = as_dates(rows, date_column, reading.date_format, repeated=name in KNOWN)
-    columns = chosen(rows, date_column, reading.columns)
+    id_column = find_id_column(rows, reading.id_column)
+    columns, unused = chosen(rows, [date_column, *([id_column] if id_column else [])], reading, id_column is not None)
     values = np.column_stack([rows.numbers(column) for column in columns])
+    names = (*reading.known, *reading.past)
+    covariates = np.column_stack([rows.numbers(column) for column in names]) if names else None
     limit = known.missing_below if reading.missing_below is None else reading.missing_below
     if limit is not None:
         values[values <= limit] = np.nan
     check(len(values) > 0, "data", data, "a file that has rows below its header")
-    return Series(name, dates, values, tuple(columns), date_column, reading.date_format, limit)
+    made = functools.partial(
+        Series,
+        name,
+        columns=tuple(columns),
+        date_column=date_column,
+        date_format=reading.date_format,
+        missing_below=limit,
+        known=reading.known,
+        past=reading.past,
+    )
+    if id_column is None:
+        dates = as_dates(rows, date_column, reading.date_format, repeated=name in KNOWN)
+        return made(dates=dates, values=values, covariates=covariates)
+    found = arranged(rows, id_column, in_any_order(rows, date_column, reading.date_format), values, covariates)
+    told = found.told
+    if unused:
+        told += (f"{path.name}: {', '.join(unused)} not used; --known and --past name covariates",)
+    return made(
+        dates=found.dates,
+        values=found.values,
+        covariates=found.covariates,
+        id_column=id_column,
+        sections=found.sections,
+        told=told,
+    )
+
+
+def rows_of(path: Path, known: Known, reading: Reading) -> Rows:
+    if path.suffix == ".parquet":
+        return read_parquet(path)
+    return without_count(read_csv(path, known.bare, reading.date_column is None), reading.date_column)
+
+
+def read_future(data: str, reading: Reading) -> Any:
+    """Known covariates of rows to come, as a pandas.DataFrame with a column of dates, and one of the series' names if
+    `reading` says which."""
+    rows = rows_of(locate(data), Known(), reading)
+    date_column = find_date_column(rows, reading.date_column)
+    frame = require("pandas", "series").DataFrame({date_column: in_any_order(rows, date_column, reading.date_format)})
+    for name in (*([reading.id_column] if reading.id_column else []), *reading.known):
+        check(name in rows.columns, "future", data, f"a file with a column {name!r}; it has {', '.join(rows.columns)}")
+        frame[name] = rows.frame[name].astype(str) if name == reading.id_column else rows.numbers(name)
+    return frame
 
 
 def locate(data: str) -> Path:
@@ -201,13 +280,39 @@ def find_date_column(rows: Rows, given: str | None) -> str:
     return found[0]
 
 
-def chosen(rows: Rows, date_column: str, columns: Sequence[str]) -> list[str]:
-    """The columns of the channels."""
-    others = [name for name in rows.columns if name != date_column]
+def find_id_column(rows: Rows, given: str | None) -> str | None:
+    """Of a long file; None for one row per date."""
+    if given is None:
+        return ID if ID in rows.columns else None
+    check(given in rows.columns, "id_column", given, f"one of the columns of {rows.path}: {', '.join(rows.columns)}")
+    return given
+
+
+TARGET = "y"
+"""The column that is forecast in a long file, unless another is named."""
+
+
+def chosen(rows: Rows, taken: Sequence[str], reading: Reading, long: bool) -> tuple[list[str], list[str]]:
+    """The columns of the channels, and those that are left over; `taken` are dates and names of series."""
+    columns = reading.columns
+    others = [name for name in rows.columns if name not in taken]
     allowed = "a file with columns besides the dates, separated by commas, semicolons or tabs"
     check(len(others) > 0, "data", str(rows.path), allowed)
-    allowed = f"different ones of {', '.join(others)}"
-    for name in columns:
-        check(name in others, "columns", name, allowed)
-    check(len({*columns}) == len(columns), "columns", columns, allowed)
-    return [*columns] or others
+    covariates = (*reading.known, *reading.past)
+    for option, names in (("columns", columns), ("known", reading.known), ("past", reading.past)):
+        allowed = f"different ones of {', '.join(others)}"
+        for name in names:
+            check(name in others, option, name, allowed)
+        check(len({*names}) == len(names), option, names, allowed)
+    twice = [name for name in covariates if name in columns or covariates.count(name) > 1]
+    check(
+        not twice, "known", reading.known, f"others than --past and --columns have: {', '.join(twice)} is there twice"
+    )
+    rest = [name for name in others if name not in covariates]
+    if not long:
+        check(len(rest) > 0, "known", covariates, f"fewer: no column of {rows.path} is left to forecast")
+        return [*columns] or rest, []
+    wanted = [*columns] or ([TARGET] if TARGET in rest else rest)
+    several = f"one of {', '.join(rest)}: a long file has one column to forecast"
+    check(len(wanted) == 1, "columns", wanted, several)
+    return wanted, [name for name in rest if name not in wanted]

@@ -142,6 +142,17 @@ def checked_lines(text: str, path: Path, separator: str, named: bool = True) -> 
 
 def as_dates(rows: Rows, column: str, form: str | None, repeated: bool = False) -> Any:
     """The column as a pandas.DatetimeIndex, which never goes back; `repeated`: nor need it go on."""
+    dates = in_any_order(rows, column, form)
+    late = np.flatnonzero(dates[1:] < dates[:-1] if repeated else dates[1:] <= dates[:-1])
+    if len(late):
+        row = late[0] + 1
+        told = "repeats that of" if dates[row] == dates[row - 1] else f"is before {dates[row - 1]} of"
+        rows.refuse(row, f"{column} {dates[row]} {told} {rows.place(row - 1)}; dates must increase")
+    return dates
+
+
+def in_any_order(rows: Rows, column: str, form: str | None) -> Any:
+    """The column as a pandas.DatetimeIndex; none of its dates is missing."""
     pandas = require("pandas", "series")
     cells = rows.frame[column]
     dates = pandas.DatetimeIndex(cells if cells.dtype.kind == "M" else parsed(rows, column, form))
@@ -150,11 +161,6 @@ def as_dates(rows: Rows, column: str, form: str | None, repeated: bool = False) 
         cell = cells.iloc[bad[0]]
         told = f"is {cell!r}, which is not a date like those before" if pandas.notna(cell) else "is missing"
         rows.refuse(bad[0], f"{column} {told}; --date-format says how dates are written")
-    late = np.flatnonzero(dates[1:] < dates[:-1] if repeated else dates[1:] <= dates[:-1])
-    if len(late):
-        row = late[0] + 1
-        told = "repeats that of" if dates[row] == dates[row - 1] else f"is before {dates[row - 1]} of"
-        rows.refuse(row, f"{column} {dates[row]} {told} {rows.place(row - 1)}; dates must increase")
     return dates
 
 
