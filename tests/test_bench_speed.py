@@ -102,7 +102,7 @@ LADDER = ("SMAttn+L,T,G", "FEM-SM")
 
 @pytest.mark.parametrize("tokens", [2, 67])
 def test_fem_never_counts_fewer_flops_than_attention_of_the_same_shapes(tokens: int) -> None:
-    options = replace(TINY, tokens=tokens)
+    options = replace(TINY, tokens=tokens, dim=32)  # [v, exp(beta v)] as wide as a head: attention's products
     rival, *ours = (counted(row, options) for row in (RIVAL, *LADDER))
     for one, more in zip((rival, *ours), ours, strict=False):
         assert one["forward_flops"] < more["forward_flops"] and one["training_flops"] < more["training_flops"]
