@@ -18,7 +18,7 @@ LINEAR_TIME = [name for name, kind in PRIORS.items() if issubclass(kind, Directe
 
 # Options of a prior that change how it scans; few modes keep the dense weights of long sequences small.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "gla": [{"decay": "scalar"}, {"decay": "head"}, {"decay": "channel"}],
+    "gla": [{"decay": "head"}, {"decay": "channel"}],
     "ssm": [{"state_size": 3}],
     "mamba": [{"state_size": 3}],
     "mamba-interactive": [{"state_size": 3}],

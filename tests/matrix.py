@@ -44,8 +44,7 @@ OF_PRIOR: dict[str, dict[str, dict[str, Any]]] = {
         "skip": {"prior_options": {"skip": True}},
     },
     "fox": {
-        "norope": {"rope": False, "parts": "LT"},
-        "groupedwindow": {"kv_heads": 1, "window": 6, "prior_options": {"cache": "exp"}},
+        "groupedwindow": {"rope": False, "kv_heads": 1, "window": 6, "prior_options": {"cache": "exp"}},
     },
     "softmax": {
         "norope": {"rope": False},

@@ -23,7 +23,6 @@ CHUNKS = [1, 4, 9, 1, 8]
 
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "attention": {"grouped": {"kv_heads": 2}},
-    "fox": {"llama": {"variant": "llama"}},
     "gated-attention": {"headwise": {"gate": "headwise", "kv_heads": 2, "bias": True}},
     "gated-deltanet": {"published": {"expand_k": 0.75, "expand_v": 1.5, "bias": True}},
     "hgrn": {"complex": {"complex": True, "lower_bound": 0.3}},
