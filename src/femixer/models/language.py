@@ -23,6 +23,7 @@ from femixer.models.mixers import build_mixer
 from femixer.models.norm import RMSNorm
 from femixer.models.packing import PACKING, check_arguments, packed_segments, taken_for_loss
 from femixer.models.saving import Card, write_beside
+from femixer.ownership import new_number
 
 
 class FEMPreTrainedModel(PreTrainedModel):
@@ -102,7 +103,13 @@ class FEMModel(FEMPreTrainedModel):
             FEMBlock(dim, build_mixer(config, layer), width, eps, layer) for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(dim, eps=eps)
+        self._owner = new_number(self)
         self.post_init()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copied or unpickled model is another one: it does not take the original's caches."""
+        super().__setstate__(state)
+        self._owner = new_number(self)
 
     @capture_outputs  # type: ignore[untyped-decorator]
     def forward(
@@ -130,6 +137,8 @@ class FEMModel(FEMPreTrainedModel):
             use_cache = self.config.use_cache and self.config.causal and not self.training
         if use_cache and past_key_values is None:
             past_key_values = FEMCache(len(self.layers))
+        if past_key_values is not None:
+            past_key_values.belong_to(self, self._owner)
         mask = padding_mask(attention_mask, x)
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         segments = packed_segments(x, segments, mask, kwargs, seen)
