@@ -22,7 +22,7 @@ from femixer.models.loading import load_all
 from femixer.models.mixers import build_mixer
 from femixer.models.norm import RMSNorm
 from femixer.models.packing import PACKING, check_arguments, packed_segments, taken_for_loss
-from femixer.models.saving import Card, write_beside
+from femixer.models.saving import Card, check_whole, mapped, write_beside
 from femixer.ownership import new_number
 
 
@@ -65,9 +65,12 @@ class FEMPreTrainedModel(PreTrainedModel):
     ) -> None:
         """As in transformers; beside the weights stand a module with which tools that never import femixer find it, and
         a model card (README.md, from `self.card`), unless one that we did not write is there."""
+        if kwargs.get("state_dict") is None:
+            check_whole(self)
         if is_main_process:
             write_beside(self, save_directory)
-        super().save_pretrained(save_directory, is_main_process, **kwargs)
+        with mapped(self.config):
+            super().save_pretrained(save_directory, is_main_process, **kwargs)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         # For code outside of transformers it would pass over modules that own no parameter but only other modules.

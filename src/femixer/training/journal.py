@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -31,6 +31,31 @@ def terminal_bar(*texts: str, **options: Any) -> Any:
         return None
     before, *after = map(rich.TextColumn, texts)
     return rich.Progress(before, rich.BarColumn(), *after, rich.TimeRemainingColumn(), console=console, **options)
+
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+@contextmanager
+def counting(total: int, unit: str) -> Iterator[Callable[[int], None]]:
+    """Gives the function that is told how many more of `total` are done: a bar, or a line now and then."""
+    bar = terminal_bar("{task.completed:,}/{task.total:,} " + unit)
+    task = None if bar is None else bar.add_task("", total=total)
+    done, began = 0, time.monotonic()
+    shown = began
+
+    def told(more: int) -> None:
+        nonlocal done, shown
+        done, now = done + more, time.monotonic()
+        if bar is not None:
+            bar.advance(task, more)
+        elif now - shown >= SECONDS_BETWEEN_LINES:
+            shown = now
+            left = (now - began) / done * (total - done)
+            print(f"{done:,} of {total:,} {unit}, {left:.0f} s left", file=sys.stderr, flush=True)
+
+    with bar or nullcontext():
+        yield told
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from femixer.reporting.figures import save
 from femixer.tasks.forecast.data import PACKAGED, Reading, read
 from femixer.tasks.forecast.fit import forecast_figure
 from femixer.training import atomic
-from femixer.training.results import MODEL
+from femixer.training.results import MODEL, check_no_run
 
 FORECAST, FIGURE = "forecast.csv", "figure.png"
 DRAWN = 3
@@ -98,6 +98,7 @@ def forecast_from(model: Forecaster, frame: Any, start: str | None) -> tuple[Any
 
 def main(args: Sequence[str]) -> int:
     command = parse(Command, args, "forecast predict", Command())
+    check_no_run(command.out)
     model = load(command.model)
     reading = as_trained(command.reading, model.config)
     series = read(command.data, reading)
@@ -106,11 +107,11 @@ def main(args: Sequence[str]) -> int:
     frame = frame[~frame.index.duplicated()]
     history, forecast = forecast_from(model, frame, command.start)
     truth = frame.reindex(forecast.index)
-    command.out.mkdir(parents=True, exist_ok=True)
-    atomic.write(command.out / FORECAST, forecast.to_csv(index_label=series.date_column, lineterminator="\n"))
     drawn = history.iloc[-DRAWN * model.config.horizon :]
     figure = forecast_figure(drawn, truth, forecast, f"{series.name}: {len(forecast)} rows from {forecast.index[0]}")
-    save(figure, command.out / FIGURE)
+    with atomic.replacing_files(command.out) as new:
+        save(figure, new / FIGURE)
+        atomic.write(new / FORECAST, forecast.to_csv(index_label=series.date_column, lineterminator="\n"))
     errors = (forecast - truth).abs().mean().dropna()
     if len(errors):
         told = ", ".join(f"{name} {error:.4g}" for name, error in errors.items())

@@ -17,6 +17,7 @@ from femixer.tasks.forecast.model import MODELS, NAIVE, Sizes, Spec, Training, b
 from femixer.tasks.forecast.table import tabulate
 from femixer.tasks.runner import DataJob, Run
 from femixer.training import Results, RunOptions, distributed, show_table
+from femixer.training.best import check_trained
 from femixer.training.jobs import Jobs
 from femixer.training.results import MODEL, Record, new_model
 
@@ -79,8 +80,10 @@ def trained(command: Train) -> Results:
     results = Results("forecast", spec, command.run)
     if not results.finished:
         made = fitted(spec, series, results)
+        check_trained(made.record)
         rivals = naive(spec, series, made)
         distributed.on_main(lambda: finish(results, spec, made, rivals))
+        check_trained(made.record, f"{results.folder / MODEL}/")
     return results
 
 

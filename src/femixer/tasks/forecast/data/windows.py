@@ -71,14 +71,29 @@ def borders(series: Series) -> dict[str, tuple[int, int]]:
 
 
 def scaling_of(series: Series) -> Scaling:
-    """Mean and standard deviation (over n) of the training rows; a channel that is constant there keeps its scale."""
+    """Mean and standard deviation (over n) of the training rows; a channel that is constant there keeps its scale.
+
+    A channel without a value there, or with values whose squares are too large, is an error that names it.
+    """
     rows = series.values[slice(*borders(series)["train"])]
     mean, std = np.zeros(rows.shape[1]), np.ones(rows.shape[1])
     for channel, column in enumerate(rows.T):
-        seen = column[~np.isnan(column)]
-        if len(seen):
-            constant = seen.var() <= rounding_of(seen)
-            mean[channel], std[channel] = (seen[0], 1.0) if constant else (seen.mean(), seen.std())
+        seen, name = column[~np.isnan(column)], series.columns[channel]
+        if not len(seen):
+            raise ValueError(
+                f"{series.name}: the column {name!r} has no value in the {len(rows)} training rows; choose --columns "
+                "without it"
+            )
+        with np.errstate(over="ignore", invalid="ignore"):
+            variance = seen.var()
+        if not np.isfinite(variance):
+            largest = np.abs(seen).max()
+            raise ValueError(
+                f"{series.name}: the column {name!r} has values up to {largest:.3g}, too large to scale: their "
+                "deviation is not a finite number; give it in a larger unit, or choose --columns without it"
+            )
+        constant = variance <= rounding_of(seen)
+        mean[channel], std[channel] = (seen[0], 1.0) if constant else (seen.mean(), seen.std())
     return Scaling(mean, std)
 
 
@@ -96,7 +111,16 @@ def windows(
     ranges = counted(series, lookback, horizon)
     scaled = (series.values - scaling.mean) / scaling.std
     missing = np.isnan(scaled)
-    values = torch.from_numpy(np.where(missing, 0.0, scaled).astype(np.float32)).to(device)
+    with np.errstate(over="ignore"):
+        numbers = np.where(missing, 0.0, scaled).astype(np.float32)
+    bad = np.argwhere(~np.isfinite(numbers))
+    if len(bad):
+        row, channel = bad[0]
+        raise ValueError(
+            f"{series.name}: the column {series.columns[channel]!r} has the value {series.values[row, channel]:.3g} in "
+            f"row {row + 1}, {scaled[row, channel]:.3g} deviations of the training rows from their mean: too large"
+        )
+    values = torch.from_numpy(numbers).to(device)
     observed = torch.from_numpy(~missing).to(device) if missing.any() else None
     return {s: Windows(values, observed, *where, lookback, horizon) for s, where in ranges.items()}, scaling
 
