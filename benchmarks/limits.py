@@ -1,4 +1,4 @@
-"""Large inputs through the real commands: wall time, peak memory and what they say meanwhile.
+"""Large inputs through the real commands: time, peak memory and what they say meanwhile.
 
     python benchmarks/limits.py text          # a corpus of 1 GB: lm data, lm train, generate, eval
     python benchmarks/limits.py csv           # 5 million rows of 7 channels: forecast train, forecast predict
@@ -7,8 +7,8 @@
     python benchmarks/limits.py csv --scale 0.01
 
 The data are made in a temporary folder (--folder chooses where) and removed at the end. Memory is the peak of resident
-memory of the largest process of a command, which for tokens and data sets includes what is mapped from files. Lines:
-of progress on standard error.
+memory of the largest process of a command, which for tokens and data sets includes what is mapped from files; CPU
+seconds are those of all its processes, and depend less on what else the machine does. Lines: on standard error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIZES = {"text": 10**9, "csv": 5 * 10**6, "pictures": 200_000, "vocabulary": 256
 TRAINING = (
     "--prior gla --hidden-size 64 --layers 2 --heads 4 --context 256 --batch-tokens 1024 --steps 20 --warmup-steps 0 "
     "--evaluate-every 10 --validation-tokens 4096 --sample-tokens 0"
-).split()
+)
 TASK = """task: limits
 dataset_path: json
 dataset_kwargs:
@@ -52,12 +52,14 @@ metadata:
 class Measured(NamedTuple):
     command: str
     seconds: float
+    cpu: float
     gigabytes: float
     lines: int
 
 
-def measured(folder: Path, *arguments: str) -> Measured:
-    """Run `femixer arguments` in the folder; an error if it fails."""
+def measured(folder: Path, command: str, *more: str) -> Measured:
+    """Run `femixer command`, words apart, and then `more` in the folder; an error if it fails."""
+    arguments = [*command.split(), *more]
     # The packages of eval keep what they read in the folder too, and do not ask the network.
     places = {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     began = time.perf_counter()
@@ -72,8 +74,14 @@ def measured(folder: Path, *arguments: str) -> Measured:
         lines = said.read().splitlines()
     if process.returncode:
         raise SystemExit(f"femixer {' '.join(arguments)} ended with {process.returncode}: {lines[-3:]}")
-    done = Measured(" ".join(arguments), seconds, used.ru_maxrss * 1024 / 1e9, len(lines))
-    print(f"{done.seconds:.1f} s, {done.gigabytes:.2f} GB: {done.command}", file=sys.stderr, flush=True)
+    done = Measured(
+        " ".join(arguments), seconds, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e9, len(lines)
+    )
+    print(
+        f"{done.seconds:.1f} s, {done.cpu:.1f} s of CPU, {done.gigabytes:.2f} GB: {done.command}",
+        file=sys.stderr,
+        flush=True,
+    )
     return done
 
 
@@ -116,13 +124,13 @@ def write_documents(folder: Path, size: int, vocabulary: np.ndarray) -> None:
 def of_text(folder: Path, size: int) -> Iterator[Measured]:
     vocabulary = words(50_000)
     write_text(folder / "corpus.txt", size, vocabulary)
-    yield measured(folder, "lm", "data", "--data", "corpus.txt", "--shards", "shards")
-    yield measured(folder, *"lm tokenizer --data corpus.txt --vocab-size 8192 --out bpe".split())
-    yield measured(folder, *"lm train --shards shards --out run".split(), *TRAINING)
-    write_text(folder / "prompt.txt", size // 200, vocabulary)
-    yield measured(folder, *"generate run --prompt-file prompt.txt --max-tokens 20".split())
+    yield measured(folder, "lm data --data corpus.txt --shards shards")
+    yield measured(folder, "lm tokenizer --data corpus.txt --vocab-size 8192 --out bpe")
+    yield measured(folder, f"lm train --shards shards --out run {TRAINING}")
+    write_text(folder / "prompt.txt", size // 1000, vocabulary)
+    yield measured(folder, "generate run --prompt-file prompt.txt --max-tokens 20")
     write_documents(folder, size, vocabulary)
-    yield measured(folder, *"eval run --tasks limits --include-path . --limit 100 --out eval".split())
+    yield measured(folder, "eval run --tasks limits --include-path . --limit 100 --out eval")
 
 
 def of_csv(folder: Path, rows: int) -> Iterator[Measured]:
@@ -138,8 +146,8 @@ def of_csv(folder: Path, rows: int) -> Iterator[Measured]:
         table[f"channel{channel}"] = pyarrow.array(np.round(wave, 3))
     csv.write_csv(pyarrow.table(table), folder / "series.csv")
     sizes = "--lookback 96 --horizon 24 --batch 4096 --epochs 1"
-    yield measured(folder, *f"forecast train --data series.csv --model DLinear {sizes} --out run".split())
-    yield measured(folder, *"forecast predict --data series.csv --model run --out next".split())
+    yield measured(folder, f"forecast train --data series.csv --model DLinear {sizes} --out run")
+    yield measured(folder, "forecast predict --data series.csv --model run --out next")
 
 
 def of_pictures(folder: Path, count: int) -> Iterator[Measured]:
@@ -151,8 +159,8 @@ def of_pictures(folder: Path, count: int) -> Iterator[Measured]:
         place.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 256, (8, 8), dtype=np.uint8)).save(place / f"{number:06}.png")
     model = "--preset digits --width 16 --layers 1 --heads 2 --batch 1024 --epochs 1 --warmup-epochs 0 --ema 0"
-    yield measured(folder, *f"vision train --data pictures {model} --out run".split())
-    yield measured(folder, *"vision eval --data pictures --model run --split all --out eval".split())
+    yield measured(folder, f"vision train --data pictures {model} --out run")
+    yield measured(folder, "vision eval --data pictures --model run --split all --out eval")
 
 
 def of_vocabulary(folder: Path, size: int) -> Iterator[Measured]:
@@ -168,12 +176,12 @@ def of_vocabulary(folder: Path, size: int) -> Iterator[Measured]:
     fast.save_pretrained(folder / "tokenizer")
     vocabulary = words(2 * size)
     write_text(folder / "corpus.txt", 80 * size, vocabulary)
-    yield measured(folder, *"lm data --data corpus.txt --tokenizer ./tokenizer --shards shards".split())
-    yield measured(folder, *"lm train --shards shards --out run".split(), *TRAINING)
-    yield measured(folder, "generate", "run", "--prompt", "one two three", "--max-tokens", "100")
+    yield measured(folder, "lm data --data corpus.txt --tokenizer ./tokenizer --shards shards")
+    yield measured(folder, f"lm train --shards shards --out run {TRAINING}")
+    yield measured(folder, "generate run --max-tokens 100 --prompt", "one two three")
     write_documents(folder, 4000 * 100, vocabulary)
-    yield measured(folder, *"eval run --tasks limits --include-path . --limit 100 --out eval".split())
-    yield measured(folder, "inspect", "run", "--text", "one two three", "--out", "inspect")
+    yield measured(folder, "eval run --tasks limits --include-path . --limit 100 --out eval")
+    yield measured(folder, "inspect run --out inspect --text", "one two three")
 
 
 SUBJECTS: dict[str, Callable[[Path, int], Iterator[Measured]]] = {
@@ -193,9 +201,9 @@ def main() -> None:
     size = int(SIZES[options.subject] * options.scale)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="limits-") as folder:
         rows = [*SUBJECTS[options.subject](Path(folder), size)]
-    print("| command | seconds | GB | lines |\n|---|---:|---:|---:|")
+    print("| command | seconds | CPU seconds | GB | lines |\n|---|---:|---:|---:|---:|")
     for row in rows:
-        print(f"| `femixer {row.command}` | {row.seconds:.0f} | {row.gigabytes:.2f} | {row.lines} |")
+        print(f"| `femixer {row.command}` | {row.seconds:.0f} | {row.cpu:.0f} | {row.gigabytes:.2f} | {row.lines} |")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def fingerprint(owner: nn.Module) -> str:
                 "allowed are plain tensors"
             )
         found.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return f"{described(owner)} {found.hexdigest()}"
 
 

@@ -83,13 +83,22 @@ class Display:
 
 
 class Lines(Display):
-    """One line per record, and the samples."""
+    """One line per record, and the samples; between records that are far apart, one per minute."""
+
+    SECONDS = 60.0
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
+        self.last = time.monotonic()
+
+    def stepped(self, step: int, losses: Callable[[], Mapping[str, Tensor]], rate: str) -> None:
+        if time.monotonic() - self.last >= self.SECONDS:
+            shown = {name: float(value) for name, value in losses().items()}
+            self.trained(step, [{"split": "training", **shown, "rate": rate}])
 
     def trained(self, step: int, records: Records) -> None:
         print(record_line(step, self.steps, records), file=sys.stderr, flush=True)
+        self.last = time.monotonic()
 
     evaluated = trained
 
