@@ -464,6 +464,7 @@ def refusals(ranks: int) -> Iterator[tuple[str, Callable[[], str]]]:
         "state": lambda: parallelize(mixer("gla", torch.float32), PAIRS["cp"])(
             torch.zeros(1, 4, DIM), return_state=True
         ),
+        "saving": lambda: parallelize(small(), PAIRS["tp"]).save_pretrained("nowhere"),
         "mesh": lambda: init_device_mesh("cpu", (8,), mesh_dim_names=("cp",)),
     }
     for name, action in tries.items():

@@ -327,6 +327,22 @@ def test_the_last_value_is_the_last_that_was_observed():
     assert model(history, observed)[0].tolist() == [[3.0, 1.0, 0.0]] * HORIZON
 
 
+@pytest.mark.parametrize("season", [2, 5, 8, 13, 10**12])
+def test_seasonal_naive_is_its_definition_for_seasons_longer_than_the_window_too(season):
+    """Without memory for a season: the longest here would take terabytes."""
+    config = ForecastConfig(kind="seasonal-naive", channels=CHANNELS, lookback=11, horizon=7, season=season)
+    window, observed = walks(3)[:, :11], torch.rand(3, 11, CHANNELS, generator=torch.Generator().manual_seed(2)) < 0.6
+    for seen in (None, observed):
+        found = SeasonalNaive(config)(window, seen)
+        known = torch.ones_like(observed) if seen is None else seen
+        for b, c in np.ndindex(3, CHANNELS):
+            there = [t for t in range(11) if known[b, t, c]]
+            for h in range(7):
+                same = [t for t in there if (11 + h - t) % season == 0]
+                expected = window[b, max(same or there), c] if there else 0.0
+                assert found[b, h, c] == expected
+
+
 def test_seasonal_naive_repeats_the_last_season_and_goes_back_where_it_is_missing():
     model = SeasonalNaive(ForecastConfig(kind="seasonal-naive", channels=1, lookback=11, horizon=7, season=3))
     history = torch.arange(11.0).reshape(1, 11, 1)

@@ -62,6 +62,15 @@ def test_padding_on_either_side_changes_no_logits(prior, causal):
         torch.testing.assert_close(together, alone, atol=2e-5, rtol=1e-4)
 
 
+def test_a_causal_class_is_read_at_the_last_token_that_is_not_padding_without_a_mask_too():
+    model, ids = stirred(FEMForSequenceClassification(config(prior="gla"))), tokens(2, 7)
+    padded = torch.cat([ids, torch.zeros(2, 5, dtype=torch.long)], 1)
+    padded[0, 7:9] = torch.tensor([4, 9])  # the first row is longer
+    alone = torch.cat([model(padded[:1, :9]).logits, model(ids[1:]).logits])
+    with torch.no_grad():
+        torch.testing.assert_close(model(padded).logits, alone, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("prior", PRIORS)
 def test_an_encoder_reads_the_tokens_after_and_a_causal_model_does_not(prior):
     ids = tokens(1, 9)

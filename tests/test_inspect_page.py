@@ -340,6 +340,44 @@ def test_command_writes_page_figures_and_table(tmp_path, checkpoint, capsys):
     assert kl == pytest.approx(np.mean(held["layers"][2]["means"]["kl"]), abs=1e-3)
 
 
+def test_the_command_refuses_too_large_a_page_before_any_work_and_keeps_the_old_results(
+    tmp_path, checkpoint, monkeypatch, capsys
+):
+    out = tmp_path / "out"
+    command = ["inspect", str(checkpoint), "--out", str(out), "--text"]
+    assert main([*command, "abcdefg"]) == 0
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with monkeypatch.context() as patch:
+        patch.setattr(page, "LARGEST", 0.001)
+        patch.setattr(nn.Module, "__call__", None)  # not even the model runs
+        assert main([*command, "abcdefghijk"]) == 2
+    assert "a page of 11 tokens would have about" in capsys.readouterr().err
+    monkeypatch.setattr(Inspection, "plot", lambda *args, **options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main([*command, "abcdefghijk"])
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    assert main([*command, "abc", "--out", str(checkpoint)]) == 2
+    assert "a folder of its own: this one holds a run, a store of results or a model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("prior", ["softmax", "aft", "mamba-interactive"])
+def test_the_size_that_is_foreseen_is_that_of_the_page(prior, tmp_path):
+    torch.manual_seed(0)
+    mixer, path, length = FreeEnergyMixer(DIM, HEADS, prior=prior), tmp_path / "page.html", 67
+    layers = [*inspect_model(mixer, torch.randn(1, length, DIM))]
+    empty = write_page(path, [Layer("m", prior)], ["a"] * length, model="m", text="t")
+    size = write_page(path, layers, ["a"] * length, model="m", text="t") - empty
+    largest = page.LARGEST
+    try:
+        page.LARGEST = 1.05 * size / 1e6
+        page.check_size([mixer], length)
+        page.LARGEST = 0.9 * size / 1e6
+        with pytest.raises(ValueError, match="would have about"):
+            page.check_size([mixer], length)
+    finally:
+        page.LARGEST = largest
+
+
 def test_command_reads_standard_input_and_draws_what_is_chosen(tmp_path, checkpoint, monkeypatch):
     (tmp_path / "in").write_text("abcdefg", encoding="utf-8")
     chosen = ["--layers", "2", "--heads", "0", "2", "--channels", "1", "3", "--query", "4"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from femixer import FreeEnergyMixer, free_energy, posterior_mean
+from femixer.inspection import inspection
 from femixer.priors import PRIORS
 
 FIELDS = ("value", "mean", "free_energy", "read", "lam", "gate", "posterior_mean", "hidden_beta", "kl")
@@ -53,6 +54,25 @@ def test_every_tensor_agrees_with_its_definition(prior):
     torch.testing.assert_close(r.kl, expected, rtol=1e-6, atol=1e-9)
     assert (r.hidden_beta <= beta + 1e-12).all() and (r.hidden_beta >= 0).all()
     assert (r.gate > 0).all() and ((r.lam > 0) & (r.lam < 1)).all()
+
+
+@pytest.mark.parametrize("prior", ["softmax", "aft", "mamba-interactive"])
+def test_some_of_the_posteriors_are_those_of_all_and_too_many_are_refused(prior, monkeypatch):
+    m = mixer(prior=prior)
+    r = m.inspect(torch.randn(2, 11, 24, dtype=torch.float64))
+    with monkeypatch.context() as patch:
+        patch.setattr(inspection, "MOST_NUMBERS", 1)  # a query at a time
+        some = r.posterior_of(1, 2, channels=[3, 0], rows=[7, 1, 10])
+    torch.testing.assert_close(some, r.posterior[1, 2][[7, 1, 10]][..., [3, 0]])
+    monkeypatch.setattr(inspection, "LARGEST", 10_000)
+    again = m.inspect(torch.randn(1, 3, 24, dtype=torch.float64))
+    with pytest.raises(
+        ValueError, match=r"the prior of 101 tokens would take 0\.\d GB; allowed are 0\.0: inspect fewer"
+    ):
+        m.inspect(torch.randn(1, 101, 24, dtype=torch.float64))
+    monkeypatch.setattr(inspection, "LARGEST", 100)
+    with pytest.raises(ValueError, match="the posteriors of 3 tokens would take"):
+        again.posterior  # noqa: B018
 
 
 def test_grouped_heads_are_inspected_per_query_head():

@@ -298,3 +298,22 @@ def test_the_fingerprint_changes_with_weights_and_tokenizer(checkpoint, copy):
     assert fingerprint(copy) == fingerprint(checkpoint)
     tiny(seed=1).save_pretrained(copy)
     assert fingerprint(copy) != fingerprint(checkpoint)
+
+
+def test_a_long_prompt_is_read_in_pieces_to_the_same_continuation(checkpoint, monkeypatch, capsys):
+    prompt = "".join(chr(97 + i % 23) for i in range(53))
+    assert run(checkpoint, "--prompt", prompt, "--max-tokens", "7", "--ignore-end") == 0
+    whole = capsys.readouterr().out
+    monkeypatch.setattr(command, "PIECE", 11)
+    seen = []
+    body = type(load(checkpoint)[0].model)
+    forward = body.forward
+
+    def counted(self, input_ids=None, **options):
+        seen.append(input_ids.shape[1])
+        return forward(self, input_ids, **options)
+
+    monkeypatch.setattr(body, "forward", counted)
+    assert run(checkpoint, "--prompt", prompt, "--max-tokens", "7", "--ignore-end") == 0
+    assert capsys.readouterr().out == whole
+    assert max(seen) == 11 and sum(seen) >= 53

@@ -255,6 +255,32 @@ def test_finished_jobs_are_not_repeated(tmp_path, monkeypatch, capsys):
     assert all(path.stat().st_mtime_ns > when for path, when in written.items())  # the seconds may well be the same
 
 
+def test_a_table_goes_to_no_folder_of_a_run_or_store(tmp_path, capsys):
+    assert run(tmp_path / "store") == 0
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["mad", "table", "--results", str(tmp_path / "store"), "--out", str(tmp_path / "store")]) == 2
+    assert "choose a folder of its own: this one holds a run, a store of results or a model" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_overwriting_is_refused_while_another_process_is_at_a_job(tmp_path, capsys):
+    assert run(tmp_path) == 0
+    held = sorted(tmp_path.glob("jobs/*.json"))
+    before = {path: path.read_bytes() for path in held}
+    lock = tmp_path / "running" / f"{held[-1].stem}.lock"
+    code = "import filelock, sys; held = filelock.FileLock(sys.argv[1]); held.acquire(); print('there'); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-u", "-c", code, str(lock)], **pipes) as other:
+        assert other.stdout.readline() == "there\n"
+        unfinished = tmp_path / "running" / held[-1].stem
+        unfinished.mkdir()
+        assert run(tmp_path, "--overwrite") == 2
+        assert "overwrite=True is not allowed while another process is at 'SMAttn recall" in capsys.readouterr().err
+        assert {path: path.read_bytes() for path in held} == before and unfinished.is_dir()
+        other.communicate("\n")
+    assert run(tmp_path, "--overwrite") == 0 and not unfinished.exists()
+
+
 def test_a_failing_job_stops_no_other_and_is_named(tmp_path, capsys, monkeypatch):
     original = MadJob.carry_out
 

@@ -89,6 +89,11 @@ def test_bytes_are_those_of_the_formulas(outcomes) -> None:
         ("twice", "the model is divided over ranks already"),
         ("cache", "use_cache does not fit a sequence that is cut over ranks; leave it out"),
         ("state", "state and return_state do not fit a sequence that is cut over ranks"),
+        (
+            "saving",
+            "the weights of this model are divided over processes; gather them in all of these, and save in one: "
+            "save_pretrained(folder, state_dict=femixer.parallel.full_state_dict(model))",
+        ),
     ],
 )
 def test_what_cannot_be_divided_is_refused(outcomes, name: str, message: str) -> None:

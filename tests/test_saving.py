@@ -103,6 +103,13 @@ def test_models_are_found_by_a_process_that_never_imports_femixer(tmp_path):
     assert maps[0] == maps[1]
 
 
+def test_the_map_to_our_classes_goes_to_the_file_and_not_to_the_configuration(tmp_path):
+    model = forecaster()
+    model.save_pretrained(tmp_path)
+    assert "auto_map" in json.loads((tmp_path / "config.json").read_text())
+    assert not hasattr(model.config, "auto_map") and "auto_map" not in model.config.to_dict()
+
+
 def test_the_auto_class_of_forecasters_finds_their_kind(tmp_path):
     config = ForecastConfig(channels=2, lookback=12, horizon=3, kind="dlinear")
     assert type(AutoModel.from_config(config)) is DLinear

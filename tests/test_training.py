@@ -235,6 +235,38 @@ def test_overwriting_starts_anew_and_spares_what_is_not_ours(tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+def test_several_files_take_the_place_of_others_all_at_once(tmp_path):
+    folder = tmp_path / "out"
+    with pytest.raises(FileNotFoundError), atomic.replacing_files(folder) as new:
+        (new / "a").rename(new / "b")
+    assert not folder.exists()
+    (folder / "figures").mkdir(parents=True)
+    for name in ("a", "table", "mine", "figures/old.png", "figures/mine.txt"):
+        (folder / name).write_text("before")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for fails in (True, False):
+        try:
+            with atomic.replacing_files(folder, "table", "figures/*.png") as new:
+                (new / "figures").mkdir()
+                for name in ("a", "table", "figures/new.png"):
+                    (new / name).write_text("after")
+                assert {path: path.read_bytes() for path in before} == before
+                assert not fails or 1 / 0
+        except ZeroDivisionError:
+            assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    after = {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    new = dict.fromkeys(("a", "table", "figures/new.png"), "after")
+    assert after == {**new, "mine": "before", "figures/mine.txt": "before"}
+
+
+def test_a_folder_takes_the_place_of_another(tmp_path):
+    for content in ("one", "two"):
+        with atomic.replacing(tmp_path / "model") as partial:
+            partial.mkdir()
+            (partial / content).write_text(content)
+    assert [path.name for path in tmp_path.rglob("*")] == ["model", "two"]
+
+
 @pytest.mark.parametrize("deletions", range(6))
 @pytest.mark.parametrize("then", ["resume", "overwrite"])
 def test_overwriting_can_crash_between_any_two_deletions(tmp_path, monkeypatch, deletions, then):

@@ -3,16 +3,16 @@ at a time."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from femixer.ownership import check_made_by, new_number
 from femixer.state import State
 
-_owners = itertools.count()
 # Numbers of x in a stretch: what a layer makes of more of them no longer fits into a CPU's caches.
 STRETCH = 2**21
 
@@ -36,7 +36,7 @@ class MixerLayer(nn.Module):
             raise ValueError(f"dropout={dropout!r} must be at least 0 and below 1")
         self.dim, self.heads, self.causal = dim, heads, causal
         self.dropout = nn.Dropout(dropout)
-        self._owner = next(_owners)
+        self._owner = new_number(self)
 
     def check_inputs(
         self, x: Tensor, mask: Tensor | None, segments: Tensor | None, state: State | None, return_state: bool
@@ -73,17 +73,27 @@ class MixerLayer(nn.Module):
             return
         if not isinstance(state, State):
             raise TypeError(f"state must come from this mixer's return_state=True, not {type(state).__name__}")
-        if state.owner != self._owner:
+        if not isinstance(state.owner, str) and state.owner != self._owner:
             raise ValueError("state belongs to another mixer; allowed is a state returned by this one")
         if state.batch != x.shape[0]:
             raise ValueError(f"state has batch size {state.batch}; x has {x.shape[0]}")
         if state.device != x.device:
             raise ValueError(f"state is on {state.device}; x is on {x.device}")
 
+    def before(self, x: Tensor, state: State | None) -> State:
+        """The state before x: `state`, or that before the first token. One that was loaded from a file becomes this
+        mixer's, if weights like these made it."""
+        if state is None:
+            return State.start(self._owner, x)
+        if isinstance(state.owner, str):
+            check_made_by(state.owner, self, "state")
+            return replace(state, owner=self._owner)
+        return state
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copied or unpickled mixer is another one: it does not take the original's states."""
         super().__setstate__(state)
-        self._owner = next(_owners)
+        self._owner = new_number(self)
 
 
 Mix = Callable[[Tensor, Tensor | None, Tensor | None, State, bool], tuple[Tensor, State]]

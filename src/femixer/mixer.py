@@ -187,7 +187,7 @@ class FreeEnergyMixer(MixerLayer):
         padding. state: of the tokens before x.
         """
         self.check_inputs(x, mask, segments, state, return_state)
-        before = State.start(self._owner, x) if state is None else state
+        before = self.before(x, state)
         if self.causal and self.prior.reads_on:
             y, after = in_stretches(self._mix, x, mask, segments, before, return_state)
         else:

@@ -1,8 +1,14 @@
-"""Streaming state: what a mixer needs of the past to go on. A state is a value: going on twice from one is correct."""
+"""Streaming state: what a mixer needs of the past to go on. A state is a value: going on twice from one is correct.
+
+torch.save writes a state with a fingerprint of the mixer that made it; torch.load gives it back, also with
+weights_only=True and in another process, and a mixer with the same weights and settings goes on from it.
+"""
 
 from __future__ import annotations
 
+import copy
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,15 +16,17 @@ import torch
 from torch import Tensor
 
 from femixer.layout import Past
+from femixer.ownership import fingerprint, owner_of
 
 SPARE = 256
 
 
 @dataclass(frozen=True)
 class State:
-    """State of a mixer after the tokens it has seen."""
+    """State of a mixer after the tokens it has seen. owner: the mixer's number, or its fingerprint if the state was
+    loaded."""
 
-    owner: int
+    owner: int | str
     batch: int
     device: torch.device
     past: Past
@@ -48,6 +56,50 @@ class State:
 
         past, prior, conditioner = (chosen(part) for part in (self.past, self.prior, self.conditioner))
         return replace(self, batch=len(index), past=past, prior=prior, conditioner=conditioner)
+
+    def __copy__(self) -> State:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> State:
+        parts = copy.deepcopy((self.past, self.prior, self.conditioner), memo)
+        return replace(self, past=parts[0], prior=parts[1], conditioner=parts[2])
+
+    def __reduce__(self) -> tuple[Callable[..., State], tuple[Any, ...]]:
+        owner = self.owner
+        if isinstance(owner, int):
+            mixer = owner_of(owner)
+            if mixer is None:
+                raise ValueError("the mixer that made this state is gone; save a state while its mixer is there")
+            owner = fingerprint(mixer)
+        # Without graph, and without the tensors that some of them are cut from.
+        parts = (_compact(part) for part in (self.past, self.prior, self.conditioner))
+        return _loaded, (owner, self.batch, str(self.device), *parts)
+
+
+def _loaded(owner: str, batch: int, device: str, past: Past, prior: Any, conditioner: Tensor | None) -> State:
+    """A state from a file, which a mixer with the fingerprint `owner` will take."""
+    at = next((tensor.device for tensor in _tensors((past, prior, conditioner))), torch.device(device))
+    if at.type != torch.device(device).type:
+        raise ValueError(f"state was saved on {device}; loading it to {at} is not possible, allowed is {device}")
+    return State(owner, batch, at, past, prior, conditioner)
+
+
+def _compact(part: Any) -> Any:
+    if isinstance(part, Tensor):
+        return part.detach().clone(memory_format=torch.contiguous_format)
+    if isinstance(part, tuple):
+        return type(part)(*map(_compact, part))
+    return part
+
+
+def _tensors(part: Any) -> Iterator[Tensor]:
+    if isinstance(part, Tensor):
+        yield part
+    elif isinstance(part, Growing):
+        yield part.tensor
+    elif isinstance(part, tuple):
+        for inner in part:
+            yield from _tensors(inner)
 
 
 def usable(memory: Any) -> Any:
@@ -134,7 +186,21 @@ class Growing:
         """The sequences index [n] of the batch as a value of their own, with the room that this one has."""
         return Growing(_Storage(self._storage.data.index_select(0, index), self.length), self.length)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Growing:
+        return Growing(copy.deepcopy(self._storage, memo), self.length)
+
+    def __reduce__(self) -> tuple[Callable[..., Growing], tuple[Tensor]]:
+        return _grown, (_compact(self.tensor),)
+
     def take(self, index: Tensor) -> Growing:
         """The entries index [B, n] as a value of their own."""
         whole = self.tensor
         return Growing.of(whole.gather(2, index[:, None, :, None].expand(-1, whole.shape[1], -1, whole.shape[3])))
+
+
+def _grown(tensor: Tensor) -> Growing:
+    return Growing.of(tensor)
+
+
+# Functions that torch.load(weights_only=True) may call; femixer.trees adds the kinds of tuples that states consist of.
+torch.serialization.add_safe_globals([_loaded, _grown])

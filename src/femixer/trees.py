@@ -50,8 +50,9 @@ def register(
 
 
 def register_tuple(kind: type) -> None:
-    """A NamedTuple, which torch knows, but not by which name in a file."""
+    """A NamedTuple that is a part of states: torch knows neither its name in files nor that it may be loaded."""
     pytree._register_namedtuple(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
+    torch.serialization.add_safe_globals([kind])
 
 
 def _state_parts(state: State) -> tuple[dict[str, Any], Context]:

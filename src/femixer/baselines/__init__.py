@@ -1,5 +1,6 @@
 """The other mixers of the paper's tables, with FreeEnergyMixer's signature."""
 
+from femixer.baselines import attention, convolution, gsa, hyena
 from femixer.baselines.aft import AFT
 from femixer.baselines.attention import Attention
 from femixer.baselines.base import Baseline
@@ -23,6 +24,10 @@ from femixer.baselines.retnet import RetNet
 from femixer.baselines.rwkv6 import RWKV6
 from femixer.baselines.rwkv7 import RWKV7
 from femixer.baselines.tnn import TNN
+from femixer.trees import register_tuple
+
+for kind in (attention.Cache, convolution.Memory, gsa.Memory, hyena.Memory):
+    register_tuple(kind)
 
 BASELINES: dict[str, type[Baseline]] = {
     "attention": Attention,

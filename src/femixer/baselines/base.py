@@ -49,7 +49,7 @@ class Baseline(MixerLayer):
         mask, segments: as for FreeEnergyMixer.
         """
         self.check_inputs(x, mask, segments, state, return_state)
-        before = State.start(self._owner, x) if state is None else state
+        before = self.before(x, state)
         layout, past = arrange(x, mask, segments, before.past)
         memory = usable(before.prior)
         padding = layout.padding

@@ -47,9 +47,10 @@ def draw(
 
     _check(inspection, batch, head, row, channels, tokens)
     row = row % inspection.prior.shape[2]
-    posterior = inspection.posterior[batch, head].float().cpu()
     prior = inspection.prior[batch, head].float().cpu()
-    channels = differing_channels(posterior[row], SHOWN) if channels is None else channels
+    at_row = inspection.posterior_of(batch, head, rows=[row])[0].float().cpu()
+    channels = differing_channels(at_row, SHOWN) if channels is None else channels
+    posterior = inspection.posterior_of(batch, head, channels).float().cpu()
     average = "" if prior.dim() == 2 else " (mean over channels)"
     prior = prior if prior.dim() == 2 else prior.mean(-1)
     labels = None if tokens is None else [_drawable(token) for token in tokens]
@@ -60,9 +61,9 @@ def draw(
     parts: Any = figure.subfigures(3, 1)
     maps, rows, strips = parts
     titled = [(f"prior, head {head}{average}", prior)]
-    titled += [(f"posterior, channel {channel}", posterior[..., channel]) for channel in channels]
+    titled += [(f"posterior, channel {channel}", posterior[..., at]) for at, channel in enumerate(channels)]
     _draw_maps(maps, titled, row, labels, width)
-    _draw_channels(rows, prior[row], posterior[row], head, row, labels, width)
+    _draw_channels(rows, prior[row], at_row, head, row, labels, width)
     _draw_strips(strips, {name: getattr(inspection, name)[batch, head] for name in STRIPS}, labels, width)
     figure.savefig(path, dpi=120, format="png")
 
@@ -153,7 +154,7 @@ def _drawable(token: str) -> str:
 def _check(
     inspection: Inspection, batch: int, head: int, row: int, channels: list[int] | None, tokens: list[str] | None
 ) -> None:
-    length, width = inspection.posterior.shape[-2:]
+    length, width = inspection.value.shape[-2:]
     for name, index, size in (
         ("batch", batch, inspection.prior.shape[0]),
         ("head", head, inspection.prior.shape[1]),

@@ -1,9 +1,13 @@
-"""The tensors behind one call of a mixer, computed from the dense prior by the definitions in float64."""
+"""The tensors behind one call of a mixer, computed from the dense prior by the definitions in float64.
+
+What is kept of T tokens grows with T²; posteriors, which take D times as much, are computed when they are asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING
 
@@ -18,6 +22,8 @@ if TYPE_CHECKING:
 
 # Queries are taken in blocks of so many dense numbers: that fits into a cache, and memory stays bounded.
 MOST_NUMBERS = 2**18
+LARGEST = 4 * 2**30
+"""Bytes that the prior of one call, or all its posteriors, may have."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,6 @@ class Inspection:
     """Axes: B batch, H heads, T positions (queries, then keys), D value channels of a head."""
 
     prior: Tensor  #: [B, H, T, T], or [B, H, T, T, D] where it differs per channel
-    posterior: Tensor  #: [B, H, T, T, D], at beta_max
     value: Tensor  #: [B, H, T, D]
     mean: Tensor  #: [B, H, T, D], E_prior[v]
     free_energy: Tensor  #: [B, H, T, D], at beta_max
@@ -35,6 +40,36 @@ class Inspection:
     read: Tensor  #: [B, H, T, D], (1 - lam) mean + lam free_energy, or lam posterior_mean: the readout
     hidden_beta: Tensor  #: [B, H, T, D], the temperature whose free energy is (1 - lam) mean + lam free_energy
     kl: Tensor  #: [B, H, T, D], KL(posterior at hidden_beta || prior), the prior normalized
+    _posteriors: Callable[[Tensor], Tensor] = field(repr=False, compare=False)  # query numbers [n] -> [B, H, n, T, D]
+
+    @functools.cached_property
+    def posterior(self) -> Tensor:
+        """[B, H, T, T, D], at beta_max; computed when first asked for, and refused where it is too large."""
+        batch, heads, length, width = self.value.shape
+        check_bytes(batch * heads * length**2 * width * self.value.element_size(), length, "posteriors")
+        found = self.value.new_empty(batch, heads, length, length, width)
+        for rows in self._blocks():
+            found[:, :, rows] = self._posteriors(rows).to(found.dtype)
+        return found
+
+    def posterior_of(
+        self, batch: int, head: int, channels: Sequence[int] | None = None, rows: Sequence[int] | None = None
+    ) -> Tensor:
+        """[rows, T, channels] of one head: the same for some queries and channels, by default all."""
+        length, width = self.value.shape[2:]
+        channels = range(width) if channels is None else channels
+        queries = range(length) if rows is None else rows
+        found = self.value.new_empty(len(queries), length, len(channels))
+        for some in self._blocks(queries):
+            part = self._posteriors(torch.tensor([queries[i] for i in some], device=self.value.device))
+            found[some] = part[batch, head][..., [*channels]].to(found.dtype)
+        return found
+
+    def _blocks(self, queries: Sequence[int] | None = None) -> Sequence[Tensor]:
+        """Places of some queries, few enough at a time."""
+        count = self.value.shape[2] if queries is None else len(queries)
+        places = torch.arange(count, device=self.value.device)
+        return places.split(max(1, MOST_NUMBERS // max(1, self.value.numel())))
 
     def plot(
         self,
@@ -96,10 +131,17 @@ def inspect_read(
     over_index = value if over_index is None else over_index
     beta = 0.0 if beta_max is None else beta_max.double()[:, None]
 
+    def prior(rows: Tensor) -> Tensor:
+        p = weights(rows)
+        return p.expand(value.shape[0], *p.shape[1:])  # one that does not look at the tokens is that of all sequences
+
+    @torch.no_grad()
+    def posteriors(rows: Tensor) -> Tensor:
+        return over_tokens(posterior(prior(rows), over_index, beta))
+
     def block(rows: Tensor) -> dict[str, Tensor]:
         """What some of the queries read."""
-        p = weights(rows)
-        p = p.expand(value.shape[0], *p.shape[1:])  # a prior that does not look at the tokens has one for all sequences
+        p = prior(rows)
         mean, free, at_max = (
             free_energy(p, over_index, 0.0),
             free_energy(p, over_index, beta),
@@ -111,7 +153,6 @@ def inspect_read(
         normalized = p / torch.where(total > 0, total, 1.0)
         result = {
             "prior": over_tokens(p),
-            "posterior": over_tokens(at_max),
             "mean": mean,
             "free_energy": free,
             "posterior_mean": torch.einsum("bhtsd,bhsd->bhtd", at_max, over_index),
@@ -121,8 +162,24 @@ def inspect_read(
         result["read"] = torch.lerp(mean, result[readout], here)
         return {name: t.to(dtype) for name, t in result.items()}
 
+    length = value.shape[2]
+    rows = torch.arange(length, device=value.device)
+    first = over_tokens(prior(rows[:1]))
+    check_bytes(first.numel() * length * dtype.itemsize, length, "prior")
+    found: dict[str, Tensor] = {}
     numbers = max(1, over_index.numel())  # behind one query
-    rows = torch.arange(value.shape[2], device=value.device)
-    blocks = [block(some) for some in rows.split(max(1, MOST_NUMBERS // numbers))]
-    found = {name: torch.cat([part[name] for part in blocks], 2) for name in blocks[0]}
-    return Inspection(value=value.to(dtype), lam=lam.to(dtype), gate=gate.to(dtype), **found)
+    for some in rows.split(max(1, MOST_NUMBERS // numbers)):
+        for name, part in block(some).items():
+            if name not in found:
+                found[name] = part.new_empty(*part.shape[:2], length, *part.shape[3:])
+            found[name][:, :, some] = part
+    own = {"value": value.to(dtype), "lam": lam.to(dtype), "gate": gate.to(dtype)}
+    return Inspection(**own, **found, _posteriors=posteriors)
+
+
+def check_bytes(count: int, tokens: int, what: str) -> None:
+    if count > LARGEST:
+        raise ValueError(
+            f"the {what} of {tokens} tokens would take {count / 1e9:.1f} GB; allowed are {LARGEST / 1e9:.1f}: inspect "
+            "fewer tokens or sequences at a time"
+        )

@@ -37,16 +37,20 @@ def pack(layer: Layer, channels: Sequence[Sequence[int]]) -> tuple[dict[str, Any
     """
     r, beta_max = layer.inspection, layer.beta_max
     assert r is not None and beta_max is not None
-    prior, posterior = r.prior[0].double().cpu(), r.posterior[0].double().cpu()
-    total = prior.sum(2, keepdim=True)
-    prior = prior / torch.where(total > 0, total, 1.0)
-    causal = bool((posterior.amax(-1).triu(1) == 0).all())
+    prior = r.prior[0]
+    total = prior.sum(2, keepdim=True, dtype=torch.float64)
+    # A posterior is zero where its prior is.
+    seen = prior if prior.dim() == 3 else prior.amax(-1)
+    causal = bool((seen.triu(1) == 0).all())
     shared = prior.dim() == 3
     arrays: dict[str, np.ndarray] = {"beta_max": beta_max.numpy().astype("<f4")}
     scales = {}
-    stored = {"prior": prior[..., None] if shared else _of_channels(prior, channels)}
+    chosen = prior[..., None] if shared else _of_channels(prior, channels)
+    total = total[..., None] if shared else _of_channels(total, channels)
+    stored = {"prior": chosen.double().cpu() / torch.where(total > 0, total, 1.0).cpu()}
     if layer.pairs:
-        stored["posterior"] = _of_channels(posterior, channels)
+        parts = [r.posterior_of(0, head, own) for head, own in enumerate(channels)]
+        stored["posterior"] = torch.stack(parts).double().cpu()
     for name, weights in stored.items():
         arrays[name], scales[name] = _logarithms(weights.movedim(-1, 1), causal)
     for name, dtype in LEVELS.items():

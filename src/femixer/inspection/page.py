@@ -70,6 +70,17 @@ def write_page(
     return path.stat().st_size
 
 
+def check_size(mixers: Iterable[Any], tokens: int) -> None:
+    """Raise a ValueError if the page of these mixers' layers would be too large: before anything is computed."""
+    size = 0
+    for mixer in mixers:
+        heads, width = mixer.beta_max.shape
+        cells = tokens * (tokens + 1) // 2 if mixer.causal else tokens**2
+        kinds = 1 if mixer.prior.queries_and_keys else (1 + mixer.prior.one_temperature) * min(STORED_CHANNELS, width)
+        size += 4 * heads * (2 * kinds * cells + 8 * tokens * width) // 3
+    _check_size(size, tokens)
+
+
 def _asset(name: str) -> str:
     return (files("femixer.inspection") / "assets" / name).read_text(encoding="utf-8")
 

@@ -1,13 +1,19 @@
-"""What generate() hands from token to token: the states of the layers' mixers."""
+"""What generate() hands from token to token: the states of the layers' mixers.
+
+torch.save writes a cache with a fingerprint of the model that read the tokens, embeddings and all; torch.load gives it
+back, also with weights_only=True and in another process, and a model with the same weights goes on from it.
+"""
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from femixer.ownership import check_made_by, fingerprint, owner_of
 from femixer.state import State
 from femixer.trees import register
 
@@ -18,6 +24,36 @@ class FEMCache(Cache):
     def __init__(self, layers: int) -> None:
         super().__init__(layers=[])
         self.states: list[State | None] = [None] * layers
+        # The number of the model that reads with it, or its fingerprint in a cache that was loaded.
+        self.owner: int | str | None = None
+
+    def belong_to(self, model: nn.Module, number: int) -> None:
+        """Raise a ValueError if another model has read with this cache."""
+        if self.owner == number:
+            return
+        if isinstance(self.owner, str):
+            check_made_by(self.owner, model, "past_key_values")
+        elif self.owner is not None:
+            raise ValueError("past_key_values belongs to another model; allowed is a cache that this one has filled")
+        self.owner = number
+
+    def __getstate__(self) -> dict[str, Any]:
+        owner = self.owner
+        if isinstance(owner, int):
+            model = owner_of(owner)
+            if model is None:
+                raise ValueError("the model of this cache is gone; save a cache while its model is there")
+            owner = fingerprint(model)
+        return {"states": self.states, "owner": owner}
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        FEMCache.__init__(self, len(saved["states"]))
+        self.states, self.owner = saved["states"], saved["owner"]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FEMCache:
+        copied = copy.copy(self)
+        copied.states = copy.deepcopy(self.states, memo)
+        return copied
 
     def __len__(self) -> int:
         return len(self.states)
@@ -52,7 +88,7 @@ class FEMCache(Cache):
             self.reorder_cache(torch.arange(first.batch, device=first.device).repeat_interleave(repeats))
 
     def reset(self) -> None:
-        self.states = [None] * len(self)
+        self.states, self.owner = [None] * len(self), None
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
@@ -69,14 +105,15 @@ class FEMCache(Cache):
 
     def __copy__(self) -> FEMCache:
         copied = FEMCache(len(self))
-        copied.states = [*self.states]
+        copied.states, copied.owner = [*self.states], self.owner
         return copied
 
 
-def _cache(states: list[Any], _: Any) -> FEMCache:
+def _cache(states: list[Any], owner: Any) -> FEMCache:
     cache = FEMCache(len(states))
-    cache.states = states
+    cache.states, cache.owner = states, owner
     return cache
 
 
-register(FEMCache, lambda cache: ({f"layer{i}": state for i, state in enumerate(cache.states)}, None), _cache)
+register(FEMCache, lambda cache: ({f"layer{i}": state for i, state in enumerate(cache.states)}, cache.owner), _cache)
+torch.serialization.add_safe_globals([FEMCache])

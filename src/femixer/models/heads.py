@@ -63,12 +63,16 @@ class FEMForSequenceClassification(_Classifier):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
-        """attention_mask [B, T]: 0 is padding, anywhere. labels: a class per sequence [B], or numbers [B] or
+        """attention_mask [B, T]: 0 is padding, anywhere; without it a causal model reads the class at the last token
+        that is not config.pad_token_id. labels: a class per sequence [B], or numbers [B] or
         [B, num_labels]; the loss is that of config.problem_type, which follows from the labels if it is None."""
         if kwargs.get("segments") is not None:
             raise ValueError("segments is not allowed: a row is one sequence, which has one class")
         outputs = self.hidden(input_ids, attention_mask, inputs_embeds, kwargs)
-        logits = self.score(self.dropout(self.pooled(outputs.last_hidden_state, attention_mask)))
+        real = attention_mask
+        if real is None and self.config.causal and input_ids is not None and self.config.pad_token_id is not None:
+            real = input_ids != self.config.pad_token_id
+        logits = self.score(self.dropout(self.pooled(outputs.last_hidden_state, real)))
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)

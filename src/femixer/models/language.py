@@ -22,7 +22,8 @@ from femixer.models.loading import load_all
 from femixer.models.mixers import build_mixer
 from femixer.models.norm import RMSNorm
 from femixer.models.packing import PACKING, check_arguments, packed_segments, taken_for_loss
-from femixer.models.saving import Card, write_beside
+from femixer.models.saving import Card, check_whole, mapped, write_beside
+from femixer.ownership import new_number
 
 
 class FEMPreTrainedModel(PreTrainedModel):
@@ -77,9 +78,12 @@ class FEMPreTrainedModel(PreTrainedModel):
     ) -> None:
         """As in transformers; beside the weights stand a module with which tools that never import femixer find it, and
         a model card (README.md, from `self.card`), unless one that we did not write is there."""
+        if kwargs.get("state_dict") is None:
+            check_whole(self)
         if is_main_process:
             write_beside(self, save_directory)
-        super().save_pretrained(save_directory, is_main_process, **kwargs)
+        with mapped(self.config):
+            super().save_pretrained(save_directory, is_main_process, **kwargs)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         # For code outside of transformers it would pass over modules that own no parameter but only other modules.
@@ -115,7 +119,13 @@ class FEMModel(FEMPreTrainedModel):
             FEMBlock(dim, build_mixer(config, layer), width, eps, layer) for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(dim, eps=eps)
+        self._owner = new_number(self)
         self.post_init()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copied or unpickled model is another one: it does not take the original's caches."""
+        super().__setstate__(state)
+        self._owner = new_number(self)
 
     @capture_outputs  # type: ignore[untyped-decorator]
     def forward(
@@ -143,6 +153,8 @@ class FEMModel(FEMPreTrainedModel):
             use_cache = self.config.use_cache and self.config.causal and not self.training
         if use_cache and past_key_values is None:
             past_key_values = FEMCache(len(self.layers))
+        if past_key_values is not None:
+            past_key_values.belong_to(self, self._owner)
         mask = padding_mask(attention_mask, x)
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         segments = packed_segments(x, segments, mask, kwargs, seen)

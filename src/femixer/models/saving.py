@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,13 +77,37 @@ def write_module(config: PreTrainedConfig, folder: Path) -> None:
     (folder / f"{MODULE}.py").write_text(SOURCE.format(**lines), encoding="utf-8")
 
 
+def check_whole(model: Any) -> None:
+    """Raise a ValueError if this process has only a part of the model's weights, or has them by other names."""
+    # Heads divided by femixer.parallel, or weights sharded by FSDP2, whose modules can be `unshard`ed.
+    if any(getattr(module, "is_apart", False) or hasattr(module, "unshard") for module in model.modules()):
+        raise ValueError(
+            "the weights of this model are divided over processes; gather them in all of these, and save in one: "
+            "save_pretrained(folder, state_dict=femixer.parallel.full_state_dict(model))"
+        )
+
+
+@contextmanager
+def mapped(config: PreTrainedConfig) -> Iterator[None]:
+    """The configuration with the map to our classes, as long as this lasts: it belongs into the file alone."""
+    held = getattr(config, "auto_map", None)
+    if config.model_type in CLASSES:
+        config.auto_map = auto_map(config)
+    try:
+        yield
+    finally:
+        if held is not None:
+            config.auto_map = held
+        elif hasattr(config, "auto_map"):
+            del config.auto_map
+
+
 def write_beside(model: Any, save_directory: Any) -> None:
-    """The module and the card in the folder to which the model will be saved, and the map in its configuration."""
+    """The module and the card in the folder to which the model will be saved."""
     folder, config = Path(save_directory), model.config
     if config.model_type not in CLASSES or folder.is_file():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    config.auto_map = auto_map(config)
     write_module(config, folder)
     card = folder / "README.md"
     if not card.exists() or is_ours(card):

@@ -16,9 +16,9 @@ from femixer.options import check, parse
 from femixer.reporting import Table, as_markdown, write
 from femixer.reporting.figures import save
 from femixer.subcommands import Commands, dispatch, named
-from femixer.training import jobs
+from femixer.training import atomic, jobs
 from femixer.training.jobs import RECORD, Job, Jobs, Kind
-from femixer.training.results import Record, RunOptions
+from femixer.training.results import Record, RunOptions, check_no_run
 
 
 class Run(ABC):
@@ -182,15 +182,17 @@ class Task:
 
     def _table(self, args: Sequence[str]) -> int:
         command = parse(named(self.table or TableFiles), args, f"{self.name} table")
+        out = command.out or Path("results") / f"{self.name}-table"
+        check_no_run(out)
         records = self.load(*command.results)
         stores = f"stores where `femixer {self.name} run` has finished some"
         check(len(records) > 0, "results", "without a finished job", stores)
         tables = (named(self.run)() if self.table is None else command).tables(records)
-        out = command.out or Path("results") / f"{self.name}-table"
-        write(out, tables)
         figures = {} if self.table is None else command.figures(records)
-        for name, drawing in figures.items():
-            save(drawing, out / name)
+        with atomic.replacing_files(out) as new:
+            for name, drawing in figures.items():
+                save(drawing, new / name)
+            write(new, tables)
         print(as_markdown(*tables))
         drawn = f", with {', '.join(figures)}" if figures else ""
         print(f"The table is in {out}/ as Markdown, LaTeX and CSV{drawn}")
@@ -198,6 +200,7 @@ class Task:
 
     def _export(self, args: Sequence[str]) -> int:
         command = parse(Export, args, f"{self.name} export")
+        check(not command.out.is_dir(), "out", str(command.out), "a file")
         records = self.load(*command.results)
         jobs.export(records, command.out, self.kind)
         print(f"{len(records)} records are in {command.out}")

@@ -14,8 +14,8 @@ PARTIAL = ".partial"
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary name beside `path`; what is written there (a file, or a folder of files) becomes `path`.
 
-    The content reaches the disk before the rename, and the rename before this returns. A folder cannot replace
-    another folder: `path` must not exist then.
+    The content reaches the disk before the rename, and the rename before this returns. A folder takes the place of
+    another in two renames.
     """
     partial = begin(path)
     try:
@@ -23,6 +23,32 @@ def replacing(path: Path) -> Iterator[Path]:
         commit(partial, path)
     finally:
         remove(partial)
+
+
+@contextmanager
+def replacing_files(folder: Path, last: str = "", old: str = "") -> Iterator[Path]:
+    """Yield an empty folder inside `folder`, which is made; the files written there (and in folders there) take the
+    place of those of the same names in `folder`, when all are complete. If anything fails, what was there stays.
+
+    last: the name whose file is put in place after all others. old: a pattern of names that are removed before.
+    """
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = begin(folder / "new")
+    partial.mkdir()
+    try:
+        yield partial
+        for path in [*([folder / last] if last else []), *(folder.glob(old) if old else [])]:
+            remove(path)
+        files = [path for path in partial.rglob("*") if path.is_file()]
+        for path in sorted(files, key=lambda path: (path.name == last, path)):
+            place = folder / path.relative_to(partial)
+            place.parent.mkdir(exist_ok=True)
+            commit(path, place)
+    finally:
+        remove(partial)
+        if made and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def begin(path: Path) -> Path:
@@ -36,7 +62,13 @@ def commit(partial: Path, path: Path) -> None:
     """Put what is under the temporary name on the disk, and then under its own name."""
     for part in [*partial.iterdir(), partial] if partial.is_dir() else [partial]:
         sync(part)
-    os.replace(partial, path)
+    if partial.is_dir() and path.is_dir():
+        old = begin(path.with_name(path.name + ".old"))
+        os.replace(path, old)
+        os.replace(partial, path)
+        remove(old)
+    else:
+        os.replace(partial, path)
     sync(path.parent)
 
 

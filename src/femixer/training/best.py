@@ -73,6 +73,17 @@ class Best:
         return self.results.folder / CHECKPOINTS / f"best-{step:08d}.safetensors"
 
 
+def check_trained(record: Record, saved: str = "") -> None:
+    """A FloatingPointError if training diverged: a command that trains one model must not end as if it had gone well.
+
+    record: has `diverged`, why, and `best_step`, 0 for the untrained weights. saved: where the best weights are now.
+    """
+    if record["diverged"] and (saved or not record["best_step"]):
+        kept = f"the weights of step {record['best_step']}, the best before, are in {saved}"
+        kept = kept if record["best_step"] else "no weights were better than the untrained ones, and no model is saved"
+        raise FloatingPointError(f"training diverged: {record['diverged']}; {kept}")
+
+
 def lowest(scores: Mapping[int, Error]) -> int:
     """The first step of the lowest error; NaN is above all numbers."""
     return min(scores, key=lambda step: (any(map(math.isnan, scores[step])), scores[step], step))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -33,6 +33,31 @@ def terminal_bar(*texts: str, **options: Any) -> Any:
     return rich.Progress(before, rich.BarColumn(), *after, rich.TimeRemainingColumn(), console=console, **options)
 
 
+SECONDS_BETWEEN_LINES = 10.0
+
+
+@contextmanager
+def counting(total: int, unit: str) -> Iterator[Callable[[int], None]]:
+    """Gives the function that is told how many more of `total` are done: a bar, or a line now and then."""
+    bar = terminal_bar("{task.completed:,}/{task.total:,} " + unit)
+    task = None if bar is None else bar.add_task("", total=total)
+    done, began = 0, time.monotonic()
+    shown = began
+
+    def told(more: int) -> None:
+        nonlocal done, shown
+        done, now = done + more, time.monotonic()
+        if bar is not None:
+            bar.advance(task, more)
+        elif now - shown >= SECONDS_BETWEEN_LINES:
+            shown = now
+            left = (now - began) / done * (total - done)
+            print(f"{done:,} of {total:,} {unit}, {left:.0f} s left", file=sys.stderr, flush=True)
+
+    with bar or nullcontext():
+        yield told
+
+
 @contextmanager
 def display(start: int, steps: int, shown: bool = True) -> Iterator[Display]:
     """The display that suits standard error, for steps `start` to `steps`, or one that shows nothing."""
@@ -58,13 +83,22 @@ class Display:
 
 
 class Lines(Display):
-    """One line per record, and the samples."""
+    """One line per record, and the samples; between records that are far apart, one per minute."""
+
+    SECONDS = 60.0
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
+        self.last = time.monotonic()
+
+    def stepped(self, step: int, losses: Callable[[], Mapping[str, Tensor]], rate: str) -> None:
+        if time.monotonic() - self.last >= self.SECONDS:
+            shown = {name: float(value) for name, value in losses().items()}
+            self.trained(step, [{"split": "training", **shown, "rate": rate}])
 
     def trained(self, step: int, records: Records) -> None:
         print(record_line(step, self.steps, records), file=sys.stderr, flush=True)
+        self.last = time.monotonic()
 
     evaluated = trained
 

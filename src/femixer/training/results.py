@@ -32,6 +32,8 @@ from femixer.training import atomic, distributed, locks
 
 CONFIG, METRICS, CHECKPOINTS, FIGURE, TABLE = "config.json", "metrics.jsonl", "checkpoints", "figure.png", "table.md"
 SAMPLES, TENSORBOARD, MODEL = "samples.jsonl", "tensorboard", "model"
+STORE = "store.json"
+"""Of a store of many runs (femixer.training.jobs)."""
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -197,11 +199,19 @@ def show_table(results: Results) -> int:
     return 0
 
 
+def check_no_run(folder: Path, name: str = "out") -> None:
+    """Raise a ValueError if files for people (tables, figures, pages) would go into the folder of a training, of a
+    store or of a model: a run's table.md says that it is finished."""
+    held = next((each for each in (CONFIG, STORE, METRICS) if (folder / each).is_file()), None)
+    allowed = f"a folder of its own: this one holds a run, a store of results or a model ({held})"
+    check(held is None, name, str(folder), allowed)
+    check(not folder.exists() or folder.is_dir(), name, str(folder), "a folder")
+
+
 @contextmanager
 def new_model(folder: Path) -> Iterator[Path]:
     """A place to save a model in, which takes that of `folder` when all of it is there."""
     try:
-        atomic.remove(folder)
         with atomic.replacing(folder) as partial:
             yield partial
     except Exception as error:  # each library has its own for a full disk

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.models.forecast.config import ForecastConfig
@@ -43,9 +42,13 @@ class SeasonalNaive(Naive):
         before = seasons * season - window.shape[1]
         latest = window[:, -season:]
         if observed is not None or latest.shape[1] < season:
-            seen = torch.ones_like(window, dtype=torch.bool) if observed is None else observed
-            # [B, seasons, season, C]: of each phase the latest season in which it was observed.
-            seen, values = (F.pad(x, (0, 0, before, 0)).unflatten(1, (-1, season)) for x in (seen, window))
+            # Places [seasons, phases] in the window, of the phases that are forecast; a season may be longer than both.
+            phases = torch.arange(min(season, horizon), device=window.device)
+            place = season * torch.arange(seasons, device=window.device)[:, None] + phases - before
+            seen = (place >= 0)[None, :, :, None].expand(len(window), -1, -1, window.shape[2])
+            place = place.clamp(min=0)
+            seen = seen if observed is None else seen & observed[:, place]
+            # [B, seasons, phases, C]: of each phase the latest season in which it was observed.
             at = seasons - 1 - seen.flip(1).long().argmax(1, keepdim=True)
-            latest = values.gather(1, at).squeeze(1).where(seen.any(1), last_value(window, observed))
+            latest = window[:, place].gather(1, at).squeeze(1).where(seen.any(1), last_value(window, observed))
         return latest.repeat(1, -(-horizon // season), 1)[:, :horizon]

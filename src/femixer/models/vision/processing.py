@@ -47,9 +47,12 @@ class FEMImageProcessor(BaseImageProcessor):
         """As in transformers; a module beside it says where this class is found."""
         folder, config = Path(save_directory), FEMVisionConfig()
         folder.mkdir(parents=True, exist_ok=True)
-        self.auto_map = {"AutoImageProcessor": auto_map(config)["AutoImageProcessor"]}
         write_module(config, folder)
-        return super().save_pretrained(save_directory, *args, **kwargs)
+        self.auto_map = {"AutoImageProcessor": auto_map(config)["AutoImageProcessor"]}
+        try:
+            return super().save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            del self.auto_map  # which belongs into the file alone
 
     def __call__(  # type: ignore[override]
         self, images: Any, return_tensors: str | None = "pt", **given: Any

@@ -15,7 +15,7 @@ from femixer.reporting.figures import save
 from femixer.tasks.forecast.data import PACKAGED, Reading, Series, read, read_future
 from femixer.tasks.forecast.fit import PANELS, Panel, forecast_figure
 from femixer.training import atomic
-from femixer.training.results import MODEL
+from femixer.training.results import MODEL, check_no_run
 
 FORECAST, FIGURE = "forecast.csv", "figure.png"
 DRAWN = 3
@@ -172,6 +172,7 @@ def told_errors(series: Series, forecast: Any) -> str | None:
 
 def main(args: Sequence[str]) -> int:
     command = parse(Command, args, "forecast predict", Command())
+    check_no_run(command.out)
     model = load(command.model)
     config = model.config
     reading = as_trained(command.reading, config)
@@ -185,15 +186,14 @@ def main(args: Sequence[str]) -> int:
     config.missing_below = series.missing_below
     history = histories(series, config, command.start)
     forecast = model.predict(history, known_ahead(command, series, reading), command.levels, command.intervals)
-    command.out.mkdir(parents=True, exist_ok=True)
     shown = {"index": False} if series.sections else {"index_label": series.date_column}
-    atomic.write(command.out / FORECAST, forecast.to_csv(lineterminator="\n", **shown))
     dates = forecast[series.date_column] if series.sections else forecast.index
     title = f"{series.name}: {config.horizon} rows from {min(dates)}"
     drawn = panels(series, history, forecast, command.levels, DRAWN * config.horizon)
-    save(
-        forecast_figure(drawn, title, max(len(series.sections), len(series.columns)) - len(drawn)), command.out / FIGURE
-    )
+    figure = forecast_figure(drawn, title, max(len(series.sections), len(series.columns)) - len(drawn))
+    with atomic.replacing_files(command.out) as new:
+        save(figure, new / FIGURE)
+        atomic.write(new / FORECAST, forecast.to_csv(lineterminator="\n", **shown))
     errors = told_errors(series, forecast)
     if errors is not None:
         print(f"Mean absolute error where the truth is known: {errors}")

@@ -32,6 +32,7 @@ from femixer.tasks.forecast.model import (
 from femixer.tasks.forecast.table import COLUMNS, DATASETS, tabulate
 from femixer.tasks.runner import DataJob, Run
 from femixer.training import Results, RunOptions, distributed, show_table
+from femixer.training.best import check_trained
 from femixer.training.jobs import RECORD, Jobs
 from femixer.training.results import MODEL, Record, new_model
 
@@ -89,8 +90,10 @@ def trained(command: Train) -> Results:
     results = Results("forecast", spec, command.run, (RECORD,))
     if not results.finished:
         made = fitted(spec, series, results)
+        check_trained(made.record)
         rivals = simple(spec, series, made)
         distributed.on_main(lambda: finish(results, spec, made, rivals))
+        check_trained(made.record, f"{results.folder / MODEL}/")
     return results
 
 

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,21 @@ def summed_loss(model: Any, batch: Batch) -> Tensor:
     targets = own_tokens(model, batch.targets).flatten()
     loss = F.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=IGNORED, reduction="sum")
     return summed_over_cut(model, loss)
+
+
+LARGE = 4e9
+"""Bytes of logits that are worth a warning."""
+
+
+def warn_of_logits(tokens: int, vocabulary: int) -> None:
+    """Logits, their log-probabilities and gradients, in float32, of the tokens of one piece of a batch."""
+    size = 12 * tokens * vocabulary
+    if size > LARGE and distributed.is_main():
+        print(
+            f"warning: the logits of {tokens:,} tokens and a vocabulary of {vocabulary:,} take {size / 1e9:.0f} GB "
+            "at once; --accumulate makes pieces of a batch",
+            file=sys.stderr,
+        )
 
 
 def documents(segments: Tensor) -> Tensor | None:
@@ -226,6 +242,7 @@ def trained(experiment: Experiment, data: DataOptions, engine: EngineOptions, op
     results = Results("lm", decided, options, about={"text": data.described()})
     if results.finished:
         return results
+    warn_of_logits(batches.tokens // (engine.parts(distributed.world()) * engine.accumulate), shards.vocabulary)
     tokens = {"vocab_size": shards.vocabulary, "bos_token_id": shards.start_token, "eos_token_id": shards.end_token}
     model = build(experiment.model.config(experiment.length, **tokens), experiment.seed)
     fit = Fit(

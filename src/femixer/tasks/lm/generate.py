@@ -13,6 +13,7 @@ from torch import Tensor
 from femixer.optional import require
 from femixer.options import check, parse
 from femixer.tasks.lm.checkpoint import Placement, given_text, load
+from femixer.training.journal import counting
 from femixer.training.results import model_folder
 
 UNFINISHED = "\ufffd"
@@ -21,6 +22,10 @@ CHARACTER_TOKENS = 4
 """The most tokens that one character can take: those of its bytes in UTF-8."""
 CONTEXT = 8
 """Tokens of the prompt that are decoded along: some tokenizers drop the space before the first word."""
+
+
+PIECE = 8192
+"""Tokens of a prompt that are read at once; the prompt of a beam search is read whole."""
 
 
 class TextStream:
@@ -167,18 +172,32 @@ def generate(model: Any, tokenizer: Any, prompt: str, sampling: Sampling, show: 
     _warm_up(model, tokens, config)
     torch.manual_seed(sampling.seed)
     pace = Pace(tokens.shape[1], time.perf_counter())
-    options = {"generation_config": config, "stopping_criteria": [pace], "attention_mask": torch.ones_like(tokens)}
+    options: dict[str, Any] = {"generation_config": config, "stopping_criteria": [pace]}
+    options["attention_mask"] = torch.ones_like(tokens)
     if sampling.beams > 1:
         stream.put(tokens)
         stream.put(model.generate(tokens, **options)[:, tokens.shape[1] :])
         stream.end()
         return pace
     try:
+        if tokens.shape[1] > PIECE:
+            options["past_key_values"] = read_in_pieces(model, tokens[:, :-1])
         model.generate(tokens, streamer=stream, **options)
     except KeyboardInterrupt:
         stream.end()
         raise Stopped(pace) from None
     return pace
+
+
+@torch.no_grad()
+def read_in_pieces(model: Any, tokens: Tensor) -> Any:
+    """The cache after tokens [1, T], read a piece at a time: with the memory that a piece takes, besides the cache."""
+    cache, body = None, model.base_model
+    with counting(tokens.shape[1], "tokens of the prompt") as told:
+        for piece in tokens.split(PIECE, 1):
+            cache = body(piece, past_key_values=cache, use_cache=True).past_key_values
+            told(piece.shape[1])
+    return cache
 
 
 def _warm_up(model: Any, tokens: torch.Tensor, config: Any) -> None:

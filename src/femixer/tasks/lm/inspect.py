@@ -6,6 +6,7 @@ summary.md     means per layer; it is written last
 """
 
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Annotated, Any
 import torch
 
 from femixer.inspection.model import Layer, inspect_model, mixers_of
-from femixer.inspection.page import write_page
+from femixer.inspection.page import check_size, write_page
 from femixer.inspection.summary import HEADING, channels_by_kl, table_row
 from femixer.inspection.tokens import labels
 from femixer.optional import require
@@ -22,7 +23,7 @@ from femixer.options import check, parse
 from femixer.tasks.lm.checkpoint import Placement, given_text, load
 from femixer.tasks.lm.usage import FIGURE, summarize
 from femixer.training import atomic
-from femixer.training.results import model_folder, name_of
+from femixer.training.results import check_no_run, model_folder, name_of
 
 tyro = require("tyro", "cli")
 
@@ -66,7 +67,7 @@ class Command:
         for name in ("layers", "heads", "channels"):
             chosen = getattr(self, name)
             check(chosen is None or (len(chosen) > 0 and min(chosen) >= 0), name, chosen, "numbers of at least 0")
-        check(not self.out.exists() or self.out.is_dir(), "out", str(self.out), "a folder")
+        check_no_run(self.out)
 
 
 def main(args: Sequence[str]) -> int:
@@ -98,25 +99,24 @@ def run(command: Command, model: Any, tokenizer: Any, text: str) -> int:
     check(command.query is None or -len(ids) <= command.query < len(ids), "query", command.query, f"below {len(ids)}")
     tokens = labels(tokenizer, ids)
     chosen = _chosen(command, model)
+    check_size([[*mixers_of(model).values()][number] for number in chosen], len(ids))
     layers = inspect_model(model, torch.tensor([ids], device=model.device), only=command.layers, use_cache=False)
-    (command.out / FIGURES).mkdir(parents=True, exist_ok=True)
-    for old in (command.out / SUMMARY, command.out / PAGE, *(command.out / FIGURES).glob("layer-*-head-*.png")):
-        atomic.remove(old)
     rows: list[str] = []
     name = name_of(command.checkpoint)
-    size = write_page(
-        command.out / PAGE,
-        _drawn(command, _progress(layers, len(chosen)), tokens, rows),
-        tokens,
-        model=name,
-        text=text,
-        note=note,
-        query=command.query,
-        channels=command.channels,
-        count=len(chosen),
-    )
-    about = f"What {name} reads in {len(tokens)} tokens: means over tokens, heads and channels.\n\n"
-    atomic.write(command.out / SUMMARY, about + HEADING + "".join(rows))
+    with atomic.replacing_files(command.out, SUMMARY, f"{FIGURES}/layer-*-head-*.png") as new:
+        (new / FIGURES).mkdir()
+        size = write_page(
+            new / PAGE,
+            _drawn(command, new / FIGURES, _progress(layers, len(chosen)), tokens, rows),
+            tokens,
+            model=name,
+            text=text,
+            note=note,
+            query=command.query,
+            channels=command.channels,
+        )
+        about = f"What {name} reads in {len(tokens)} tokens: means over tokens, heads and channels.\n\n"
+        atomic.write(new / SUMMARY, about + HEADING + "".join(rows))
     return size
 
 
@@ -134,15 +134,21 @@ def _chosen(command: Command, model: Any) -> list[int]:
 
 
 def _progress(layers: Iterator[Layer], count: int) -> Iterator[Layer]:
-    done = 0
+    """The layers, which are computed as they are taken: each is told before it is there, with the time left."""
+    done, began, left = 0, time.monotonic(), ""
+    print(f"layer 1 of {count}", file=sys.stderr, flush=True)
     for layer in layers:
+        yield layer
         if layer.inspection is not None:
             done += 1
-            print(f"layer {done} of {count}: {layer.name}", file=sys.stderr)
-        yield layer
+            left = f", {(time.monotonic() - began) / done * (count - done):.0f} s left"
+            if done < count:
+                print(f"layer {done + 1} of {count}{left}", file=sys.stderr, flush=True)
 
 
-def _drawn(command: Command, layers: Iterator[Layer], tokens: list[str], rows: list[str]) -> Iterator[Layer]:
+def _drawn(
+    command: Command, figures: Path, layers: Iterator[Layer], tokens: list[str], rows: list[str]
+) -> Iterator[Layer]:
     """The layers as they come, each drawn and added to the table on its way."""
     for number, layer in enumerate(layers):
         if command.layers is None or number in command.layers:
@@ -154,7 +160,6 @@ def _drawn(command: Command, layers: Iterator[Layer], tokens: list[str], rows: l
             for head in command.heads or [int(per_head.sum(-1).argmax())]:
                 row = int(per_head[head].argmax()) if command.query is None else command.query
                 picked = list(command.channels or sorted(best[head]))
-                name = f"layer-{number:02d}-head-{head:02d}.png"
-                with atomic.replacing(command.out / FIGURES / name) as partial:
-                    r.plot(partial, head=head, row=row, channels=picked, tokens=tokens)
+                path = figures / f"layer-{number:02d}-head-{head:02d}.png"
+                r.plot(path, head=head, row=row, channels=picked, tokens=tokens)
         yield layer

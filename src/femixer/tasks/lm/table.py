@@ -17,6 +17,8 @@ from femixer.reporting import Cell, Column, Group, Row, Table, as_markdown, half
 from femixer.reporting.scores import Value
 from femixer.tasks.lm.evaluate import RESULTS
 from femixer.tasks.lm.harness import BLOCKS, COLUMNS, PaperColumn
+from femixer.training import atomic
+from femixer.training.results import check_no_run
 
 tyro = require("tyro", "cli")
 
@@ -158,8 +160,10 @@ class LmTabulate:
 def main(args: Sequence[str]) -> int:
     command = parse(LmTabulate, args, "lm table")
     check(bool(command.results), "results", command.results, "results folders of `femixer eval`")
+    check_no_run(command.out)
     table = tabulate([read(argument) for argument in command.results])
-    write(command.out, [table])
+    with atomic.replacing_files(command.out) as new:
+        write(new, [table])
     print(as_markdown(table))
     print(f"The table is in {command.out}/ as Markdown, LaTeX and CSV")
     return 0

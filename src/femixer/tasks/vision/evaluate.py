@@ -20,7 +20,8 @@ from femixer.tasks.vision.data.views import Views, spread
 from femixer.tasks.vision.fit import Predictions, predicted
 from femixer.tasks.vision.model import Classifier
 from femixer.training import atomic
-from femixer.training.results import Record
+from femixer.training.journal import counting
+from femixer.training.results import Record, check_no_run
 
 CONFUSION, PREDICTIONS = "confusion.png", "predictions.png"
 TITLE = {"fontsize": 10, "ha": "left", "parse_math": False}
@@ -215,12 +216,14 @@ def renamed(images: Images, classes: Sequence[str], pictures: Pictures) -> Pictu
 def run(command: Command) -> tuple[Predictions, Views]:
     check(command.batch > 0, "batch", command.batch, "a whole number above 0")
     check(command.threads is None or command.threads > 0, "threads", command.threads, "a whole number above 0")
+    check_no_run(command.out)
     if command.threads is not None:
         torch.set_num_threads(command.threads)
     classifier = Classifier.load(command.model)
     chosen = choose(classifier, command.data, command.reading, command.split)
     images, views = chosen.images, chosen.views
-    predictions = predicted(classifier.model, views, command.batch, chosen.split)
+    with counting(len(views), "pictures") as told:
+        predictions = predicted(classifier.model, views, command.batch, chosen.split, told=told)
     broken = [*empty_files(images, chosen.split), *views.broken.values()]
     title = f"{command.model.name} on {images.name}, {chosen.split}"
     write(command, predictions, views, classifier.classes, title, len(broken))
@@ -241,11 +244,11 @@ def empty_files(images: Images, split: str) -> list[Broken]:
 def write(
     command: Command, predictions: Predictions, views: Views, classes: Sequence[str], title: str, broken: int
 ) -> None:
-    command.out.mkdir(parents=True, exist_ok=True)
     scores = {**predictions.scores(), "pictures": len(predictions.labels), "broken": broken}
-    save(confusion(predictions, classes, title), command.out / CONFUSION)
-    save(samples(predictions, views, classes, title), command.out / PREDICTIONS)
-    atomic.write(command.out / SCORES, json.dumps(scores, indent=2) + "\n")
+    with atomic.replacing_files(command.out) as new:
+        save(confusion(predictions, classes, title), new / CONFUSION)
+        save(samples(predictions, views, classes, title), new / PREDICTIONS)
+        atomic.write(new / SCORES, json.dumps(scores, indent=2) + "\n")
     print(f"{title}: {scores['pictures']:,} pictures, {scores['broken']} that cannot be read\n")
     print("| accuracy | top 5 | loss |\n|---:|---:|---:|")
     print(f"| {scores['top1']:.2%} | {scores['top5']:.2%} | {scores['loss']:.4f} |\n")

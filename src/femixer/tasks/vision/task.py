@@ -21,6 +21,7 @@ from femixer.tasks.vision.maps import MAPS, map_figure
 from femixer.tasks.vision.model import ENCODERS, Sizes, Spec, Training, config_of, specified
 from femixer.tasks.vision.table import ORDER, TOP1, tabulate
 from femixer.training import EngineOptions, Results, RunOptions, distributed, show_table
+from femixer.training.best import check_trained
 from femixer.training.jobs import RECORD, Jobs
 from femixer.training.recipe import apply, with_recipe
 from femixer.training.results import MODEL, Record
@@ -122,7 +123,9 @@ def trained(command: Train) -> Results:
     results = Results("vision", spec, command.run, (BROKEN, CONFUSION, PREDICTIONS, MAPS, RECORD))
     if not results.finished:
         made = fitted(spec, images, results, command.loading, command.engine)
+        check_trained(made.record)
         distributed.on_main(lambda: finish(results, spec, images, made))
+        check_trained(made.record, f"{results.folder / MODEL}/")
     return results
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from femixer.options import check
-from femixer.training.jobs.engines import Assignment, Job, JobEngine, Outcome
+from femixer.training.jobs.engines import Assignment, Job, JobEngine, Outcome, alone
 from femixer.training.jobs.store import ERRORS, INDEX, RECORD, Kind, Store, export, load
 from femixer.training.journal import terminal_bar
 from femixer.training.results import Record
@@ -46,7 +46,8 @@ def line(outcome: Outcome) -> str:
         return f"{job.title} FAILED: {outcome.error.strip().splitlines()[-1]}"
     if outcome.record is None:
         return f"{job.title} is left to another process, which is at it"
-    return f"{job.title}: {job.summary(outcome.record)}, {duration(outcome.record['seconds'])}"
+    diverged = ", DIVERGED" if outcome.record.get("diverged") else ""
+    return f"{job.title}: {job.summary(outcome.record)}, {duration(outcome.record['seconds'])}{diverged}"
 
 
 def duration(seconds: float) -> str:
@@ -112,8 +113,7 @@ def carry_out(todo: Sequence[Job], store: Store, how: Jobs, resumable: bool) -> 
     failed = []
     with engine.ready(assignments) as outcomes:
         if how.overwrite:
-            for job in todo:
-                store.forget(job.name)
+            forget(assignments, store)
         with progress(len(todo)) as tell:
             for outcome in outcomes:
                 if outcome.record is not None:
@@ -123,6 +123,16 @@ def carry_out(todo: Sequence[Job], store: Store, how: Jobs, resumable: bool) -> 
                     failed.append(outcome.job)
                 tell(outcome)
     return failed
+
+
+def forget(assignments: Sequence[Assignment], store: Store) -> None:
+    """Remove the records of jobs and what is left of their trainings; all stay if another process is at one of them."""
+    for assignment in assignments:
+        with alone(assignment):
+            pass  # or an error, before anything is removed
+    for assignment in assignments:
+        with alone(assignment):
+            store.forget(assignment.job.name)
 
 
 def divided(jobs: Sequence[SomeJob], part: str | None) -> Sequence[SomeJob]:

@@ -112,6 +112,23 @@ def attempt(assignment: Assignment) -> Outcome:
 
 
 @contextlib.contextmanager
+def alone(assignment: Assignment) -> Iterator[None]:
+    """Nobody carries out the job meanwhile; a ValueError if somebody does."""
+    filelock = require("filelock", "lm")
+    folder = running(assignment)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = folder.with_name(folder.name + ".lock")
+    try:
+        with filelock.FileLock(lock, timeout=0), removed(lock):
+            yield
+    except filelock.Timeout:
+        raise ValueError(
+            f"overwrite=True is not allowed while another process is at {assignment.job.title!r} in "
+            f"{assignment.store}; wait for it to end, or choose another --out"
+        ) from None
+
+
+@contextlib.contextmanager
 def removed(lock: Path) -> Iterator[None]:
     """Remove the file of a lock while it is held: afterwards it may be another's."""
     try:

@@ -18,9 +18,9 @@ from typing import Any
 
 from femixer.options import check
 from femixer.training import atomic
-from femixer.training.results import METRICS, Record
+from femixer.training.results import METRICS, STORE, Record
 
-INDEX, JOBS, ERRORS, RUNNING = "store.json", "jobs", "errors", "running"
+INDEX, JOBS, ERRORS, RUNNING = STORE, "jobs", "errors", "running"
 RECORD = "record.json"
 """In the results folder of a single training: its record, as an exported file."""
 

@@ -5,7 +5,9 @@ import csv
 import io
 import itertools
 import re
-from collections.abc import Sequence
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,24 +54,31 @@ class Rows:
 
 
 SEPARATORS = ",;\t"
+HEAD, LARGE = 1 << 22, 10**8
+"""Characters from the beginning that tell how a file is written; bytes from which on it takes a while to read one."""
 
 
 def read_csv(path: Path, bare: tuple[str, str] | None = None, names_needed: bool = True) -> Rows:
     """bare: the first date and the step of a file that may have neither a header nor dates. names_needed: or else
     numbers in the first line are names, too."""
     pandas = require("pandas", "series")
-    text = decoded(path)
+    encoding = encoding_of(path)
+    with path.open(encoding=encoding, newline="") as file:
+        text = file.read(HEAD)
     separator = separator_of(text)
+    if path.stat().st_size > LARGE:  # a minute of silence would look like a hang
+        print(f"reading {path} ({path.stat().st_size / 1e6:,.0f} MB)", file=sys.stderr, flush=True)
     if bare is not None and is_bare(text, separator):
-        lines = checked_lines(text, path, separator, named=False)
-        frame = pandas.read_csv(io.StringIO(text), sep=separator, header=None).rename(columns=str)
+        lines = checked_lines(path, encoding, separator, named=False)
+        frame = pandas.read_csv(path, encoding=encoding, sep=separator, header=None).rename(columns=str)
         frame.insert(0, "date", pandas.date_range(bare[0], periods=len(frame), freq=bare[1]))
         return Rows(path, frame, "line", lines)
     if names_needed and is_bare(text, separator):
         raise ValueError(f"{path}, line 1: it has numbers, and must name the columns, one of them the dates")
-    lines = checked_lines(text, path, separator)
+    lines = checked_lines(path, encoding, separator)
     decimal = "," if separator != "," and has_decimal_commas(text, separator) else "."
-    frame = pandas.read_csv(io.StringIO(text), sep=separator, decimal=decimal, index_col=False, low_memory=False)
+    options = {"sep": separator, "decimal": decimal, "index_col": False, "low_memory": False}
+    frame = pandas.read_csv(path, encoding=encoding, **options)
     return Rows(path, frame, "line", lines)
 
 
@@ -104,22 +113,30 @@ def has_decimal_commas(text: str, separator: str) -> bool:
     return not points and not all(re.fullmatch(r"[-+]?[1-9]\d{0,2},\d{3}", cell) for cell in commas)
 
 
-def decoded(path: Path) -> str:
-    """The text of a file in UTF-8, in UTF-16 if it says so, or else in Latin-1, which has all bytes."""
-    content = path.read_bytes()
-    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return content.decode("utf-16")
+def encoding_of(path: Path) -> str:
+    """Of a file: UTF-8, UTF-16 if it says so, or else Latin-1, which has all bytes."""
+    with path.open("rb") as file:
+        if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            return "utf-16"
     try:
-        return content.decode("utf-8-sig")
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            while file.read(HEAD):
+                pass
     except UnicodeDecodeError:
-        return content.decode("latin-1")
+        return "latin-1"
+    return "utf-8-sig"
 
 
-def checked_lines(text: str, path: Path, separator: str, named: bool = True) -> list[int]:
+def checked_lines(path: Path, encoding: str, separator: str, named: bool = True) -> Sequence[int]:
     """The line of each row below the header, or of all without one. pandas would fill up rows that are too short, and
     say nothing."""
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
-    lines: list[int] = []
+    with path.open(encoding=encoding, newline="") as file:
+        return _checked_lines(file, path, separator, named)
+
+
+def _checked_lines(file: Iterable[str], path: Path, separator: str, named: bool) -> Sequence[int]:
+    reader = csv.reader(file, delimiter=separator)
+    lines = array("q")
     try:
         header = [name.strip() for name in next(reader, [])]
         if not any(header):
@@ -178,8 +195,11 @@ def parsed(rows: Rows, column: str, form: str | None) -> Any:
 
 def refuse_two_readings(rows: Rows, column: str, texts: Any) -> None:
     """Dates such as 01/02/2016, of which no row tells whether the day or the month comes first."""
-    numbers = texts.astype(str).str.extract(r"^\s*(\d{1,2})([/.-])(\d{1,2})[/.-](\d{4}|\d{2})\b(.*)$")
-    if not len(numbers) or numbers.isna().any(axis=None):
+    form = r"^\s*(\d{1,2})([/.-])(\d{1,2})[/.-](\d{4}|\d{2})\b(.*)$"
+    if not len(texts) or re.match(form, str(texts.iloc[0])) is None:  # all rows must be like that; mostly none is
+        return
+    numbers = texts.astype(str).str.extract(form)
+    if numbers.isna().any(axis=None):
         return
     first, second = (numbers[place].astype(int) for place in (0, 2))
     if max(first.max(), second.max()) <= 12 and (first != second).any():

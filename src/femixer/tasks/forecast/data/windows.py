@@ -127,16 +127,38 @@ def scaling_of(series: Series, horizon: int = 1, held: Held | None = None) -> Sc
     """Mean and standard deviation (over n) of the training rows; a channel that is constant there keeps its scale."""
     if series.sections:
         ends = [section_ends(section, horizon, held) for section in series.sections]
-        train = [slice(s.begin, s.begin + own[0]) for s, own in zip(series.sections, ends, strict=True)]
-        mean, std = np.array([mean_and_std(series.values[rows]) for rows in train]).T[..., None]
+        train = [slice(s.begin, s.begin + end[0]) for s, end in zip(series.sections, ends, strict=True)]
+        named = [
+            (f"the series {s.name!r}", series.values[rows]) for s, rows in zip(series.sections, train, strict=True)
+        ]
+        mean, std = np.array([scale_of(series, *each) for each in named]).T[..., None]
     else:
         train = [slice(*borders(series, held, horizon)["train"])]
-        mean, std = np.array([mean_and_std(column) for column in series.values[train[0]].T]).T
+        columns = zip(series.columns, series.values[train[0]].T, strict=True)
+        mean, std = np.array([scale_of(series, f"the column {name!r}", column) for name, column in columns]).T
     none = np.zeros(0)
     if series.covariates is None:
         return Scaling(mean, std, none, none)
-    rows = np.concatenate([series.covariates[own] for own in train])
-    return Scaling(mean, std, *np.array([mean_and_std(column) for column in rows.T]).T)
+    rows = np.concatenate([series.covariates[part] for part in train])
+    columns = zip((*series.known, *series.past), rows.T, strict=True)
+    return Scaling(mean, std, *np.array([scale_of(series, f"the column {n!r}", column) for n, column in columns]).T)
+
+
+def scale_of(series: Series, what: str, values: np.ndarray) -> list[float]:
+    """Mean and deviation of training rows; without a value there, or with too large ones, an error that names them."""
+    seen = values[~np.isnan(values)]
+    if len(values) and not len(seen):
+        raise ValueError(
+            f"{series.name}: {what} has no value in the {len(values)} training rows; choose --columns without it"
+        )
+    with np.errstate(over="ignore", invalid="ignore"):
+        finite = not len(seen) or np.isfinite(seen.var())
+    if not finite:
+        raise ValueError(
+            f"{series.name}: {what} has values up to {np.abs(seen).max():.3g}, too large to scale: their deviation is "
+            "not a finite number; give it in a larger unit, or choose --columns without it"
+        )
+    return mean_and_std(values)
 
 
 def section_ends(section: Section, horizon: int, held: Held | None) -> tuple[int, int, int]:
@@ -166,9 +188,12 @@ def windows(
     )
     lengths = [section.rows for section in series.sections]
     mean, std = (np.repeat(x, lengths, 0) if lengths else x for x in (scaling.mean, scaling.std))
-    scaled = placed.spread((series.values - mean) / std)
+    scaled = (series.values - mean) / std
+    check_scaled(series, scaled)
+    scaled = placed.spread(scaled)
     missing = np.isnan(scaled)
-    values = torch.from_numpy(np.where(missing, 0.0, scaled).astype(np.float32)).to(device)
+    numbers = np.where(missing, 0.0, scaled).astype(np.float32)
+    values = torch.from_numpy(numbers).to(device)
     observed = torch.from_numpy(~missing).to(device) if missing.any() else None
     covariates = None
     if series.covariates is not None:
@@ -188,6 +213,18 @@ def windows(
         )
         for split, where in placed.places.items()
     }, scaling
+
+
+def check_scaled(series: Series, scaled: np.ndarray) -> None:
+    """Raise a ValueError that names a value which is too large for a model's numbers."""
+    with np.errstate(over="ignore"):
+        bad = np.argwhere(np.isinf(scaled.astype(np.float32)))
+    if len(bad):
+        row, channel = bad[0]
+        raise ValueError(
+            f"{series.name}: the column {series.columns[channel]!r} has the value {series.values[row, channel]:.3g} in "
+            f"row {row + 1}, {scaled[row, channel]:.3g} deviations of the training rows from their mean: too large"
+        )
 
 
 class Placed(NamedTuple):

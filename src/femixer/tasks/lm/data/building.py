@@ -41,10 +41,9 @@ from femixer.tasks.lm.data.shards import (
 )
 from femixer.tasks.lm.data.sources import PIECE, Document
 from femixer.training import atomic
-from femixer.training.journal import terminal_bar
+from femixer.training.journal import SECONDS_BETWEEN_LINES, terminal_bar
 from femixer.training.processes import cores, die_with_parent, interrupts_held
 
-SECONDS_BETWEEN_LINES = 10.0
 PartCounts = dict[str, Counts]
 
 
