@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MOST_NUMBERS = 2**18
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Inspection:
     """Axes: B batch, H heads, T positions (queries, then keys), D value channels of a head."""
 
@@ -35,6 +35,12 @@ class Inspection:
     read: Tensor  #: [B, H, T, D], (1 - lam) mean + lam free_energy
     hidden_beta: Tensor  #: [B, H, T, D], the temperature at which the free energy equals the read
     kl: Tensor  #: [B, H, T, D], KL(posterior at hidden_beta || prior), the prior normalized
+
+    def __repr__(self) -> str:
+        batch, heads, tokens, _, channels = self.posterior.shape
+        return (
+            f"Inspection(batch={batch}, heads={heads}, tokens={tokens}, channels={channels}, dtype={self.read.dtype})"
+        )
 
     def plot(
         self,
@@ -55,6 +61,8 @@ class Inspection:
 def inspect_mixer(
     mixer: FreeEnergyMixer, x: Tensor, mask: Tensor | None = None, segments: Tensor | None = None
 ) -> Inspection:
+    if x.dim() == 3 and x.shape[1] == 0:
+        raise ValueError(f"x of shape {tuple(x.shape)} has no token to inspect; choose at least one")
     with torch.no_grad():
         (inputs, v, lam_logits, gate_logits, _), layout = mixer.prepare(x, mask, segments)
 

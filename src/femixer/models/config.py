@@ -8,6 +8,10 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from femixer.models.mixers import check_mixer
+from femixer.options import check
+
+# Beyond any model: a larger number is a slip, and would be found out by what it takes to build.
+LARGEST, MOST_LAYERS = 2**31 - 1, 10_000
 
 
 @strict
@@ -71,8 +75,10 @@ class FEMConfig(PreTrainedConfig):
     def validate_architecture(self) -> None:
         """Called by transformers after a change: every layer must be possible."""
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a positive integer")
+            size = getattr(self, name)
+            check(0 < size <= LARGEST, name, size, f"a whole number from 1 to {LARGEST:,}")
+        layers = self.num_hidden_layers
+        check(layers <= MOST_LAYERS, "num_hidden_layers", layers, f"a whole number from 1 to {MOST_LAYERS:,}")
         for name in ("mixer", "prior"):
             if not getattr(self, name):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a name or a list of names")

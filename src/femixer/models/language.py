@@ -51,8 +51,8 @@ class FEMPreTrainedModel(PreTrainedModel):
     ) -> Any:
         """As in transformers, but from safetensors only (a pickle could run any code), and only if the weights are
         complete, of the right shapes and finite. allow_missing: True, or patterns of names that may start anew."""
-        load, kind = functools.partial(super().from_pretrained, *args), cls.config_class.model_type
-        model, info = load_all(load, pretrained_model_name_or_path, kind, allow_missing, kwargs)
+        load = functools.partial(super().from_pretrained, *args)
+        model, info = load_all(load, pretrained_model_name_or_path, cls, allow_missing, kwargs)
         return (model, info) if output_loading_info else model
 
     @classmethod

@@ -26,6 +26,8 @@ from typing import Any, Literal
 
 import torch
 
+from femixer.damage import Damaged, read_json, read_lines, read_text
+from femixer.finite import check_numbers
 from femixer.optional import MissingExtra, require
 from femixer.options import check
 from femixer.training import atomic, distributed, locks
@@ -45,7 +47,7 @@ class RunOptions:
     out: Path
     """Results folder."""
     resume: bool = False
-    """Continue the run in the results folder, if there is one; a finished one only shows its table again."""
+    """Continue the run in the results folder; a finished one only shows its table again."""
     overwrite: bool = False
     """Delete the run in the results folder and start anew."""
     threads: int | None = None
@@ -105,6 +107,7 @@ class Results:
             else:
                 state = "an unfinished run (--resume continues it)"
             raise ValueError(f"out={str(run.out)!r} holds {state}; --overwrite starts anew, or choose another --out")
+        check(not run.resume, "resume", True, f"a folder with a run in it: out={str(run.out)!r} holds none to continue")
         self.folder.mkdir(parents=True, exist_ok=True)
         locks.hold(self.folder)
         # In this order whatever is left after a crash is a run that can be resumed or overwritten.
@@ -119,7 +122,11 @@ class Results:
         return (self.folder / TABLE).exists()
 
     def append(self, records: Iterable[Record], name: str = METRICS) -> None:
-        """Add one line per record; they are on the disk when this returns."""
+        """Add one line per record; they are on the disk when this returns. What is not finite is an error."""
+        records = [*records]
+        for record in records:  # in every process, which all have the same: one alone would leave the others waiting
+            step = f" at step {record['step']}" if "step" in record else ""
+            check_numbers(record, f"out={str(self.folder)!r}{step}")
         if not distributed.is_main():
             return
         with (self.folder / name).open("a", encoding="utf-8") as file:
@@ -129,8 +136,7 @@ class Results:
 
     def metrics(self) -> list[Record]:
         path = self.folder / METRICS
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines]
+        return read_lines(path) if path.exists() else []
 
     def rewind(self, step: int) -> None:
         """Drop the records after `step`: training continues there and will write them again.
@@ -142,7 +148,7 @@ class Results:
             return
         for path in (self.folder / METRICS, self.folder / SAMPLES):
             if path.exists():
-                lines = path.read_text(encoding="utf-8").splitlines()
+                lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
                 kept = [line for line in lines if (at := _step_of(line)) is not None and at <= step]
                 atomic.write(path, "".join(line + "\n" for line in kept))
 
@@ -167,8 +173,8 @@ class Results:
         path = self.folder / CONFIG
         if path.exists():
             try:
-                held = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError:
+                held = read_json(path)
+            except Damaged:
                 held = None
             if isinstance(held, dict) and "task" in held and isinstance(held.get("experiment"), dict):
                 return held
@@ -179,11 +185,16 @@ class Results:
         return None
 
 
+def holds_run(folder: Path) -> bool:
+    """Whether there is a run that may be resumed."""
+    return (folder / CONFIG).exists()
+
+
 def show_table(results: Results) -> int:
     """Print table.md, drawn on a terminal and as it is elsewhere, and where the rest is: the exit code of a command."""
     if not distributed.is_main():
         return 0
-    text = (results.folder / TABLE).read_text(encoding="utf-8")
+    text = read_text(results.folder / TABLE)
     try:
         drawn = require("rich.markdown", "cli").Markdown(text) if sys.stdout.isatty() else None
     except MissingExtra:
@@ -264,14 +275,13 @@ def _check_same(held: Mapping[str, Any], config: Mapping[str, Any], folder: Path
 
 def _step_of(line: str) -> int | None:
     try:
-        return json.loads(line)["step"]
+        step = json.loads(line)["step"]
+        return step if type(step) is int else None
     except (ValueError, KeyError, TypeError):
         return None
 
 
 def _config(folder: Path) -> dict[str, Any] | None:
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    path = folder / "config.json"
+    config = read_json(path) if path.is_file() else None
     return config if isinstance(config, dict) else None

@@ -98,6 +98,8 @@ class ForecastConfig(PreTrainedConfig):
         for name in ("scaler_mean", "scaler_std", "columns"):
             given = getattr(self, name)
             check(given is None or len(given) == self.channels, name, given, f"one per channel, {self.channels}")
+        for name in self.columns or ():
+            check(isinstance(name, str), "columns", name, "names")
         for mean in self.scaler_mean or ():
             check(math.isfinite(mean), "scaler_mean", mean, "finite numbers")
         for std in self.scaler_std or ():

@@ -9,10 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from femixer.damage import reading
+from femixer.finite import check_tensor
 from femixer.models.forecast import frames
 from femixer.models.forecast.config import ForecastConfig
 from femixer.models.forecast.window import fitted
 from femixer.models.language import FEMPreTrainedModel
+from femixer.models.loading import check_kind
 from femixer.options import check
 
 
@@ -42,7 +45,10 @@ class Forecaster(FEMPreTrainedModel):
         from femixer.models.forecast import FORECASTERS
 
         path = args[0] if args else kwargs["pretrained_model_name_or_path"]
-        return FORECASTERS[ForecastConfig.from_pretrained(path).kind].from_pretrained(*args, **kwargs)
+        check_kind(path, cls.config_class.model_type, kwargs)
+        with reading(f"{path}: config.json"):
+            kind = ForecastConfig.from_pretrained(path).kind
+        return FORECASTERS[kind].from_pretrained(*args, **kwargs)
 
     @classmethod
     def _from_config(cls, config: Any, **kwargs: Any) -> Any:
@@ -140,7 +146,7 @@ class Forecaster(FEMPreTrainedModel):
         forecast = self.forward(scaled, ~scaled.isnan())
         self.train(training)
         assert isinstance(forecast, Tensor)
-        return forecast.double().cpu().numpy() * std + mean
+        return check_tensor(forecast.double().cpu(), "the forecast").numpy() * std + mean
 
     def _check(self, name: str, given: Tensor, length: int | None, observed: Tensor | None) -> None:
         if not isinstance(given, Tensor) or not given.is_floating_point():

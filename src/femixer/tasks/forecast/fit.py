@@ -11,7 +11,7 @@ from torch import Tensor
 from femixer.models.forecast import Forecaster
 from femixer.models.parameters import parameters_of
 from femixer.optional import require
-from femixer.reporting.figures import BLUE, GREY, VERMILION, figure, quiet
+from femixer.reporting.figures import BLUE, GREY, VERMILION, figure, label, quiet
 from femixer.tasks.forecast.data import Series
 from femixer.tasks.forecast.data.windows import Windows, windows
 from femixer.tasks.forecast.model import Spec, build_model
@@ -148,7 +148,7 @@ def curve(record: Record, title: str) -> Any:
     axes.plot(steps, errors, color=BLUE, marker="o", markersize=3, linewidth=1.5)
     axes.plot(record["best_step"], record["validation_mse"], "D", color=VERMILION, label="best", zorder=3)
     axes.set(xlabel="training steps", ylabel="validation MSE")
-    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_title(label(title, 80), loc="left", fontsize=10, parse_math=False)
     quiet(axes)
     axes.legend(frameon=False)
     return drawing
@@ -171,10 +171,10 @@ def forecast_figure(history: Any, truth: Any, forecast: Any, title: str) -> Any:
             axes.plot(whole.index, whole, color=BLUE, linewidth=1.2, label="truth")
         axes.plot(forecast.index, forecast[column], color=VERMILION, linewidth=1.6, label="forecast")
         axes.axvline(forecast.index[0], color="0.8", linewidth=0.8, zorder=0)
-        axes.set_ylabel(column)
+        axes.set_ylabel(label(column), parse_math=False)
         quiet(axes)
     drawing.align_ylabels()
     panels[0].legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
     left = len(forecast.columns) - len(columns)
-    drawing.suptitle(title + (f" (and {left} more channels)" if left else ""), fontsize=11)
+    drawing.suptitle(label(title, 80) + (f" (and {left} more channels)" if left else ""), fontsize=11, parse_math=False)
     return drawing

@@ -10,9 +10,11 @@ from femixer.models.forecast.frames import is_date_name
 from femixer.models.quiet import without_bars
 from femixer.optional import require
 from femixer.options import check, parse
+from femixer.reporting.escape import in_csv
 from femixer.reporting.figures import save
-from femixer.tasks.forecast.data import PACKAGED, Reading, read
+from femixer.tasks.forecast.data import ABOUT_PACKAGED, PACKAGED, Reading, read
 from femixer.tasks.forecast.fit import forecast_figure
+from femixer.tasks.runner import told
 from femixer.training import atomic
 from femixer.training.results import MODEL
 
@@ -96,10 +98,17 @@ def forecast_from(model: Forecaster, frame: Any, start: str | None) -> tuple[Any
     return history, forecast
 
 
+def as_csv(forecast: Any, date_column: str) -> str:
+    """A spreadsheet would run the name of a column that begins like a formula."""
+    shown = forecast.rename(columns=lambda name: in_csv(str(name)))
+    return shown.to_csv(index_label=in_csv(date_column), lineterminator="\n")
+
+
 def main(args: Sequence[str]) -> int:
     command = parse(Command, args, "forecast predict", Command())
     model = load(command.model)
     reading = as_trained(command.reading, model.config)
+    told(command.data, ABOUT_PACKAGED)
     series = read(command.data, reading)
     model.config.missing_below = series.missing_below
     frame = series.frame()
@@ -107,13 +116,13 @@ def main(args: Sequence[str]) -> int:
     history, forecast = forecast_from(model, frame, command.start)
     truth = frame.reindex(forecast.index)
     command.out.mkdir(parents=True, exist_ok=True)
-    atomic.write(command.out / FORECAST, forecast.to_csv(index_label=series.date_column, lineterminator="\n"))
+    atomic.write(command.out / FORECAST, as_csv(forecast, series.date_column))
     drawn = history.iloc[-DRAWN * model.config.horizon :]
     figure = forecast_figure(drawn, truth, forecast, f"{series.name}: {len(forecast)} rows from {forecast.index[0]}")
     save(figure, command.out / FIGURE)
     errors = (forecast - truth).abs().mean().dropna()
     if len(errors):
-        told = ", ".join(f"{name} {error:.4g}" for name, error in errors.items())
-        print(f"Mean absolute error where the truth is known: {told}")
+        shown = ", ".join(f"{name} {error:.4g}" for name, error in errors.items())
+        print(f"Mean absolute error where the truth is known: {shown}")
     print(f"{len(forecast)} rows from {forecast.index[0]} to {forecast.index[-1]} are in {command.out / FORECAST}")
     return 0

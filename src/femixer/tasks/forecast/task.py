@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from femixer import command_line
+from femixer.models import Card
 from femixer.models.quiet import without_bars
 from femixer.options import check, parse
 from femixer.reporting import Table, as_markdown
-from femixer.tasks.forecast.data import LOOKBACKS, PACKAGED, Reading, Series, read
+from femixer.tasks.forecast.data import ABOUT_PACKAGED, LOOKBACKS, PACKAGED, Reading, Series, read
 from femixer.tasks.forecast.data.files import frequency_of
 from femixer.tasks.forecast.data.windows import scaling_of
 from femixer.tasks.forecast.fit import WIDER, Fitted, curve, fitted, score
 from femixer.tasks.forecast.model import MODELS, NAIVE, Sizes, Spec, Training, build_model, check_possible, specified
-from femixer.tasks.forecast.table import tabulate
-from femixer.tasks.runner import DataJob, Run
+from femixer.tasks.forecast.table import NO_SEASON, tabulate
+from femixer.tasks.runner import DataJob, Run, told
 from femixer.training import Results, RunOptions, distributed, show_table
 from femixer.training.jobs import Jobs
 from femixer.training.results import MODEL, Record, new_model
@@ -68,19 +70,20 @@ def trained(command: Train) -> Results:
     """Train, score and save a model; the folder then holds everything about it."""
     command.run.apply()
     command.sizes.validate([command.model])
+    about = told(command.data, ABOUT_PACKAGED)
     series = read(command.data, command.reading)
     spec = specified(
         command.model, series, command.horizon, command.lookback, command.seed, command.sizes, command.training
     )
     check_possible(spec, series)
     if frequency_of(series.dates) is None and distributed.is_main():
-        told = "rows are taken as equally far apart, and `femixer forecast predict` may not take such dates"
-        print(f"{command.data} has irregular dates: {told}", file=sys.stderr)
-    results = Results("forecast", spec, command.run)
+        so = "rows are taken as equally far apart, and `femixer forecast predict` may not take such dates"
+        print(f"{command.data} has irregular dates: {so}", file=sys.stderr)
+    results = Results("forecast", spec, command.run, about={"data": about})
     if not results.finished:
         made = fitted(spec, series, results)
         rivals = naive(spec, series, made)
-        distributed.on_main(lambda: finish(results, spec, made, rivals))
+        distributed.on_main(lambda: finish(results, spec, made, rivals, about))
     return results
 
 
@@ -93,15 +96,21 @@ def naive(spec: Spec, series: Series, made: Fitted) -> dict[str, dict[str, float
     return errors
 
 
-def finish(results: Results, spec: Spec, made: Fitted, rivals: dict[str, dict[str, float]]) -> None:
+def finish(results: Results, spec: Spec, made: Fitted, rivals: dict[str, dict[str, float]], about: str) -> None:
     """Save the model, and write figure and table: what makes the run finished comes last."""
+    record = made.record
+    made.model.card = Card(
+        data=f"{about}: {spec.horizon} rows from {spec.lookback}. Errors are in units of the training rows' deviation.",
+        command=command_line.shown(),
+        metrics={"validation MSE": record["validation_mse"], "test MSE": record["mse"], "test MAE": record["mae"]},
+    )
     with new_model(results.folder / MODEL) as partial, without_bars():
         made.model.save_pretrained(partial)
     results.write_figure(curve(made.record, spec.title))
-    results.finish(as_markdown(summary(spec, made, rivals)))
+    results.finish(as_markdown(summary(spec, made, rivals, about)))
 
 
-def summary(spec: Spec, made: Fitted, rivals: dict[str, dict[str, float]]) -> Table:
+def summary(spec: Spec, made: Fitted, rivals: dict[str, dict[str, float]], about: str) -> Table:
     record, counts = made.record, {split: each.count for split, each in made.windows.items()}
     per_epoch = -(-counts["train"] // spec.training.batch)
     epochs = [str(record[name] // per_epoch) for name in ("steps", "best_step")]
@@ -117,7 +126,10 @@ def summary(spec: Spec, made: Fitted, rivals: dict[str, dict[str, float]]) -> Ta
         + ", ".join(f"{count:,} {split}" for split, count in counts.items())
         + " windows. The best weights by validation MSE, scored on the test split, in scaled units."
     )
-    notes = [f"Training ended early: {record['diverged']}."] if record["diverged"] else []
+    notes = [f"Data: {about}."]
+    notes += [f"Training ended early: {record['diverged']}."] if record["diverged"] else []
+    if rivals["SeasonalNaive"] == rivals["LastValue"]:
+        notes.append(NO_SEASON)
     columns = ("model", "parameters", "epochs", "best", "validation MSE", "test MSE", "test MAE")
     return Table.of(columns, rows, title, *notes)
 
@@ -149,6 +161,7 @@ class Experiment(Setting):
             check(0 < len(given) == len({*given}), name, given, "different ones")
         check(self.seeds > 0, "seeds", self.seeds, "a whole number above 0")
         self.sizes.validate(self.models)
+        told(", ".join(self.data), ABOUT_PACKAGED)
         made: list[ForecastJob] = []
         for data in self.data:
             series = read(data, self.reading)

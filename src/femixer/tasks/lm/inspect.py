@@ -19,7 +19,7 @@ from femixer.inspection.summary import HEADING, channels_by_kl, table_row
 from femixer.inspection.tokens import labels
 from femixer.optional import require
 from femixer.options import check, parse
-from femixer.tasks.lm.checkpoint import Placement, given_text, load
+from femixer.tasks.lm.checkpoint import Placement, check_positions, given_text, load
 from femixer.training import atomic
 from femixer.training.results import model_folder, name_of
 
@@ -70,7 +70,7 @@ def main(args: Sequence[str]) -> int:
     command.validate()
     model_folder(command.checkpoint)  # says what is wrong before anything slow
     text = given_text(command.text, command.file, "text", "file", errors="replace")
-    model, tokenizer = load(command.checkpoint, command.placement)
+    model, tokenizer = load(command.checkpoint, command.placement, writes=False)
     size = run(command, model, tokenizer, text)
     print((command.out / SUMMARY).read_text(encoding="utf-8"))
     print(f"Open {command.out / PAGE} ({size / 1e6:.1f} MB) in a browser; figures are in {command.out / FIGURES}/")
@@ -88,6 +88,7 @@ def run(command: Command, model: Any, tokenizer: Any, text: str) -> int:
         ids = ids[: command.max_tokens]
         text = tokenizer.decode(ids)
     check(command.query is None or -len(ids) <= command.query < len(ids), "query", command.query, f"below {len(ids)}")
+    check_positions(model, len(ids), "max_tokens", command.max_tokens)
     tokens = labels(tokenizer, ids)
     chosen = _chosen(command, model)
     layers = inspect_model(model, torch.tensor([ids], device=model.device), only=command.layers, use_cache=False)

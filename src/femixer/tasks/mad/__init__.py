@@ -8,12 +8,23 @@ from femixer.tasks.mad.data import TASKS, MadTask, sample
 from femixer.tasks.mad.data.generators import IGNORE
 from femixer.tasks.runner import Task
 
+SCORES = {"accuracy": float, "loss": ("number", None)}  # that of a training which diverged may be NaN
+RECORD = {
+    **dict.fromkeys(("model", "task", "protocol"), str),
+    **dict.fromkeys(("seed", "steps", "parameter_count"), int),
+    **dict.fromkeys(("lr", "weight_decay"), float),
+    "parameters": dict,
+    "training?": dict,
+    "evaluations": [{"step": int, "validation": SCORES, "test": SCORES}],
+    "environment": {"femixer": str},
+}
 TASK = Task(
     "mad",
     format=1,
     run="femixer.tasks.mad.task:MadRun",
     table="femixer.tasks.mad.table:MadTabulate",
     run_help="train models on the tasks, here or on a cluster",
+    record=RECORD,
 )
 main = TASK.main
 

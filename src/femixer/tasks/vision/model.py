@@ -20,7 +20,7 @@ from femixer.models.quiet import without_bars
 from femixer.options import check, given
 from femixer.tasks.vision.data import Images
 from femixer.tasks.vision.data.augmentation import Augmentation
-from femixer.tasks.vision.data.pictures import Preparation
+from femixer.tasks.vision.data.pictures import PREPARATION, Preparation
 from femixer.training import derive
 from femixer.training.results import MODEL, new_model
 
@@ -212,4 +212,11 @@ class Classifier:
         folder = folder / MODEL if (folder / MODEL).is_dir() else folder
         preparation = Preparation.load(folder)
         with without_bars():
-            return cls(FEMForImageClassification.from_pretrained(folder).eval(), preparation)
+            model = FEMForImageClassification.from_pretrained(folder).eval()
+        for name in ("channels", "size"):
+            given, known = getattr(preparation, name), getattr(model.config, f"num_{name}", model.config.image_size)
+            check(given == known, f"{folder / PREPARATION}: {name}", given, f"{known}, as in config.json")
+        labels = [*range(model.config.num_labels)]
+        fits = sorted(model.config.id2label) == labels
+        check(fits, f"{folder / 'config.json'}: id2label", model.config.id2label, f"the names of {labels}")
+        return cls(model, preparation)
