@@ -30,6 +30,8 @@ from femixer.cli import main
 
 WRONG = (None, "x", "", -1, 0, 10**9, 10**30, 1.5, -2.5, math.nan, math.inf, [], [1, "x"], {}, {"x": 1}, True)
 OPTIONS = ("-1", "0", "x", "", "nan", "inf", "1e30", "99999999999999999999", "1000000000", "-0.5", "\x01", "é" * 300)
+MANY = "1000000000"
+ENDLESS = ("--steps", "--max-tokens")  # so many are possible, and take their time
 # Numbers of which any may be meant, and words that nothing depends on.
 FREE = re.compile(
     r"rope_base|eps$|initializer_range|scaler_|version|environment|seconds|checkpoint$|^text$|^data$|transformers|dtype"
@@ -101,11 +103,14 @@ def with_field(text: str, chance: random.Random) -> tuple[bytes, str, bool]:
     at = content
     for name in chosen[:-1]:
         at = at[name]
+    old = at[chosen[-1]]
     if value == "gone":
         del at[chosen[-1]]
     else:
         at[chosen[-1]] = value
-    free = any(FREE.search(str(name)) for name in chosen)
+    # Another number, or another text, may be meant.
+    numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in (old, value))
+    free = numbers or type(old) is type(value) or any(FREE.search(str(name)) for name in chosen)
     shown = ".".join(map(str, chosen))
     return json.dumps(content).encode(), f"{shown}={value!r}", not free
 
@@ -130,7 +135,7 @@ def damaged(path: Path, chance: random.Random) -> tuple[bytes | None, str, bool]
         return b"", "empty", True
     if way == "cut":
         at = chance.randrange(max(1, len(raw)))
-        return raw[:at], f"cut at {at}", path.suffix not in (".csv", ".md", ".jsonl")
+        return raw[:at], f"cut at {at}", path.suffix not in (".csv", ".md", ".yaml")
     # The head of a file of numbers says what they are; of the numbers themselves, any may be meant.
     at = [chance.randrange(min(len(raw), 64) or 1) for _ in range(4)]
     noisy = bytearray(raw or b"x")
@@ -172,6 +177,8 @@ def cases(subjects: dict[str, Subject], count: int, seed: int) -> Iterator[Case]
         subject = subjects[name]
         if subject.options and chance.random() < 0.2:
             option, value = chance.choice(subject.options), chance.choice(OPTIONS)
+            if value == MANY and option in ENDLESS:
+                continue
             yield Case(name, (*subject.commands[0], f"{option}={value}"), f"{option}={value!r}", exact=False)
             continue
         files = sorted(path for path in subject.folder.rglob("*") if path.is_file() and path.name not in IGNORED)
@@ -345,7 +352,7 @@ def make(place: Path) -> dict[str, Subject]:
         "recipe": Subject(
             place / "recipe",
             (("lm", "train", *SIZES, "--recipe", "FOLDER/own.yaml", "--shards", str(place / "data"), "--out", "OUT",
-              "--sample-tokens", "0", "--validation-tokens", "32", "--threads", "1"),),
+              "--sample-tokens", "0", "--validation-tokens", "32", "--threads", "1", "--steps", "2"),),
             (),
             without_speed,
         ),

@@ -87,7 +87,13 @@ def parsed(text: str, where: Any) -> Any:
         raise Damaged(f"{where}: not JSON ({in_one_line(error)})") from None
 
 
-KINDS = {int: "a whole number", float: "a finite number", str: "a text", bool: "true or false", dict: "an object"}
+KINDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a finite number",
+    str: "a text",
+    bool: "true or false",
+    dict: "an object",
+}
 KINDS |= {list: "a list", type(None): "null", "number": "a number"}
 
 Fields = Mapping[str, Any]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants
-from huggingface_hub.utils import get_session
+from huggingface_hub import utils as hub_utils
 
 SECONDS = 5.0
 
@@ -18,7 +18,7 @@ def is_offline() -> bool:
     if constants.HF_HUB_OFFLINE:
         return True
     try:
-        get_session().head(constants.ENDPOINT, timeout=SECONDS)
+        hub_utils.get_session().head(constants.ENDPOINT, timeout=SECONDS)
     except Exception:  # each version of the hub's client has other errors
         return True
     return False

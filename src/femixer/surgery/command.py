@@ -117,6 +117,6 @@ def save(model: Any, source: str, out: Path, card: Card) -> None:
             companion.save_pretrained(partial)
 
 
-def saved_processor(source: str) -> Any:
+def saved_processor(source: str | Path) -> Any:
     with reading(source):
         return transformers.AutoImageProcessor.from_pretrained(source, **only_local(source))

@@ -12,7 +12,7 @@ import json
 import math
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ class Position:
 
     step: int = 0
     seconds: float = 0.0
+    records: Sequence[int] | None = None
+    """Length and checksum of metrics.jsonl up to this step; None: not known."""
 
 
 class Corrupt(Exception):
@@ -128,7 +130,10 @@ def verify(path: Path) -> Position:
     try:
         about = distributed.on_main(lambda: json.loads((path / ABOUT).read_text(encoding="utf-8")))
         sums = sorted(about["crc32"].items())
-        position = Position(int(about["step"]), float(about["seconds"]))
+        records = about.get("records")
+        length, value = (0, 0) if records is None else map(int, records)
+        known = None if records is None else (length, value)
+        position = Position(int(about["step"]), float(about["seconds"]), known)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Corrupt(f"{type(error).__name__}: {error}") from error
     if path.name != name_of_step(position.step) or not math.isfinite(position.seconds):
@@ -192,7 +197,7 @@ def _begin(path: Path) -> Path:
 
 
 def _finish(partial: Path, path: Path, position: Position, sums: Mapping[str, int]) -> None:
-    about = {"step": position.step, "seconds": position.seconds, "crc32": sums}
+    about = {"step": position.step, "seconds": position.seconds, "records": position.records, "crc32": sums}
     (partial / ABOUT).write_text(json.dumps(about, indent=2), encoding="utf-8")
     atomic.commit(partial, path)
 

@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import sys
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -151,6 +152,19 @@ class Results:
                 lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
                 kept = [line for line in lines if (at := _step_of(line)) is not None and at <= step]
                 atomic.write(path, "".join(line + "\n" for line in kept))
+
+    def checksum(self, length: int | None = None) -> list[int]:
+        """Length and checksum of metrics.jsonl, or of its beginning."""
+        path = self.folder / METRICS
+        content = (path.read_bytes() if path.exists() else b"")[:length]
+        return [len(content), zlib.crc32(content)]
+
+    def check_records(self, known: Sequence[int] | None) -> None:
+        """Raise a ValueError unless metrics.jsonl begins as it did at the checkpoint from which training continues."""
+        if known is not None and [*known] != self.checksum(known[0]):
+            raise Damaged(
+                f"{self.folder / METRICS} is not what was written up to the last checkpoint; --overwrite starts anew"
+            )
 
     def write_figure(self, figure: Any) -> None:
         if not distributed.is_main():
