@@ -129,7 +129,7 @@ def card_of(model: Any, card: Card) -> str:
         "## Sizes\n\n" + _table(("", ""), rows),
     ]
     if card.data:
-        parts.append(f"## Data\n\n{card.data}")
+        parts.append(f"## Data\n\n{' '.join(card.data.split())}")
     if card.metrics:
         parts.append("## Metrics\n\n" + _table(("metric", "value"), [(n, f"{v:.6g}") for n, v in card.metrics.items()]))
     if card.command:
