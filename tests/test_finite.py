@@ -25,10 +25,9 @@ def saved(kind: str, folder: Path) -> list[str]:
     """A model whose weights are finite, but so large that what it computes is not; and the command that reads it."""
     torch.manual_seed(0)
     if kind == "vision":
-        model = FEMForImageClassification(
-            FEMVisionConfig(image_size=8, patch_size=4, num_channels=1, **SIZES, num_labels=10)
-        )
-        Classifier(model, Preparation(8, 1)).save(folder)
+        config = FEMVisionConfig(image_size=8, patch_size=4, num_channels=1, **SIZES, num_labels=10)
+        config.id2label = {label: str(label) for label in range(10)}
+        Classifier(FEMForImageClassification(config), Preparation(8, 1)).save(folder)
         spoil(folder, "classifier")
         return ["vision", "eval", "--model", str(folder), "--data", "digits", "--out", str(folder / "out")]
     if kind == "upgrade":

@@ -25,7 +25,11 @@ def shown() -> str:
     return "" if args is None else shlex.join(["femixer", *(arg for arg in args if arg not in UNIMPORTANT)])
 
 
+def has(option: str) -> bool:
+    """Whether a command runs, with this option (`--data`)."""
+    return any(arg.partition("=")[0] == option for arg in _given.get() or ())
+
+
 def lacks(option: str) -> bool:
-    """Whether a command runs, and without this option (`--data`): its default is then nobody's choice."""
-    args = _given.get()
-    return args is not None and not any(arg.partition("=")[0] == option for arg in args)
+    """Whether a command runs, and without this option: its default is then nobody's choice."""
+    return _given.get() is not None and not has(option)

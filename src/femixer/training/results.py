@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 import torch
 
+from femixer import command_line
 from femixer.damage import Damaged, read_json, read_lines, read_text
 from femixer.finite import check_numbers
 from femixer.optional import MissingExtra, require
@@ -48,7 +49,7 @@ class RunOptions:
     out: Path
     """Results folder."""
     resume: bool = False
-    """Continue the run in the results folder; a finished one only shows its table again."""
+    """Continue the run in the results folder, which must hold one; a finished one only shows its table again."""
     overwrite: bool = False
     """Delete the run in the results folder and start anew."""
     threads: int | None = None
@@ -108,7 +109,8 @@ class Results:
             else:
                 state = "an unfinished run (--resume continues it)"
             raise ValueError(f"out={str(run.out)!r} holds {state}; --overwrite starts anew, or choose another --out")
-        check(not run.resume, "resume", True, f"a folder with a run in it: out={str(run.out)!r} holds none to continue")
+        if run.resume and command_line.has("--resume"):
+            raise ValueError(f"resume=True needs a run to continue, and out={str(run.out)!r} holds none; leave it out")
         self.folder.mkdir(parents=True, exist_ok=True)
         locks.hold(self.folder)
         # In this order whatever is left after a crash is a run that can be resumed or overwritten.
@@ -209,6 +211,8 @@ def show_table(results: Results) -> int:
     if not distributed.is_main():
         return 0
     text = read_text(results.folder / TABLE)
+    if not text.strip():
+        raise Damaged(f"{results.folder / TABLE} is empty; --overwrite starts anew")
     try:
         drawn = require("rich.markdown", "cli").Markdown(text) if sys.stdout.isatty() else None
     except MissingExtra:
