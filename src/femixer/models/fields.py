@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import types
@@ -24,7 +23,6 @@ def check_types(config: Any) -> None:
             raise ValueError(f"{name}={shown(value)} is not allowed; choose {described(kind)}")
 
 
-@functools.cache
 def declared(kind: Any) -> dict[str, Any]:
     """Name -> type of the fields that a class itself declares."""
     return inspect.get_annotations(kind, eval_str=True)

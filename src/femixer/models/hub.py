@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants
-from huggingface_hub import utils as hub_utils
 
 SECONDS = 5.0
+hub_utils: Any = importlib.import_module("huggingface_hub.utils")
 
 
 @functools.lru_cache(maxsize=1)

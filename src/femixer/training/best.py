@@ -57,9 +57,7 @@ class Best:
         """Put the best weights into the model; the step they are from."""
         scores = distributed.on_main(self.scores)
         if not scores:
-            raise FloatingPointError(
-                f"out={str(self.results.folder)!r}: no evaluation is finite, the first one neither"
-            )
+            raise FloatingPointError(f"out={str(self.results.folder)!r}: no evaluation is finite, not even the first")
         step = lowest(scores)
         self.model.load_state_dict(require("safetensors.torch", "cli").load_file(self._path(step)))
         return step
