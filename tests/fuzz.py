@@ -237,7 +237,7 @@ class Trial:
 
 def wrong_refusal(outcome: Outcome, folder: Path | None) -> str | None:
     lines = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
-    if "Traceback" in outcome.err or "unexpected" in outcome.err:
+    if "Traceback" in outcome.err or "(unexpected, perhaps" in outcome.err:
         return outcome.err[-1500:]
     if folder is None:
         return None if lines or "--help" in outcome.err else f"no reason was given: {outcome.err[-500:]}"

@@ -63,9 +63,10 @@ def find(recipe: str) -> Path:
 def read(path: Path) -> dict[str, Any]:
     """The entries of a recipe; `batch-tokens` and `batch_tokens` are the same name."""
     yaml = require("yaml", "cli")
+    text = read_text(path)
     try:
-        root = yaml.compose(read_text(path), Loader=yaml.SafeLoader)
-        content = yaml.safe_load(read_text(path))
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        content = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"

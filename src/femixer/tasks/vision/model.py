@@ -217,6 +217,7 @@ class Classifier:
             given, known = getattr(preparation, name), getattr(model.config, f"num_{name}", model.config.image_size)
             check(given == known, f"{folder / PREPARATION}: {name}", given, f"{known}, as in config.json")
         labels = [*range(model.config.num_labels)]
-        fits = sorted(model.config.id2label) == labels
+        names = model.config.id2label
+        fits = sorted(names) == labels and all(isinstance(name, str) for name in names.values())
         check(fits, f"{folder / 'config.json'}: id2label", model.config.id2label, f"the names of {labels}")
         return cls(model, preparation)
