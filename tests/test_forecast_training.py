@@ -234,10 +234,10 @@ def same_weights(model, weights):
 
 
 def test_training_stops_without_progress_and_keeps_the_best_weights(tmp_path, monkeypatch):
-    seen = scripted(monkeypatch, [9.0, 3.0, 2.0, math.nan, 2.0, 1.0])
+    seen = scripted(monkeypatch, [9.0, 3.0, 2.0, 7.0, 2.0, 1.0])
     made = carry_out(tmp_path)
     per_epoch = math.ceil(made.windows["train"].count / 16)
-    assert len(seen) == 5 and made.record["steps"] == 4 * per_epoch  # equal is not better, NaN neither
+    assert len(seen) == 5 and made.record["steps"] == 4 * per_epoch  # equal is not better
     assert made.record["best_step"] == 2 * per_epoch and made.record["validation_mse"] == 2.0
     assert same_weights(made.model, seen[2]) and not same_weights(made.model, seen[4])
     assert made.record["mse"] == fit.score(made.model.eval(), made.windows["test"], 7)["mse"]
@@ -246,6 +246,16 @@ def test_training_stops_without_progress_and_keeps_the_best_weights(tmp_path, mo
     assert again.record == made.record and same_weights(again.model, seen[2]) and len(seen) == 5
     splits = [json.loads(line)["split"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert splits.count("test") == 1 and splits[-1] == "test"
+
+
+def test_an_error_that_is_not_a_number_ends_training_with_the_best_before(tmp_path, monkeypatch):
+    seen = scripted(monkeypatch, [9.0, 3.0, math.nan, 2.0])
+    made = carry_out(tmp_path)
+    assert len(seen) == 3 and "mse is nan" in made.record["diverged"]
+    assert made.record["validation_mse"] == 3.0 and same_weights(made.model, seen[1])
+    scripted(monkeypatch, [math.nan])
+    with pytest.raises(FloatingPointError, match="not even the first"):
+        carry_out(tmp_path / "hopeless")
 
 
 @pytest.mark.parametrize("stop_at", [1, 2, 3, 4])

@@ -259,7 +259,7 @@ def broken(kind, folder):
         ("unfinished", "has not saved a model yet"),
         ("weights", "has no weights"),
         ("pickle", "has its weights as a pickle (pytorch_model.bin)"),
-        ("corrupt", "has weights that cannot be read"),
+        ("corrupt", "model.safetensors: SafetensorError"),
         ("other", "does not fit its config.json: the weights lack model.layers.2."),
         ("tokenizer", "has no tokenizer"),
         ("vocabulary", "has a tokenizer of 257 tokens and a model of 251"),

@@ -290,7 +290,7 @@ def test_compared_models_see_the_same_batches_and_share_a_table(tmp_path, monkey
     table = (out / "table.md").read_text()
     best = {}
     for name in ("SMAttn", "FEM-GLA", "custom"):
-        each = [lines(out / "runs" / f"{name} seed {seed}" / "metrics.jsonl") for seed in (5, 6)]
+        each = [lines(out / "runs" / f"{name}-seed-{seed}" / "metrics.jsonl") for seed in (5, 6)]
         a, b = ([record for record in run if record["split"] == "validation"][-1]["loss"] for run in each)
         best[name] = (a + b) / 2
         assert f"{(a + b) / 2:.4f}" in table and f" ± {abs(a - b) / math.sqrt(2):.4f} |" in table

@@ -321,7 +321,7 @@ def test_a_pickle_checkpoint_is_refused(tmp_path):
         ({"prior": []}, r"prior=\[\] must be a name"),
         ({"prior_options": {"decay": "channel"}, "prior": "gla"}, "must give options per prior"),
         ({"prior_options": {"aft": {}}}, "its priors are softmax"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 is not allowed"),
         ({"mixer": "attention", "window": 3}, "window=3 does not fit mixer='attention'"),
     ],
 )

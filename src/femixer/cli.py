@@ -1,10 +1,15 @@
 """The command line: `femixer <command> [options]`."""
 
 import os
+import re
 import shlex
 import sys
+import tempfile
+import traceback
 from collections.abc import Sequence
 
+from femixer import command_line
+from femixer.damage import in_one_line
 from femixer.kernels.dispatch import BackendError
 from femixer.optional import MissingExtra
 from femixer.subcommands import dispatch
@@ -27,7 +32,7 @@ COMMANDS = {
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0 done, 1 the doctor found something wrong, 2 wrong usage,
-    130 interrupted (and resumable)."""
+    130 interrupted (and resumable). Whatever goes wrong is one line on standard error."""
     args = [*(sys.argv[1:] if args is None else args)]
     if args[:1] == ["--version"]:
         from femixer import __version__
@@ -35,14 +40,15 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"femixer {__version__}")
         return 0
     try:
-        return dispatch("femixer", {**TASKS, **COMMANDS}, args) or 0
+        with command_line.given(args):
+            return dispatch("femixer", {**TASKS, **COMMANDS}, args) or 0
     except BrokenPipeError:  # `femixer ... | head`: nobody reads any more, and Python would complain again when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, FloatingPointError, BackendError, MissingExtra, OSError) as error:
         if sys.flags.dev_mode:  # python -X dev -m femixer ...: show where it comes from
             raise
-        tell(f"error: {error}")
+        tell(f"error: {' '.join(str(error).split()) or type(error).__name__}")
         return 2
     except Interrupted as stop:
         again = [*(arg for arg in args if arg not in ("--overwrite", "--resume")), "--resume"]
@@ -50,6 +56,23 @@ def main(args: Sequence[str] | None = None) -> int:
         return 130
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        if sys.flags.dev_mode:
+            raise
+        tell(f"error: {explained(error)}")
+        return 2
+
+
+NO_MEMORY = re.compile(r"allocate|out of memory|storage size|Storage size|numel: integer multiplication overflow")
+
+
+def explained(error: Exception) -> str:
+    """One line about an error that nobody has translated, with its traceback in a file: it may be a fault of ours."""
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and NO_MEMORY.search(str(error))):
+        return f"there is not enough memory ({in_one_line(error)}); choose smaller sizes"
+    with tempfile.NamedTemporaryFile("w", prefix="femixer-", suffix=".txt", delete=False, encoding="utf-8") as kept:
+        kept.writelines(traceback.format_exception(error))
+    return f"{in_one_line(error)} (unexpected, perhaps a fault of femixer; its traceback is in {kept.name})"
 
 
 def tell(message: str) -> None:

@@ -1,5 +1,7 @@
 """Command line options: a dataclass becomes typed options, and wrong values become errors that name them."""
 
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -19,7 +21,22 @@ def parse(options: type[Options], args: Sequence[str], command: str, default: Op
     markers = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     # tyro tells "no default" from "the default None" by whether the argument is given at all.
     given = {} if default is None else {"default": default}
-    return tyro.cli(options, args=list(args), prog=f"femixer {command}", config=markers, **given)
+    found = tyro.cli(options, args=list(args), prog=f"femixer {command}", config=markers, **given)
+    check_numbers(found)
+    return found
+
+
+def check_numbers(options: Any) -> None:
+    """No option means NaN, infinity or a number that no machine counts to."""
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if dataclasses.is_dataclass(value):
+            check_numbers(value)
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(one, float):
+                check(math.isfinite(one), field.name, one, "a finite number")
+            elif isinstance(one, int):
+                check(abs(one) < 2**63, field.name, one, "a whole number of at most 19 digits")
 
 
 def check(fits: bool, name: str, value: object, allowed: str) -> None:

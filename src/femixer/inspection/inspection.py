@@ -26,7 +26,7 @@ LARGEST = 4 * 2**30
 """Bytes that the prior of one call, or all its posteriors, may have."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Inspection:
     """Axes: B batch, H heads, T positions (queries, then keys), D value channels of a head."""
 
@@ -71,6 +71,12 @@ class Inspection:
         places = torch.arange(count, device=self.value.device)
         return places.split(max(1, MOST_NUMBERS // max(1, self.value.numel())))
 
+    def __repr__(self) -> str:
+        batch, heads, tokens, _, channels = self.posterior.shape
+        return (
+            f"Inspection(batch={batch}, heads={heads}, tokens={tokens}, channels={channels}, dtype={self.read.dtype})"
+        )
+
     def plot(
         self,
         path: str | PathLike[str],
@@ -90,6 +96,8 @@ class Inspection:
 def inspect_mixer(
     mixer: FreeEnergyMixer, x: Tensor, mask: Tensor | None = None, segments: Tensor | None = None
 ) -> Inspection:
+    if x.dim() == 3 and x.shape[1] == 0:
+        raise ValueError(f"x of shape {tuple(x.shape)} has no token to inspect; choose at least one")
     with torch.no_grad():
         (inputs, v, lam_logits, gate_logits, _), layout = mixer.prepare(x, mask, segments)
 

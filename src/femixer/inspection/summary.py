@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from femixer.finite import check_numbers
 from femixer.inspection.model import Layer
 
 MEANS = {"lam": "lambda", "gate": "gate", "hidden_beta": "hidden beta", "kl": "KL (nats)"}
@@ -16,6 +17,7 @@ def means(layer: Layer) -> dict[str, Any]:
     r = layer.inspection
     assert r is not None
     found = {name: getattr(r, name)[0].double().mean((1, 2)).tolist() for name in MEANS}
+    check_numbers(found, f"what {layer.name} reads")
     return {**found, "kl_channels": r.kl[0].double().mean(1).tolist()}
 
 

@@ -7,7 +7,12 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from femixer.models.fields import check_types
 from femixer.models.mixers import check_mixer
+from femixer.options import check
+
+# Beyond any model: a larger number is a slip, and would be found out by what it takes to build.
+LARGEST, MOST_LAYERS = 2**31 - 1, 10_000
 
 HEADS_STYLE = "fem_heads"  # of the mixers in a plan of tensor parallelism
 
@@ -68,6 +73,7 @@ class FEMConfig(PreTrainedConfig):
         """Nothing: see FEMPreTrainedModel."""
 
     def __post_init__(self, **kwargs: Any) -> None:
+        check_types(self)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.intermediate_size is None:
@@ -76,14 +82,27 @@ class FEMConfig(PreTrainedConfig):
 
     def validate_architecture(self) -> None:
         """Called by transformers after a change: every layer must be possible."""
+        check_types(self)
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a positive integer")
+            size = getattr(self, name)
+            check(0 < size <= LARGEST, name, size, f"a whole number from 1 to {LARGEST:,}")
+        layers = self.num_hidden_layers
+        check(layers <= MOST_LAYERS, "num_hidden_layers", layers, f"a whole number from 1 to {MOST_LAYERS:,}")
         for name in ("mixer", "prior"):
             if not getattr(self, name):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a name or a list of names")
-        if not 0 <= self.classifier_dropout < 1:
-            raise ValueError(f"classifier_dropout={self.classifier_dropout!r} must be at least 0 and below 1")
+        for name in ("classifier_dropout", "mixer_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be at least 0 and below 1")
+        for name in ("rms_norm_eps", "rope_base"):
+            check(getattr(self, name) > 0, name, getattr(self, name), "a number above 0")
+        for name in ("window", "num_key_value_heads", "max_position_embeddings"):
+            size = getattr(self, name)
+            check(size is None or 0 < size <= LARGEST, name, size, f"a whole number from 1 to {LARGEST:,}")
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            for token in [tokens] if not isinstance(tokens := getattr(self, name), list) else tokens:
+                known = f"a token below vocab_size={self.vocab_size}, or None"
+                check(token is None or 0 <= token < self.vocab_size, name, token, known)
         for layer in range(min(self.num_hidden_layers, 64)):
             check_mixer(self, layer)
 

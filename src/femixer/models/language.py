@@ -52,13 +52,13 @@ class FEMPreTrainedModel(PreTrainedModel):
     ) -> Any:
         """As in transformers, but from safetensors only (a pickle could run any code), and only if the weights are
         complete, of the right shapes and finite. allow_missing: True, or patterns of names that may start anew."""
-        load, kind = functools.partial(super().from_pretrained, *args), cls.config_class.model_type
+        load = functools.partial(super().from_pretrained, *args)
         divided = any(kwargs.get(name) is not None for name in ("distributed_config", "tp_plan", "tp_size"))
         if divided:
             from femixer.models.tensor_parallel import divide_mixers, register_heads
 
             register_heads()
-        model, info = load_all(load, pretrained_model_name_or_path, kind, allow_missing, kwargs)
+        model, info = load_all(load, pretrained_model_name_or_path, cls, allow_missing, kwargs)
         if divided:
             divide_mixers(model)
         return (model, info) if output_loading_info else model

@@ -3,47 +3,66 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig
 
+from femixer.damage import Damaged, read_json, reading
 from femixer.models.quiet import without_reports
 
 # Modules over a text model's body, by the names they have in one model or the other.
 HEADS = ("lm_head", "score")
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+# Numbers that a model may have beyond twice those in its file: what they take is filled before it is compared.
+SPARE_NUMBERS = 10**8
+
+
+class OtherKind(Damaged):
+    """The folder of another kind of model."""
 
 
 def load_all(
-    load: Callable[..., Any], path: Any, model_type: str, allow_missing: bool | Sequence[str], options: dict[str, Any]
+    load: Callable[..., Any],
+    path: Any,
+    kind: Any,
+    allow_missing: bool | Sequence[str],
+    options: dict[str, Any],
+    spare: bool = False,
 ) -> tuple[Any, dict[str, Any]]:
-    """(model, what transformers says of loading it) by `load`, a from_pretrained of transformers.
+    """(model, what transformers says of loading it) by `load`, the from_pretrained of transformers for the class kind.
 
     The weights must have every parameter and nothing else, of the right shapes and finite, and config.json must be of
-    this model_type. allow_missing: True, or patterns of names ("classifier.*"), for what may start anew. A new head
-    (`model.new_head`) over a body that was saved with another one is allowed, and a warning names it.
+    the class's model_type. allow_missing: True, or patterns of names ("classifier.*"), for what may start anew. A new
+    head (`model.new_head`) over a body that was saved with another one is allowed, and a warning names it. spare: other
+    weights may be there too. A ValueError names the file, and what in it is wrong.
     """
     if options.setdefault("use_safetensors", True) is not True:
         raise ValueError(f"use_safetensors={options['use_safetensors']!r} is not allowed; choose True")
-    if "config" not in options:
-        check_kind(path, model_type, options)
     resized = options.pop("ignore_mismatched_sizes", False) or allow_missing is True
-    with without_reports():
+    if "config" not in options:
+        check_kind(path, kind.config_class.model_type, options)
+    if "subfolder" not in options and any((Path(path) / name).is_file() for name in (WEIGHTS, INDEX)):
+        check_size(Path(path), kind, options.get("config"), anew=bool(resized))
+    with without_reports(), reading(path):
         model, info = load(path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     patterns = ["*"] if allow_missing is True else [*(allow_missing or ())]
     missing = [name for name in sorted(info["missing_keys"]) if not any(fnmatch.fnmatch(name, p) for p in patterns)]
     # A body is loaded from the whole model too.
-    spare = allow_missing is True or getattr(model, "is_body", False)
+    spare = spare or allow_missing is True or getattr(model, "is_body", model.base_model is model)
     unexpected = [] if spare else sorted(info["unexpected_keys"])
     missing, unexpected = _with_new_head(model, path, missing, unexpected)
     misshapen = [] if resized else sorted(_shapes(x) for x in info["mismatched_keys"])
     for what, names in (("lack", missing), ("have too many:", unexpected), ("have other shapes:", misshapen)):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ValueError(
+            raise Damaged(
                 f"{path} does not fit its config.json: the weights {what} {', '.join(names[:3])}{more} "
                 "(from_pretrained(..., allow_missing=True) loads what fits and starts the rest anew)"
             )
@@ -56,7 +75,7 @@ def _with_new_head(model: Any, path: Any, missing: list[str], unexpected: list[s
     head = [name for name, _ in model.named_parameters() if name.split(".")[0] in getattr(model, "new_head", ())]
     if not head or not {*head} <= {*missing}:  # a part of a head is a broken file
         return missing, unexpected
-    others = [name for name in unexpected if name.split(".")[0] in HEADS]
+    others = [name for name in unexpected if name.split(".")[0] in (*HEADS, *getattr(model, "other_heads", ()))]
     left_out = f"; {', '.join(others)} of another head left out" if others else ""
     warnings.warn(f"{path} has no {', '.join(sorted(head))}: new, to be trained before use{left_out}", stacklevel=5)
     return [name for name in missing if name not in head], [name for name in unexpected if name not in others]
@@ -74,10 +93,39 @@ def check_kind(path: Any, model_type: str, options: dict[str, Any]) -> None:
     """Raise a ValueError unless the folder's configuration is of this model_type."""
     known = {name: options[name] for name in ("revision", "subfolder", "token", "cache_dir") if name in options}
     local = options.get("local_files_only", False)
-    found, _ = PreTrainedConfig.get_config_dict(path, local_files_only=local, **known)
-    kind = found.get("model_type")
+    with reading(path):
+        found, _ = PreTrainedConfig.get_config_dict(path, local_files_only=local, **known)
+    kind = found.get("model_type") if isinstance(found, dict) else None
     if kind != model_type:
-        raise ValueError(f"{path}: config.json has model_type={kind!r}; this class loads {model_type!r}")
+        raise OtherKind(f"{path}: config.json has model_type={kind!r}; this class loads {model_type!r}")
+
+
+def check_size(folder: Path, kind: Any, config: Any, anew: bool) -> None:
+    """Raise a ValueError if config.json is not possible, or if it asks for much more than the weights are: transformers
+    would first fill all of it. config: instead of config.json; anew: weights may be new."""
+    content = read_json(folder / CONFIG) if config is None else config.to_dict()
+    shapes = dict(saved_shapes(folder))
+    for name in ("num_hidden_layers", "n_layer", "num_layers"):
+        layers = content.get(name)
+        if isinstance(layers, int) and layers > len(shapes) and not anew:
+            raise Damaged(f"{folder / CONFIG}: {name}={layers} does not fit {len(shapes)} weights")
+    with reading(folder / CONFIG), torch.device("meta"):
+        model = kind(kind.config_class.from_pretrained(folder) if config is None else config)
+    wanted, there = sum(p.numel() for p in model.parameters()), sum(map(math.prod, shapes.values()))
+    if wanted > 2 * there + SPARE_NUMBERS and not anew:
+        raise Damaged(f"{folder / CONFIG} asks for {wanted:,} numbers, and the weights beside it are {there:,}")
+
+
+def saved_shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:
+    """Name and shape of the weights in a folder; only their headers are read."""
+    files = [folder / WEIGHTS]
+    if not files[0].is_file() and (folder / INDEX).is_file():
+        with reading(folder / INDEX):
+            files = [folder / name for name in sorted({*read_json(folder / INDEX)["weight_map"].values()})]
+    for file in files:
+        with reading(file), safe_open(file, "pt") as content:
+            for name in content.keys():  # noqa: SIM118  it is no dict
+                yield name, content.get_slice(name).get_shape()
 
 
 def check_finite(model: nn.Module, path: Any) -> None:
@@ -86,4 +134,4 @@ def check_finite(model: nn.Module, path: Any) -> None:
         if weight.is_meta or not weight.is_floating_point() or type(weight.data) is not torch.Tensor:
             continue  # elsewhere (offloaded), or not numbers but codes (quantized)
         if not bool(torch.isfinite(weight).all()):
-            raise ValueError(f"{path}: the weight {name} is not finite (NaN or infinite)")
+            raise Damaged(f"{path}: the weight {name} is not finite (NaN or infinite)")

@@ -109,9 +109,14 @@ def write_beside(model: Any, save_directory: Any) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     write_module(config, folder)
-    card = folder / "README.md"
-    if not card.exists() or is_ours(card):
-        card.write_text(signed(card_of(model)), encoding="utf-8")
+    write_card(model, folder, model.card or Card())
+
+
+def write_card(model: Any, folder: Path, card: Card) -> None:
+    """README.md of a model, unless one that we did not write is there."""
+    path = folder / "README.md"
+    if not path.exists() or is_ours(path):
+        path.write_text(signed(card_of(model, card)), encoding="utf-8")
 
 
 def signed(text: str) -> str:
@@ -129,9 +134,9 @@ def is_ours(card: Path) -> bool:
     return bool(found) and signed(body) == text
 
 
-def card_of(model: Any) -> str:
-    """README.md of a model: what it is, its sizes, and what `model.card` tells besides."""
-    config, card = model.config, model.card or Card()
+def card_of(model: Any, card: Card) -> str:
+    """The text of a model card: what the model is, its sizes, and what `card` tells besides."""
+    config = model.config
     kinds = {
         "fem": "text-generation",
         "fem_vision": "image-classification",
@@ -149,11 +154,11 @@ def card_of(model: Any) -> str:
         "## Sizes\n\n" + _table(("", ""), rows),
     ]
     if card.data:
-        parts.append(f"## Data\n\n{card.data}")
+        parts.append(f"## Data\n\n{' '.join(card.data.split())}")
     if card.metrics:
         parts.append("## Metrics\n\n" + _table(("metric", "value"), [(n, f"{v:.6g}") for n, v in card.metrics.items()]))
     if card.command:
-        parts.append(f"## Command\n\n    {card.command}")
+        parts.append("## Command\n\n" + "\n".join(f"    {line}" for line in card.command.splitlines()))
     parts += [f"## Use\n\n{_use(model)}", f"## Citation\n\n```bibtex\n{CITATION}\n```"]
     return "\n\n".join(parts) + "\n"
 
@@ -175,6 +180,8 @@ SHOWN = (
     "channels",
     "lookback",
     "horizon",
+    "fem_parts",
+    "fem_rank",
 )
 
 
@@ -187,6 +194,12 @@ def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> str:
 
 
 def _use(model: Any) -> str:
+    if model.config.model_type not in CLASSES:  # upgraded: a class of transformers with FEM in it
+        name = type(model).__name__
+        return (
+            'Install it with `pip install "femixer[lm]"`.\n\n```python\nfrom femixer.surgery import load\n\n'
+            f"model = load(path)  # {name}\n```"
+        )
     found = {name: auto for auto, name in CLASSES[model.config.model_type].items()}
     auto = found.get(type(model).__name__, "AutoModel")
     lines = [

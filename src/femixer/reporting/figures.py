@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from femixer.optional import require
+from femixer.reporting.escape import one_line
 from femixer.training import atomic
 
 BLUE, VERMILION, GREY = "#0072B2", "#D55E00", "0.45"
@@ -32,6 +33,12 @@ def looks(names: Sequence[str], rival: str | None = None) -> dict[str, dict[str,
     if rival is not None:
         found[rival] = {"color": "black", "linestyle": "--", "marker": "x", "label": rival}
     return found
+
+
+def label(text: object, longest: int = 24) -> str:
+    """A name that somebody else gave, on one line and short; draw it with parse_math=False: there a $ is a $."""
+    line = one_line(str(text)) or " "
+    return line if len(line) <= longest else line[: longest - 1] + "…"
 
 
 def quiet(axes: Any) -> None:

@@ -11,6 +11,12 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from femixer import command_line
+from femixer.damage import reading
+from femixer.finite import check_tensor
+from femixer.models.hub import only_local
+from femixer.models.saving import Card, write_card
+from femixer.models.tokenizers import saved_tokenizer
 from femixer.optional import require
 from femixer.options import check, parse
 from femixer.surgery.gates import PARTS
@@ -56,11 +62,16 @@ def main(args: Sequence[str]) -> int:
     check_upgradable(model)
     torch.manual_seed(options.seed)
     inputs = probe(model)
-    before, count = outputs(model, inputs), model.num_parameters()
+    before, count = outputs(model, inputs, f"what {source} computes"), model.num_parameters()
     upgrade(model, options.parts, options.rank)
-    change = (outputs(model, inputs) - before).abs().max().item()
+    change = (outputs(model, inputs, "what the upgraded model computes") - before).abs().max().item()
     added = model.num_parameters() - count
-    save(model, source, options.out)
+    card = Card(
+        data=f"None besides that of {source}, of which it computes the same.",
+        command=command_line.shown(),
+        metrics={"largest change of an output on random input": change},
+    )
+    save(model, source, options.out, card)
     print(f"{options.out}: {type(model).__name__}, parts {options.parts}, {model.dtype}".replace("torch.", ""))
     print(f"parameters: {count:,} + {added:,} ({100 * added / count:.2f} %)")
     print(f"largest change of an output on random input: {change:.1e} (outputs up to {before.abs().max().item():.1f})")
@@ -83,23 +94,29 @@ def probe(model: Any) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def outputs(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+def outputs(model: Any, inputs: dict[str, Tensor], what: str) -> Tensor:
     """The model's first output, the logits where it has any, as float32 or better."""
-    return model(**inputs)[0].to(torch.promote_types(model.dtype, torch.float32))
+    return check_tensor(model(**inputs)[0].to(torch.promote_types(model.dtype, torch.float32)), what)
 
 
-def save(model: Any, source: str, out: Path) -> None:
-    """Model and tokenizer (or image processor) into the folder `out`, which is there completely or not at all."""
-    name, kind = "tokenizer", transformers.AutoTokenizer
+def save(model: Any, source: str, out: Path, card: Card) -> None:
+    """Model, card and tokenizer (or image processor) into the folder `out`, which is there completely or not at all."""
+    name, load = "tokenizer", saved_tokenizer
     if model.main_input_name == "pixel_values":
-        name, kind = "image processor", transformers.AutoImageProcessor
+        name, load = "image processor", saved_processor
     try:
-        companion = kind.from_pretrained(source)
+        companion = load(source)
     except (OSError, ValueError):
         companion = None
         print(f"warning: {source} has no {name}; none is saved", file=sys.stderr)
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic.replacing(out) as partial:
         model.save_pretrained(partial)
+        write_card(model, partial, card)
         if companion is not None:
             companion.save_pretrained(partial)
+
+
+def saved_processor(source: str | Path) -> Any:
+    with reading(source):
+        return transformers.AutoImageProcessor.from_pretrained(source, **only_local(source))

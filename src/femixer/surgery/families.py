@@ -6,6 +6,8 @@ alone does not mistake a saved folder for a Llama, and with this module imported
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
@@ -13,6 +15,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.models.auto import modeling_auto
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from femixer.damage import Damaged
+from femixer.models.loading import OtherKind, load_all
 from femixer.options import check
 from femixer.surgery import attention
 from femixer.surgery.gates import PARTS, ReadGates
@@ -46,6 +50,8 @@ FAMILIES = {
     "xlm-roberta": "XLMRobertaSelfAttention",
 }
 PREFIX = "fem_"
+# Families that read a text from both sides, unless their configuration says is_decoder.
+ENCODERS = ("bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
 
 
 class Upgraded:
@@ -61,17 +67,35 @@ class Upgraded:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         attach(self)
 
+    # Names that heads have in the families, besides those of femixer's own models.
+    other_heads = ("cls", "predictions", "pooler", "classifier", "qa_outputs", "vocab_transform", "vocab_projector")
+
+    @property
+    def new_head(self) -> tuple[str, ...]:
+        """Modules over the body, which may be new if all of them are: not those that write text."""
+        model: Any = self
+        if model.can_generate() or model.base_model is model:
+            return ()
+        return tuple(name for name, _ in model.named_children() if name != model.base_model_prefix)
+
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+        cls,
+        pretrained_model_name_or_path: Any,
+        *args: Any,
+        allow_missing: bool | Sequence[str] = False,
+        output_loading_info: bool = False,
+        **kwargs: Any,
     ) -> Any:
-        """As in transformers, but from safetensors only, and only where the gates are among the weights."""
-        kwargs["use_safetensors"] = True
-        path = pretrained_model_name_or_path
-        model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)  # type: ignore[misc]
-        missing = sorted(name for name in info["missing_keys"] if ".fem." in name)
-        if missing:
-            raise ValueError(f"{path} lacks {missing[0]}: not an upgraded model; femixer.surgery.upgrade makes one")
+        """As in transformers, but from safetensors only, and only an upgraded model whose weights are all there: see
+        `femixer.models.loading.load_all`."""
+        load = functools.partial(super().from_pretrained, *args)  # type: ignore[misc]
+        try:
+            model, info = load_all(load, pretrained_model_name_or_path, cls, allow_missing, kwargs)
+        except Damaged as error:
+            if not isinstance(error, OtherKind) and ".fem." not in str(error):
+                raise
+            raise Damaged(f"{error}: not an upgraded model; femixer.surgery.upgrade makes one") from None
         return (model, info) if output_loading_info else model
 
     def set_attn_implementation(self, attn_implementation: str | dict[str, str], *_: Any, **__: Any) -> None:

@@ -6,9 +6,14 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import transformers
 from transformers import AutoConfig, PreTrainedModel
 
+from femixer.damage import reading
+from femixer.models.hub import only_local, why_not_found
+from femixer.models.language import FEMPreTrainedModel
+from femixer.models.loading import load_all
 from femixer.options import check
 from femixer.surgery import attention, families
 from femixer.surgery.gates import PARTS
@@ -61,17 +66,30 @@ def check_parts(parts: str) -> None:
 def load(path: str | Path, **options: Any) -> Any:
     """The model in a folder (or of a hub name), in the class it was saved from: upgraded or not, or femixer's own.
 
-    Safetensors only. options: those of transformers' from_pretrained, such as dtype and device_map.
+    Safetensors only, and all weights must be there. options: those of transformers' from_pretrained, such as dtype and
+    device_map.
     """
     from femixer import models
 
-    config = AutoConfig.from_pretrained(path)
-    name = (config.architectures or [""])[0]
-    kinds = (getattr(module, name, None) for module in (families, models, transformers))
-    kind: Any = next((x for x in kinds if isinstance(x, type)), None)
+    options = {**only_local(path), **options}
+    if not Path(path).is_dir():
+        check_known(path, options["local_files_only"])
+    with reading(path):
+        config = AutoConfig.from_pretrained(path, **only_local(path))
+        name = (config.architectures or [""])[0]
+        kinds = [getattr(module, name, None) for module in (families, models, transformers)]
+    kind: Any = next((x for x in kinds if isinstance(x, type) and issubclass(x, PreTrainedModel)), None)
     if kind is None:
         raise ValueError(f"{path} has a model of class {name!r}, which neither transformers nor femixer knows")
-    model, info = kind.from_pretrained(path, use_safetensors=True, output_loading_info=True, **options)
-    if info["missing_keys"]:  # transformers fills them with random numbers and goes on
-        raise ValueError(f"{path} does not fit its config.json: it lacks {sorted(info['missing_keys'])[0]}")
-    return model
+    if issubclass(kind, families.Upgraded | FEMPreTrainedModel):
+        return kind.from_pretrained(path, **options)
+    # Whoever saved it may have kept parts that this class does not use.
+    return load_all(kind.from_pretrained, path, kind, False, options, spare=True)[0]
+
+
+def check_known(name: str | Path, local: bool) -> None:
+    """Raise a ValueError unless the hub has a model of this name, or its files were loaded before."""
+    try:
+        huggingface_hub.hf_hub_download(str(name), "config.json", local_files_only=local)
+    except Exception as error:  # the hub's client has many
+        raise ValueError(f"model={str(name)!r} is not there: {why_not_found(name)}") from error

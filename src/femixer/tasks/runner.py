@@ -5,6 +5,7 @@ not repeated, shares of the jobs (`--part`), processes and clusters, files of ta
 """
 
 import os
+import shlex
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -12,13 +13,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from femixer import command_line
+from femixer.damage import Fields
 from femixer.options import check, parse
 from femixer.reporting import Table, as_markdown, write
 from femixer.reporting.figures import save
 from femixer.subcommands import Commands, dispatch, named
-from femixer.training import atomic, jobs
+from femixer.training import atomic, distributed, jobs
 from femixer.training.jobs import RECORD, Job, Jobs, Kind
 from femixer.training.results import Record, RunOptions, check_no_run
+
+
+def told(data: str, about: str) -> str:
+    """Which data, in words; a default that nobody named is said in the first line of the command.
+
+    about: what the default is.
+    """
+    if not command_line.lacks("--data"):
+        return data
+    text = f"{data}, {about} (no --data was given)"
+    if distributed.is_main():
+        print(f"data: {text}", file=sys.stderr, flush=True)
+    return text
 
 
 class Run(ABC):
@@ -131,12 +147,14 @@ class Task:
     """None: what `run` shows."""
     run_help: str = "models x seeds, as jobs of a results store"
     table_help: str = "results in the layout of the paper's table"
+    record: Fields = field(default_factory=dict)
+    """What its tables need of a record, as `femixer.damage.check_fields` takes it: a damaged one is named."""
     others: Commands = field(default_factory=dict)
     """Its other commands, as `subcommands.dispatch` takes them."""
 
     @property
     def kind(self) -> Kind:
-        return Kind(self.name, self.format)
+        return Kind(self.name, self.format, self.record)
 
     @property
     def commands(self) -> Commands:
@@ -177,7 +195,8 @@ class Task:
             except ValueError as error:  # the jobs are done; that older ones do not fit is not their fault
                 print(f"no table: {error}")
         out = command.how.out
-        print(f"Results are in {out}/; `femixer {self.name} table --results {out}` makes files of them")
+        again = shlex.join(["femixer", self.name, "table", "--results", str(out)])
+        print(f"Results are in {out}/; `{again}` makes files of them")
         return 1 if ran.failed else 0
 
     def _table(self, args: Sequence[str]) -> int:
@@ -203,5 +222,5 @@ class Task:
         check(not command.out.is_dir(), "out", str(command.out), "a file")
         records = self.load(*command.results)
         jobs.export(records, command.out, self.kind)
-        print(f"{len(records)} records are in {command.out}")
+        print(f"{len(records)} record{'s are' if len(records) != 1 else ' is'} in {command.out}")
         return 0

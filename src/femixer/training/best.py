@@ -55,7 +55,10 @@ class Best:
 
     def load(self) -> int:
         """Put the best weights into the model; the step they are from."""
-        step = lowest(distributed.on_main(self.scores))
+        scores = distributed.on_main(self.scores)
+        if not scores:
+            raise FloatingPointError(f"out={str(self.results.folder)!r}: no evaluation is finite, not even the first")
+        step = lowest(scores)
         self.model.load_state_dict(require("safetensors.torch", "cli").load_file(self._path(step)))
         return step
 

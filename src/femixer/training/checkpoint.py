@@ -9,9 +9,10 @@ A sharded run writes its state where it is, each process its own: then the first
 """
 
 import json
+import math
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ class Position:
 
     step: int = 0
     seconds: float = 0.0
+    records: Sequence[int] | None = None
+    """Length and checksum of metrics.jsonl up to this step; None: not known."""
 
 
 class Corrupt(Exception):
@@ -43,7 +46,7 @@ class Corrupt(Exception):
 
 def save(folder: Path, model: nn.Module, optimizer: Optimizer, position: Position, keep: int = 2) -> None:
     """Save a checkpoint and delete all but the newest `keep`. It must not exist: a step is saved once."""
-    path = folder / f"step-{position.step:08d}"
+    path = folder / name_of_step(position.step)
     sharded = any(is_sharded(p) for p in model.parameters())
     try:
         partial = distributed.on_main(lambda: _begin(path))
@@ -127,9 +130,14 @@ def verify(path: Path) -> Position:
     try:
         about = distributed.on_main(lambda: json.loads((path / ABOUT).read_text(encoding="utf-8")))
         sums = sorted(about["crc32"].items())
-        position = Position(about["step"], about["seconds"])
+        records = about.get("records")
+        length, value = (0, 0) if records is None else map(int, records)
+        known = None if records is None else (length, value)
+        position = Position(int(about["step"]), float(about["seconds"]), known)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Corrupt(f"{type(error).__name__}: {error}") from error
+    if path.name != name_of_step(position.step) or not math.isfinite(position.seconds):
+        raise Corrupt(f"{ABOUT} says step {position.step}, {position.seconds} s")
     own = sums[distributed.rank() :: distributed.world()]
     problems = [problem for problem in distributed.gather(_problem(path, own)) if problem]
     if problems:
@@ -142,6 +150,10 @@ def _problem(path: Path, sums: list[tuple[str, int]]) -> str | None:
         return next((f"{name} has changed" for name, value in sums if checksum(path / name) != value), None)
     except (OSError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
+
+
+def name_of_step(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def stored(folder: Path) -> list[Path]:
@@ -185,7 +197,7 @@ def _begin(path: Path) -> Path:
 
 
 def _finish(partial: Path, path: Path, position: Position, sums: Mapping[str, int]) -> None:
-    about = {"step": position.step, "seconds": position.seconds, "crc32": sums}
+    about = {"step": position.step, "seconds": position.seconds, "records": position.records, "crc32": sums}
     (partial / ABOUT).write_text(json.dumps(about, indent=2), encoding="utf-8")
     atomic.commit(partial, path)
 

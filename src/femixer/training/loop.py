@@ -90,6 +90,7 @@ def train(fit: Fit[Any], options: TrainOptions, results: Results) -> None:
     training = Trainer(fit, options)
     position = checkpoint.restore(checkpoints, fit.model, training.optimizer)
     results.rewind(position.step if position.step > 0 else -1)
+    distributed.on_main(lambda: results.check_records(position.records))
 
     with StopRequest() as stop, journal(results, position, options.steps, options.tokens) as told:
         ended = training.evaluate(0, told) if position.step == 0 else was_enough(fit, results, position.step)
@@ -109,7 +110,8 @@ def train(fit: Fit[Any], options: TrainOptions, results: Results) -> None:
             if due:
                 ended = training.evaluate(step, told)
             if (saved or stopping) and run.keep > 0:
-                checkpoint.save(checkpoints, fit.model, training.optimizer, Position(step, told.seconds()), run.keep)
+                at = Position(step, told.seconds(), results.checksum())
+                checkpoint.save(checkpoints, fit.model, training.optimizer, at, run.keep)
             if stopping:
                 raise Interrupted(step, options.steps, saved=run.keep > 0)
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from femixer.damage import Damaged, in_one_line, read_text, shown
 from femixer.optional import require
 
 SHIPPED = Path(__file__).with_name("recipes")
@@ -62,12 +63,21 @@ def find(recipe: str) -> Path:
 def read(path: Path) -> dict[str, Any]:
     """The entries of a recipe; `batch-tokens` and `batch_tokens` are the same name."""
     yaml = require("yaml", "cli")
+    text = read_text(path)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        raise Damaged(f"{path}: not YAML ({getattr(error, 'problem', None) or in_one_line(error)}{place})") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected `option: value` on each line, not {content!r}")
+        raise Damaged(f"{path}: expected `option: value` on each line, not {shown(content)}")
+    names = [(str(key.value).replace("-", "_"), key.start_mark.line + 1) for key, _ in root.value]
+    for number, (name, line) in enumerate(names):
+        first = next((at for other, at in names[:number] if other == name), None)
+        if first is not None:
+            raise Damaged(f"{path}: {name} is there twice, in lines {first} and {line}")
     return {str(name).replace("-", "_"): value for name, value in content.items()}
 
 
@@ -100,7 +110,7 @@ def _convert(path: Path, name: str, value: Any, kind: Any) -> Any:
     try:
         return convert(value, kind)
     except Unfit as expected:
-        raise ValueError(f"{path}: {name}={value!r} is not allowed; choose {expected}") from None
+        raise Damaged(f"{path}: {name}={shown(value)} is not allowed; choose {expected}") from None
 
 
 def convert(value: Any, kind: Any) -> Any:

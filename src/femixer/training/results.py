@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import sys
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -26,6 +27,9 @@ from typing import Any, Literal
 
 import torch
 
+from femixer import command_line
+from femixer.damage import Damaged, read_json, read_lines, read_text
+from femixer.finite import check_numbers
 from femixer.optional import MissingExtra, require
 from femixer.options import check
 from femixer.training import atomic, distributed, locks
@@ -47,7 +51,7 @@ class RunOptions:
     out: Path
     """Results folder."""
     resume: bool = False
-    """Continue the run in the results folder, if there is one; a finished one only shows its table again."""
+    """Continue the run in the results folder, which must hold one; a finished one only shows its table again."""
     overwrite: bool = False
     """Delete the run in the results folder and start anew."""
     threads: int | None = None
@@ -109,6 +113,8 @@ class Results:
             else:
                 state = "an unfinished run (--resume continues it)"
             raise ValueError(f"out={str(run.out)!r} holds {state}; --overwrite starts anew, or choose another --out")
+        if run.resume and command_line.has("--resume"):
+            raise ValueError(f"resume=True needs a run to continue, and out={str(run.out)!r} holds none; leave it out")
         self.folder.mkdir(parents=True, exist_ok=True)
         locks.hold(self.folder)
         # In this order whatever is left after a crash is a run that can be resumed or overwritten.
@@ -120,7 +126,11 @@ class Results:
         return False
 
     def append(self, records: Iterable[Record], name: str = METRICS) -> None:
-        """Add one line per record; they are on the disk when this returns."""
+        """Add one line per record; they are on the disk when this returns. What is not finite is an error."""
+        records = [*records]
+        for record in records:  # in every process, which all have the same: one alone would leave the others waiting
+            step = f" at step {record['step']}" if "step" in record else ""
+            check_numbers(record, f"out={str(self.folder)!r}{step}")
         if not distributed.is_main():
             return
         with (self.folder / name).open("a", encoding="utf-8") as file:
@@ -130,8 +140,7 @@ class Results:
 
     def metrics(self) -> list[Record]:
         path = self.folder / METRICS
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines]
+        return read_lines(path) if path.exists() else []
 
     def rewind(self, step: int) -> None:
         """Drop the records after `step`: training continues there and will write them again.
@@ -143,9 +152,22 @@ class Results:
             return
         for path in (self.folder / METRICS, self.folder / SAMPLES):
             if path.exists():
-                lines = path.read_text(encoding="utf-8").splitlines()
+                lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
                 kept = [line for line in lines if (at := _step_of(line)) is not None and at <= step]
                 atomic.write(path, "".join(line + "\n" for line in kept))
+
+    def checksum(self, length: int | None = None) -> list[int]:
+        """Length and checksum of metrics.jsonl, or of its beginning."""
+        path = self.folder / METRICS
+        content = (path.read_bytes() if path.exists() else b"")[:length]
+        return [len(content), zlib.crc32(content)]
+
+    def check_records(self, known: Sequence[int] | None) -> None:
+        """Raise a ValueError unless metrics.jsonl begins as it did at the checkpoint from which training continues."""
+        if known is not None and [*known] != self.checksum(known[0]):
+            raise Damaged(
+                f"{self.folder / METRICS} is not what was written up to the last checkpoint; --overwrite starts anew"
+            )
 
     def write_figure(self, figure: Any) -> None:
         if not distributed.is_main():
@@ -169,8 +191,8 @@ class Results:
         path = self.folder / CONFIG
         if path.exists():
             try:
-                held = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError:
+                held = read_json(path)
+            except Damaged:
                 held = None
             if isinstance(held, dict) and "task" in held and isinstance(held.get("experiment"), dict):
                 return held
@@ -181,11 +203,18 @@ class Results:
         return None
 
 
+def holds_run(folder: Path) -> bool:
+    """Whether there is a run that may be resumed."""
+    return (folder / CONFIG).exists()
+
+
 def show_table(results: Results) -> int:
     """Print table.md, drawn on a terminal and as it is elsewhere, and where the rest is: the exit code of a command."""
     if not distributed.is_main():
         return 0
-    text = (results.folder / TABLE).read_text(encoding="utf-8")
+    text = read_text(results.folder / TABLE)
+    if not text.strip():
+        raise Damaged(f"{results.folder / TABLE} is empty; --overwrite starts anew")
     try:
         drawn = require("rich.markdown", "cli").Markdown(text) if sys.stdout.isatty() else None
     except MissingExtra:
@@ -280,14 +309,13 @@ def _stated(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _step_of(line: str) -> int | None:
     try:
-        return json.loads(line)["step"]
+        step = json.loads(line)["step"]
+        return step if type(step) is int else None
     except (ValueError, KeyError, TypeError):
         return None
 
 
 def _config(folder: Path) -> dict[str, Any] | None:
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    path = folder / "config.json"
+    config = read_json(path) if path.is_file() else None
     return config if isinstance(config, dict) else None

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from femixer.models.config import FEMConfig
+from femixer.models.config import LARGEST, FEMConfig
+from femixer.models.fields import check_types
 from femixer.options import check
 
 KINDS = ("fem", "dlinear", "nlinear", "patchtst", "itransformer", "last-value", "seasonal-naive", "ets")
@@ -99,6 +100,7 @@ class ForecastConfig(PreTrainedConfig):
         """Nothing: see FEMPreTrainedModel."""
 
     def __post_init__(self, **kwargs: Any) -> None:
+        check_types(self)
         published = _published(self.kind, self.channels, self.num_attention_heads, self.hidden_size)
         for name, size in zip(FIELDS, published or (), strict=False):
             if getattr(self, name) is None:
@@ -107,10 +109,11 @@ class ForecastConfig(PreTrainedConfig):
 
     def validate_architecture(self) -> None:
         """Called by transformers after a change: the model must be possible."""
+        check_types(self)
         check(self.kind in KINDS, "kind", self.kind, f"one of {', '.join(KINDS)}")
         for name in ("channels", "lookback", "horizon", "season", *FIELDS[:-1]):
             size = getattr(self, name)
-            check(size is None or size > 0, name, size, "a whole number above 0")
+            check(size is None or 0 < size <= LARGEST, name, size, f"a whole number from 1 to {LARGEST:,}")
         check(self.dropout is None or 0 <= self.dropout < 1, "dropout", self.dropout, "at least 0 and below 1")
         if self.hidden_size is not None and self.num_attention_heads is not None:
             multiple = f"a multiple of num_attention_heads={self.num_attention_heads}"

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from femixer.damage import reading
+from femixer.finite import check_tensor
 from femixer.models.forecast import frames
 from femixer.models.forecast.config import ForecastConfig
 from femixer.models.forecast.covariates import Covariates, covariates_of
@@ -17,6 +19,7 @@ from femixer.models.forecast.history import Window, batches, scaled_covariates, 
 from femixer.models.forecast.intervals import NONE, Kind, Prediction, chosen_kind, pair
 from femixer.models.forecast.window import fitted
 from femixer.models.language import FEMPreTrainedModel
+from femixer.models.loading import check_kind
 from femixer.options import check
 
 
@@ -50,7 +53,10 @@ class Forecaster(FEMPreTrainedModel):
         from femixer.models.forecast import FORECASTERS
 
         path = args[0] if args else kwargs["pretrained_model_name_or_path"]
-        return FORECASTERS[ForecastConfig.from_pretrained(path).kind].from_pretrained(*args, **kwargs)
+        check_kind(path, cls.config_class.model_type, kwargs)
+        with reading(f"{path}: config.json"):
+            kind = ForecastConfig.from_pretrained(path).kind
+        return FORECASTERS[kind].from_pretrained(*args, **kwargs)
 
     @classmethod
     def _from_config(cls, config: Any, **kwargs: Any) -> Any:
@@ -194,7 +200,7 @@ class Forecaster(FEMPreTrainedModel):
         found = self.forward(**given, observed=~given["history"].isnan(), quantiles=bool(levels) and how == "quantiles")
         self.train(training)
         point, quantiles = found if isinstance(found, tuple) else (found, None)
-        forecast = point.double().cpu().numpy() * std + mean
+        forecast = check_tensor(point.double().cpu(), "the forecast").numpy() * std + mean
         if not levels:
             return [Prediction(each) for each in forecast]
         if quantiles is not None:

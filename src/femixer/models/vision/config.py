@@ -8,7 +8,8 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from femixer.models.config import FEMConfig
+from femixer.models.config import LARGEST, FEMConfig
+from femixer.models.fields import check_types
 from femixer.models.mixers import check_encoder, takes_rope
 from femixer.options import check
 from femixer.priors import prior_class
@@ -63,15 +64,17 @@ class FEMVisionConfig(PreTrainedConfig):
         """Nothing: see FEMPreTrainedModel."""
 
     def __post_init__(self, **kwargs: Any) -> None:
+        check_types(self)
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
         """Called by transformers after a change: every layer must be possible."""
+        check_types(self)
         for name in ("image_size", "patch_size", "num_channels"):
             size = getattr(self, name)
-            check(type(size) is int and size > 0, name, size, "a whole number above 0")
+            check(0 < size <= LARGEST, name, size, f"a whole number from 1 to {LARGEST:,}")
         multiple = f"a multiple of patch_size={self.patch_size}"
         check(self.image_size % self.patch_size == 0, "image_size", self.image_size, multiple)
         problem = self.problem_type

@@ -15,7 +15,7 @@ from femixer.models.forecast.intervals import LEVELS, conformal_widths, enough_f
 from femixer.models.forecast.quantiles import pinball
 from femixer.models.parameters import parameters_of
 from femixer.optional import require
-from femixer.reporting.figures import BLUE, GREY, VERMILION, figure, quiet
+from femixer.reporting.figures import BLUE, GREY, VERMILION, figure, label, quiet
 from femixer.tasks.forecast.data import Series
 from femixer.tasks.forecast.data.windows import Batch, Held, Scaling, Windows, training_rows, windows
 from femixer.tasks.forecast.model import Spec, build_model
@@ -253,7 +253,7 @@ def curve(record: Record, title: str) -> Any:
     axes.plot(steps, errors, color=BLUE, marker="o", markersize=3, linewidth=1.5)
     axes.plot(record["best_step"], record["validation_mse"], "D", color=VERMILION, label="best", zorder=3)
     axes.set(xlabel="training steps", ylabel="validation MSE")
-    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_title(label(title, 80), loc="left", fontsize=10, parse_math=False)
     quiet(axes)
     axes.legend(frameon=False)
     return drawing
@@ -287,9 +287,9 @@ def forecast_figure(panels: Sequence[Panel], title: str, left: int = 0) -> Any:
             axes.fill_between(panel.forecast.index, *ends, color=VERMILION, alpha=0.18, linewidth=0)
         axes.plot(panel.forecast.index, panel.forecast, color=VERMILION, linewidth=1.6, label="forecast")
         axes.axvline(panel.forecast.index[0], color="0.8", linewidth=0.8, zorder=0)
-        axes.set_ylabel(panel.name)
+        axes.set_ylabel(label(panel.name), parse_math=False)
         quiet(axes)
     drawing.align_ylabels()
     rows[0].legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
-    drawing.suptitle(title + (f" (and {left} more)" if left else ""), fontsize=11)
+    drawing.suptitle(label(title, 80) + (f" (and {left} more)" if left else ""), fontsize=11, parse_math=False)
     return drawing

@@ -11,9 +11,11 @@ from femixer.models.forecast.intervals import Kind, chosen_kind, column_names
 from femixer.models.quiet import without_bars
 from femixer.optional import require
 from femixer.options import check, parse
+from femixer.reporting.escape import in_csv
 from femixer.reporting.figures import save
-from femixer.tasks.forecast.data import PACKAGED, Reading, Series, read, read_future
+from femixer.tasks.forecast.data import ABOUT_PACKAGED, PACKAGED, Reading, Series, read, read_future
 from femixer.tasks.forecast.fit import PANELS, Panel, forecast_figure
+from femixer.tasks.runner import told
 from femixer.training import atomic
 from femixer.training.results import MODEL, check_no_run
 
@@ -170,30 +172,40 @@ def told_errors(series: Series, forecast: Any) -> str | None:
     return ", ".join(f"{name} {error:.4g}" for name, error in errors.items()) if len(errors) else None
 
 
+def as_csv(forecast: Any, date_column: str | None) -> str:
+    """A spreadsheet would run the name of a column, or of a series, that begins like a formula. date_column: of the
+    index; None where dates are a column and the first one has the names of series."""
+    shown = forecast.rename(columns=lambda name: in_csv(str(name)))
+    if date_column is not None:
+        return shown.to_csv(index_label=in_csv(date_column), lineterminator="\n")
+    shown[shown.columns[0]] = [in_csv(str(name)) for name in shown[shown.columns[0]]]
+    return shown.to_csv(index=False, lineterminator="\n")
+
+
 def main(args: Sequence[str]) -> int:
     command = parse(Command, args, "forecast predict", Command())
     check_no_run(command.out)
     model = load(command.model)
     config = model.config
     reading = as_trained(command.reading, config)
+    told(command.data, ABOUT_PACKAGED)
     series = read(command.data, reading)
-    told = (
+    allowed = (
         f"a file with one row per date: the model was not trained on several series, told apart by {series.id_column}"
     )
-    check(not series.sections or config.id_column is not None, "data", command.data, told)
+    check(not series.sections or config.id_column is not None, "data", command.data, allowed)
     if series.sections:
         config.id_column, config.date_column = series.id_column, series.date_column
     config.missing_below = series.missing_below
     history = histories(series, config, command.start)
     forecast = model.predict(history, known_ahead(command, series, reading), command.levels, command.intervals)
-    shown = {"index": False} if series.sections else {"index_label": series.date_column}
     dates = forecast[series.date_column] if series.sections else forecast.index
     title = f"{series.name}: {config.horizon} rows from {min(dates)}"
     drawn = panels(series, history, forecast, command.levels, DRAWN * config.horizon)
     figure = forecast_figure(drawn, title, max(len(series.sections), len(series.columns)) - len(drawn))
     with atomic.replacing_files(command.out) as new:
         save(figure, new / FIGURE)
-        atomic.write(new / FORECAST, forecast.to_csv(lineterminator="\n", **shown))
+        atomic.write(new / FORECAST, as_csv(forecast, None if series.sections else series.date_column))
     errors = told_errors(series, forecast)
     if errors is not None:
         print(f"Mean absolute error where the truth is known: {errors}")

@@ -119,6 +119,7 @@ ORDER = (
     *("iTransformer", "PatchTST", "DLinear", "NLinear", "ETS", "SeasonalNaive", "LastValue"),
 )
 """Columns from left to right; models that are not among them follow."""
+NO_SEASON = "SeasonalNaive equals LastValue: the rows have no season (day, week or year) that fits into the look-back."
 NAMES = {"lr": "learning rate", "weight_decay": "weight decay", "epochs": "number of epochs"}
 
 
@@ -201,6 +202,9 @@ def legend(records: Sequence[Record], shown: Table, tuned: Sequence[str]) -> lis
     if len(settings) > len({model for model, _ in settings}):
         *names, last = (NAMES[name] for name in tuned)
         text.append(f"Where several were run, {', '.join(names)} and {last} are those of the lowest validation MSE.")
+    errors = {(r["dataset"], r["horizon"], r["lookback"], r["model"]): (r["mse"], r["mae"]) for r in records}
+    if any(errors.get((*place, "LastValue")) == own for (*place, m), own in errors.items() if m == "SeasonalNaive"):
+        text.append(NO_SEASON)
     diverged = sorted({record["model"] for record in records if record["diverged"]})
     if diverged:
         text.append(f"Training diverged, in some runs, of {', '.join(diverged)}; the best weights before that count.")

@@ -9,12 +9,14 @@ from typing import Self
 
 import torch
 
+from femixer import command_line
+from femixer.models import Card
 from femixer.models.quiet import without_bars
 from femixer.optional import MissingExtra
 from femixer.options import check, expanded, parse
 from femixer.reporting import Table, as_markdown
 from femixer.tasks.forecast import TASK
-from femixer.tasks.forecast.data import LOOKBACKS, PACKAGED, Reading, Series, read
+from femixer.tasks.forecast.data import ABOUT_PACKAGED, LOOKBACKS, PACKAGED, Reading, Series, read
 from femixer.tasks.forecast.data.files import frequency_of
 from femixer.tasks.forecast.data.windows import Held, rows_needed, too_short, training_rows
 from femixer.tasks.forecast.fit import WIDER, Fitted, calibrated, coverage, curve, fitted, score
@@ -29,8 +31,8 @@ from femixer.tasks.forecast.model import (
     model_name,
     specified,
 )
-from femixer.tasks.forecast.table import COLUMNS, DATASETS, tabulate
-from femixer.tasks.runner import DataJob, Run
+from femixer.tasks.forecast.table import COLUMNS, DATASETS, NO_SEASON, tabulate
+from femixer.tasks.runner import DataJob, Run, told
 from femixer.training import Results, RunOptions, distributed, show_table
 from femixer.training.best import check_trained
 from femixer.training.jobs import RECORD, Jobs
@@ -85,14 +87,15 @@ class Train(Setting):
 def trained(command: Train) -> Results:
     """Train, score and save a model; the folder then holds everything about it."""
     command.run.apply()
+    about = told(command.data, ABOUT_PACKAGED)
     spec, series = prepared(command)
     check_possible(spec, series)
-    results = Results("forecast", spec, command.run, (RECORD,))
+    results = Results("forecast", spec, command.run, (RECORD,), {"data": about})
     if not results.finished:
         made = fitted(spec, series, results)
         check_trained(made.record)
         rivals = simple(spec, series, made)
-        distributed.on_main(lambda: finish(results, spec, made, rivals))
+        distributed.on_main(lambda: finish(results, spec, made, rivals, about))
         check_trained(made.record, f"{results.folder / MODEL}/")
     return results
 
@@ -103,17 +106,17 @@ def prepared(command: Train, held: Held | None = None) -> tuple[Spec, Series]:
     series = read(command.data, command.reading)
     how = (command.sizes, command.training, command.quantiles)
     spec = specified(command.model, series, command.horizon, command.lookback, command.seed, *how)
-    told = [*series.told]
+    lines = [*series.told]
     if frequency_of(series.clock) is None:
         rest = "rows are taken as equally far apart, and `femixer forecast predict` may not take such dates"
-        told.append(f"{command.data} has irregular dates: {rest}")
+        lines.append(f"{command.data} has irregular dates: {rest}")
     short = too_short(series, spec.horizon, held)
     if short:
         names = ", ".join(short[:3]) + (", ..." if len(short) > 3 else "")
         rest = f"with fewer than {rows_needed(spec.horizon, held)} rows, are not trained on: {names}"
-        told.append(f"{command.data}: {len(short)} of {len(series.sections)} series, {rest}")
+        lines.append(f"{command.data}: {len(short)} of {len(series.sections)} series, {rest}")
     if distributed.is_main():
-        for line in told:
+        for line in lines:
             print(line, file=sys.stderr)
     return spec, series
 
@@ -135,18 +138,23 @@ def simple_errors(name: str, spec: Spec, series: Series, made: Fitted, held: Hel
         return score(model, made.windows["test"], WIDER * spec.training.batch)
 
 
-def finish(results: Results, spec: Spec, made: Fitted, rivals: dict[str, dict[str, float]]) -> None:
+def finish(results: Results, spec: Spec, made: Fitted, rivals: dict[str, dict[str, float]], about: str) -> None:
     """Save the model, and write figure and table: what makes the run finished comes last."""
-    batch = WIDER * spec.training.batch
-    calibrated(made.model, made.windows["validation"], batch)
+    record = made.record
+    calibrated(made.model, made.windows["validation"], WIDER * spec.training.batch)
+    made.model.card = Card(
+        data=f"{about}: {spec.horizon} rows from {spec.lookback}. Errors are in units of the training rows' deviation.",
+        command=command_line.shown(),
+        metrics={"validation MSE": record["validation_mse"], "test MSE": record["mse"], "test MAE": record["mae"]},
+    )
     with new_model(results.folder / MODEL) as partial, without_bars():
         made.model.save_pretrained(partial)
     TASK.keep(made.record, results.folder)
     results.write_figure(curve(made.record, spec.title))
-    results.finish(as_markdown(summary(spec, made, rivals)))
+    results.finish(as_markdown(summary(spec, made, rivals, about)))
 
 
-def summary(spec: Spec, made: Fitted, rivals: dict[str, dict[str, float]]) -> Table:
+def summary(spec: Spec, made: Fitted, rivals: dict[str, dict[str, float]], about: str) -> Table:
     record, counts = made.record, {split: each.count for split, each in made.windows.items()}
     per_epoch = -(-counts["train"] // spec.training.batch)
     epochs = [str(record[name] // per_epoch) for name in ("steps", "best_step")]
@@ -163,11 +171,14 @@ def summary(spec: Spec, made: Fitted, rivals: dict[str, dict[str, float]]) -> Ta
         + ", ".join(f"{count:,} {split}" for split, count in counts.items())
         + " windows. The best weights by validation MSE, scored on the test split, in scaled units."
     )
-    notes = [f"Training ended early: {record['diverged']}."] if record["diverged"] else []
+    notes = [f"Data: {about}."]
+    notes += [f"Training ended early: {record['diverged']}."] if record["diverged"] else []
     notes += [
         f"Intervals ({kind}) hold of the test values: {', '.join(f'{s:.1f} % at {v:g} %' for v, s in shares.items())}."
         for kind, shares in coverage(made.model, made.windows["test"], WIDER * spec.training.batch).items()
     ]
+    if "SeasonalNaive" in rivals and rivals["SeasonalNaive"] == rivals.get("LastValue"):
+        notes.append(NO_SEASON)
     columns = ("model", "parameters", "epochs", "best", "validation MSE", "test MSE", "test MAE")
     return Table.of(columns, rows, title, *notes)
 
@@ -203,6 +214,7 @@ class Experiment(Setting):
             check(0 < len(given) == len({*given}), name, given, "different ones")
         check(self.seeds > 0, "seeds", self.seeds, "a whole number above 0")
         self.sizes.validate([model_name(name) for name in self.models])
+        told(", ".join(self.data), ABOUT_PACKAGED)
         made: list[ForecastJob] = []
         for data in self.data:
             series = read(data, self.reading)

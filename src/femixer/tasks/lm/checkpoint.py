@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from femixer.damage import read_text
+from femixer.finite import watch_logits
 from femixer.optional import require
 from femixer.options import check
 from femixer.training.results import model_folder
@@ -51,7 +53,7 @@ def given_text(text: str | None, file: Path | None, name: str, file_name: str, e
     if text is not None:
         return text
     if file is not None and str(file) != "-":
-        return file.read_text(encoding="utf-8", errors=errors)
+        return read_text(file) if errors == "strict" else file.read_text(encoding="utf-8", errors=errors)
     if file is None and sys.stdin.isatty():
         raise ValueError(f"{name}=None is not allowed; choose a --{name}, a --{file_name} or text on standard input")
     return sys.stdin.read()
@@ -59,23 +61,49 @@ def given_text(text: str | None, file: Path | None, name: str, file_name: str, e
 
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a model folder."""
-    transformers = _transformers()
+    _transformers()
+    from femixer.models.tokenizers import saved_tokenizer
+
     if (folder / "preparation.json").is_file():
         raise ValueError(f"checkpoint={str(folder)!r} is a model of pictures; see `femixer vision maps`")
-    if not any((folder / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")):
-        raise ValueError(f"checkpoint={str(folder)!r} has no tokenizer: tokenizer_config.json is missing")
-    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return saved_tokenizer(folder)
 
 
-def load(checkpoint: Path, placement: Placement | None = None) -> tuple[Any, Any]:
-    """Model, in evaluation mode, and tokenizer of a checkpoint (a model folder or a results folder)."""
+def load(checkpoint: Path, placement: Placement | None = None, writes: bool = True) -> tuple[Any, Any]:
+    """Model, in evaluation mode, and tokenizer of a checkpoint (a model folder or a results folder).
+
+    writes: the model must be one that continues a text. Its logits are checked in every pass: NaN is no answer.
+    """
     placement = placement or Placement()
     placement.validate()
     folder = model_folder(checkpoint)
     tokenizer = load_tokenizer(folder)
-    model = _load_model(folder, placement)
+    dtype = "auto" if placement.dtype == "auto" else getattr(torch, placement.dtype)
+    _transformers()
+    from femixer import surgery
+
+    model = surgery.load(folder, dtype=dtype)
+    if writes:
+        _check_writes(folder, model)
+        _check_ends(folder, model)
     _check_vocabulary(folder, tokenizer, model)
+    watch_logits(model, str(folder))
     return model.to(placement.torch_device()).eval(), tokenizer
+
+
+def position_limit(model: Any) -> int | None:
+    """The most tokens that a model can read, None where it has no embedding per position."""
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    if names & {"wpe", "embed_positions", "position_embeddings"}:
+        return int(model.config.max_position_embeddings)
+    return None
+
+
+def check_positions(model: Any, tokens: int, name: str, value: Any) -> None:
+    """Raise a ValueError that names the option if the model cannot read as many tokens."""
+    limit = position_limit(model)
+    why = f"fewer: the model has {limit} positions, and this needs {tokens} (prompt and new tokens together)"
+    check(limit is None or tokens <= limit, name, value, why)
 
 
 def fingerprint(folder: Path) -> str:
@@ -89,25 +117,25 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _load_model(folder: Path, placement: Placement) -> Any:
-    transformers = _transformers()
-    dtype = "auto" if placement.dtype == "auto" else getattr(torch, placement.dtype)
-    options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True, "dtype": dtype}
-    # safetensors raises an exception of its own, which is none of ours to import
-    broken = require("safetensors", "cli").SafetensorError
-    try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
-    except broken as error:
-        raise ValueError(f"checkpoint={str(folder)!r} has weights that cannot be read: {error}") from None
-    # transformers fills what is missing with random numbers and goes on
-    for kind in ("missing_keys", "mismatched_keys"):
-        if info[kind]:
-            names = ", ".join(sorted(map(str, info[kind]))[:3])
-            raise ValueError(
-                f"checkpoint={str(folder)!r} does not fit its config.json: {len(info[kind])} {kind.replace('_', ' ')} "
-                f"in the weights ({names}, ...)"
-            )
-    return model
+def _check_writes(folder: Path, model: Any) -> None:
+    from femixer.surgery.families import ENCODERS, PREFIX
+
+    kind = model.config.model_type.removeprefix(PREFIX)
+    if not model.can_generate() or (kind in ENCODERS and not model.config.is_decoder):
+        raise ValueError(
+            f"checkpoint={str(folder)!r} is a {type(model).__name__}, which does not continue a text; choose a causal "
+            "language model"
+        )
+
+
+def _check_ends(folder: Path, model: Any) -> None:
+    """The tokens that begin and end a text, of generation_config.json, must be some."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        given = getattr(model.generation_config, name)
+        for token in given if isinstance(given, list) else [given]:
+            fits = token is None or (type(token) is int and 0 <= token < rows)
+            check(fits, f"{folder / 'generation_config.json'}: {name}", token, f"a token below {rows}, or null")
 
 
 def _check_vocabulary(folder: Path, tokenizer: Any, model: Any) -> None:

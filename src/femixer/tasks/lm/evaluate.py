@@ -18,11 +18,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
+from femixer.damage import check_fields
+from femixer.finite import check_numbers
 from femixer.optional import require
 from femixer.options import check, parse
 from femixer.reporting import Column, Table, as_markdown
 from femixer.tasks.lm import harness
-from femixer.tasks.lm.checkpoint import Placement, fingerprint, load
+from femixer.tasks.lm.checkpoint import Placement, check_positions, fingerprint, load
 from femixer.tasks.lm.harness import SUITES, Catalog, Record, Request, metrics
 from femixer.training import Results, RunOptions, atomic, show_table
 from femixer.training.processes import Interrupted
@@ -56,19 +58,34 @@ class TaskJournal:
 
     def add(self, request: Request, task: str, record: Record) -> Record:
         key = {"request": request.name, "asked_shots": request.shots, "task": task}
-        line = {**key, "parameters": self.parameters, **record}
+        # The error of a single sample is not a number.
+        raw = {name: None if "_stderr" in name and value != value else value for name, value in record["raw"].items()}
+        line = {**key, "parameters": self.parameters, **record, "raw": raw}
         line = json.loads(json.dumps(line, default=float))  # numpy's numbers become plain ones
+        values = {name: one["value"] for name, one in metrics(line).items()}
+        check_numbers(values, f"{task} of {self.results.folder}")
         self.results.append([line])
         self.records.append(line)
         return line
 
 
+RECORD = {
+    **dict.fromkeys(("request", "task"), str),
+    **dict.fromkeys(("parameters", "samples"), int),
+    **dict.fromkeys(("asked_shots", "shots"), (int, None)),
+    **dict.fromkeys(("raw", "higher_is_better"), dict),
+}
+
+
 def _lines(path: Path) -> Iterator[Record]:
     """The lines of a JSON lines file, without one that was cut short."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     for line in lines:
-        with contextlib.suppress(ValueError):
-            yield json.loads(line)
+        try:
+            content = json.loads(line)
+        except ValueError:
+            continue
+        yield check_fields(content, RECORD, path)
 
 
 RESULTS = "results.json"
@@ -239,6 +256,8 @@ def run(
         return []
     atomic.remove(journal.results.folder / TABLE)
     model, tokenizer = load(command.checkpoint, command.placement)
+    if command.max_length is not None:
+        check_positions(model, command.max_length, "max_length", command.max_length)
     lm = harness.language_model(model, tokenizer, command.batch_size, command.max_length)
     journal.parameters = sum(parameter.numel() for parameter in model.parameters())
     failed = []
@@ -250,6 +269,8 @@ def run(
         except KeyboardInterrupt:
             finished = sum(journal.find(other, other.name) is not None for other in requests)
             raise EvaluationInterrupted(finished, len(requests)) from None
+        except FloatingPointError:
+            raise  # of the model, and no fault of the task
         except Exception as error:
             if sys.flags.dev_mode:
                 raise

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig
 
-from femixer.models import FEMForCausalLM, preset
+from femixer import command_line
+from femixer.models import Card, FEMForCausalLM, preset
 from femixer.models.parameters import parameter_count
 from femixer.models.quiet import without_bars
 from femixer.optional import require
@@ -23,7 +24,6 @@ from femixer.reporting import Column, Table, as_markdown
 from femixer.reporting.figures import COLOURS, figure, plain_log, quiet
 from femixer.tasks.lm.data import DataOptions
 from femixer.tasks.lm.data.shards import IGNORED, Batch, Batches, Shards, Validation
-from femixer.tasks.lm.data.tokenizer import load_tokenizer
 from femixer.tasks.lm.model import ModelOptions, build
 from femixer.training import (
     EngineOptions,
@@ -243,6 +243,7 @@ def trained(experiment: Experiment, data: DataOptions, engine: EngineOptions, op
     if results.finished:
         return results
     warn_of_logits(batches.tokens // (engine.parts(distributed.world()) * engine.accumulate), shards.vocabulary)
+    _ = shards.tokenizer  # what is wrong with it is known before anything is trained
     tokens = {"vocab_size": shards.vocabulary, "bos_token_id": shards.start_token, "eos_token_id": shards.end_token}
     model = build(experiment.model.config(experiment.length, **tokens), experiment.seed)
     fit = Fit(
@@ -277,7 +278,7 @@ def samples(model: Any, shards: Shards, experiment: Experiment) -> Iterator[Reco
     """One text that begins with the prompt, drawn from the model."""
     if experiment.sample_tokens == 0:
         return
-    tokenizer = load_tokenizer(shards.tokenizer_folder)
+    tokenizer = shards.tokenizer
     prompt = [shards.start_token, *tokenizer.encode(experiment.prompt, add_special_tokens=False)]
     ids = torch.tensor([prompt], device=next(model.parameters()).device)
     # Every process draws the same tokens, and as many: a sharded model is computed by all of them together.
@@ -305,10 +306,17 @@ def finish(
 ) -> None:
     """Save the model, and write figure and table: what makes the run finished comes last."""
     model.generation_config.pad_token_id = shards.end_token  # for prompts of several lengths
+    metrics = results.metrics()
+    scores = {name: last(metrics)[name] for name in ("loss", "perplexity", "bits_per_byte")}
+    model.card = Card(
+        data=f"{text}: {shards.train.tokens:,} tokens of {shards.train.documents:,} documents. Metrics are of held-out "
+        f"text ({shards.validation.documents:,} documents) after {experiment.duration}.",
+        command=command_line.shown(),
+        metrics={f"validation {name.replace('_', ' ')}": value for name, value in scores.items()},
+    )
     with new_model(results.folder / MODEL) as partial, without_bars():
         model.save_pretrained(partial, state_dict=weights)
-        load_tokenizer(shards.tokenizer_folder).save_pretrained(partial)
-    metrics = results.metrics()
+        shards.tokenizer.save_pretrained(partial)
     results.write_figure(draw({"this model": [metrics]}, experiment.batch_tokens))
     results.finish(as_markdown(summary(experiment, model, metrics, text)))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from femixer.optional import require
 from femixer.options import check, parse
-from femixer.tasks.lm.checkpoint import Placement, given_text, load
+from femixer.tasks.lm.checkpoint import Placement, check_positions, given_text, load
 from femixer.training.journal import counting
 from femixer.training.results import model_folder
 
@@ -167,6 +167,7 @@ def generate(model: Any, tokenizer: Any, prompt: str, sampling: Sampling, show: 
     """Call `show` with the continuation of `prompt`, piece by piece; Ctrl-C ends it early."""
     sampling.validate()
     tokens = prompt_tokens(tokenizer, prompt).to(model.device)
+    check_positions(model, tokens.shape[1] + sampling.max_tokens, "max_tokens", sampling.max_tokens)
     stream = TextStream(tokenizer, show)
     config = sampling.config(model, tokenizer)
     _warm_up(model, tokens, config)

@@ -20,7 +20,7 @@ from femixer.inspection.summary import HEADING, channels_by_kl, table_row
 from femixer.inspection.tokens import labels
 from femixer.optional import require
 from femixer.options import check, parse
-from femixer.tasks.lm.checkpoint import Placement, given_text, load
+from femixer.tasks.lm.checkpoint import Placement, check_positions, given_text, load
 from femixer.tasks.lm.usage import FIGURE, summarize
 from femixer.training import atomic
 from femixer.training.results import check_no_run, model_folder, name_of
@@ -75,7 +75,7 @@ def main(args: Sequence[str]) -> int:
     command.validate()
     model_folder(command.checkpoint)  # says what is wrong before anything slow
     text = given_text(command.text, command.file, "text", "file", errors="replace")
-    model, tokenizer = load(command.checkpoint, command.placement)
+    model, tokenizer = load(command.checkpoint, command.placement, writes=False)
     if command.summary:
         print(summarize(model, tokenizer(text)["input_ids"], command.max_tokens, command.out).read_text("utf-8"))
         print(f"The figure is {command.out / FIGURE}")
@@ -97,6 +97,7 @@ def run(command: Command, model: Any, tokenizer: Any, text: str) -> int:
         ids = ids[: command.max_tokens]
         text = tokenizer.decode(ids)
     check(command.query is None or -len(ids) <= command.query < len(ids), "query", command.query, f"below {len(ids)}")
+    check_positions(model, len(ids), "max_tokens", command.max_tokens)
     tokens = labels(tokenizer, ids)
     chosen = _chosen(command, model)
     check_size([[*mixers_of(model).values()][number] for number in chosen], len(ids))

@@ -5,12 +5,12 @@ group and the number of firsts. The best value of a group is bold and the second
 digits, is also what is ranked.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from femixer.damage import check_fields, read_json
 from femixer.optional import require
 from femixer.options import check, parse
 from femixer.reporting import Cell, Column, Group, Row, Table, as_markdown, half_up, marked_columns, rank, write
@@ -37,17 +37,23 @@ class Evaluated:
     notes: tuple[str, ...] = ()
 
 
+RESULT = {"parameters": int, "settings": {"model": str, "limit": (float, None)}, "tasks": dict}
+TASK = {"shots": (int, None), "metrics": dict}
+
+
 def read(argument: str) -> Evaluated:
     """A row from `FOLDER`, `NAME=FOLDER` or `GROUP/NAME=FOLDER`."""
     label, _, path = ("", "", argument) if Path(argument).is_dir() else argument.rpartition("=")
     file = Path(path) / RESULTS
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        tasks, settings, parameters = (content[name] for name in ("tasks", "settings", "parameters"))
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(
-            f"results={argument!r} is no results folder of `femixer eval`: there is no readable {file}"
-        ) from None
+    if not file.is_file():
+        raise ValueError(f"results={argument!r} is no results folder of `femixer eval`: there is no readable {file}")
+    content = check_fields(read_json(file), RESULT, file)
+    tasks, settings, parameters = (content[name] for name in ("tasks", "settings", "parameters"))
+    check(parameters > 0, f"{file}: parameters", parameters, "a whole number above 0")
+    for task, one in tasks.items():
+        check_fields(one, TASK, f"{file}: tasks.{task}")
+        for metric, cell in one["metrics"].items():
+            check_fields(cell, {"value": float}, f"{file}: tasks.{task}.metrics.{metric}")
     group, _, name = label.rpartition("/")
     name = name or settings["model"]
     notes = [] if settings["limit"] is None else [f"{name}: only a part of each task (--limit {settings['limit']:g})"]
@@ -118,7 +124,8 @@ def rows(models: Sequence[Evaluated]) -> list[Row]:
     lines = []
     for model, place in zip(models, rank([model.values for model in models]), strict=True):
         average = None if place.average is None else half_up(place.average)
-        shown = [*(shown_as(value, 3) for value in model.values), shown_as(average, 2), shown_as(place.firsts, 0)]
+        firsts = None if place.average is None else place.firsts  # who has no value has not won 0 of them
+        shown = [*(shown_as(value, 3) for value in model.values), shown_as(average, 2), shown_as(firsts, 0)]
         lines.append([Cell(value) for value in shown])
     cells = marked_columns(lines, HIGHER, second=True) if len(models) > 1 else lines
     return [[model.name, str(model.parameters), *own] for model, own in zip(models, cells, strict=True)]
@@ -161,7 +168,12 @@ def main(args: Sequence[str]) -> int:
     command = parse(LmTabulate, args, "lm table")
     check(bool(command.results), "results", command.results, "results folders of `femixer eval`")
     check_no_run(command.out)
-    table = tabulate([read(argument) for argument in command.results])
+    models = [read(argument) for argument in command.results]
+    for model in models:
+        there = any(value is not None for value in model.values)
+        tasks = ", ".join(column.task for column in COLUMNS)
+        check(there, "results", model.name, f"folders with at least one task of the paper's table ({tasks})")
+    table = tabulate(models)
     with atomic.replacing_files(command.out) as new:
         write(new, [table])
     print(as_markdown(table))

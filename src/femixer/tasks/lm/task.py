@@ -20,7 +20,7 @@ from femixer.tasks.lm.reproduce import ROWS
 from femixer.tasks.rivals import Rivals
 from femixer.training import EngineOptions, Interrupted, Results, RunOptions, atomic, distributed, processes, show_table
 from femixer.training.recipe import with_recipe
-from femixer.training.results import CHECKPOINTS, Record
+from femixer.training.results import CHECKPOINTS, Record, holds_run
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,8 @@ class OneOfMany:
 
     def carry_out(self) -> list[Record]:
         print(f"{self.model}, seed {self.experiment.seed}", file=sys.stderr, flush=True)
-        results = trained(self.experiment, self.data, self.engine, self.options)
+        options = replace(self.options, resume=distributed.on_main(lambda: holds_run(self.options.out)))
+        results = trained(self.experiment, self.data, self.engine, options)
         if distributed.is_main():
             atomic.remove(results.folder / CHECKPOINTS)  # the model is saved, and nobody goes on from here
         return results.metrics()
@@ -154,14 +155,14 @@ def compared(
     results = Results("lm compare", decided, options, others=(RUNS,), about={"text": data.described()})
     if results.finished:
         return results
-    own = replace(options, resume=True, overwrite=False, threads=options.threads or share_of_threads(jobs))
+    own = replace(options, overwrite=False, threads=options.threads or share_of_threads(jobs))
     tasks = [
         OneOfMany(
             name,
             comparison.run(name, number),
             DataOptions(shards=shards.folder),
             engine,
-            replace(own, out=results.folder / RUNS / f"{name} seed {comparison.experiment.seed + number}"),
+            replace(own, out=results.folder / RUNS / f"{name}-seed-{comparison.experiment.seed + number}"),
         )
         for number in range(comparison.seeds)
         for name in comparison.models

@@ -16,6 +16,16 @@ STUDY = Task(
     run_help="how early variants of the mixer learn a task",
     table_help="when each variant has learned, over seeds",
 )
+SCORES = {"accuracy": float, "loss": ("number", None)}  # that of a training which diverged may be NaN
+RECORD = {
+    **dict.fromkeys(("model", "task", "protocol"), str),
+    **dict.fromkeys(("seed", "steps", "parameter_count"), int),
+    **dict.fromkeys(("lr", "weight_decay"), float),
+    "parameters": dict,
+    "training?": dict,
+    "evaluations": [{"step": int, "validation": SCORES, "test": SCORES}],
+    "environment": {"femixer": str},
+}
 TASK = Task(
     "mad",
     format=1,
@@ -23,6 +33,7 @@ TASK = Task(
     table="femixer.tasks.mad.table:MadTabulate",
     run_help="train models on the tasks, here or on a cluster",
     others={"study": (STUDY.main, "what decides how early a mixer learns: run, table, export")},
+    record=RECORD,
 )
 main = TASK.main
 

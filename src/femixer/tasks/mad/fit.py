@@ -162,6 +162,8 @@ class MadJob(Job):
             engine = EngineOptions(precision=self.precision)
             train(fit, TrainOptions(self.steps, self.evaluate_every, self.seed, engine=engine), results)
         except FloatingPointError as error:  # a learning rate that is too high for this model: a result like others
+            if not results.metrics():  # not even the untrained model has a result
+                raise
             diverged = str(error)
         return self.record(results.metrics(), diverged, parameters_of(model), device)
 

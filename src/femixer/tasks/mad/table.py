@@ -69,6 +69,9 @@ MISPRINTS = {"FEM-GLA": "The paper prints an average of 74.9 for FEM-GLA; its si
 
 def comparable(records: Sequence[Record]) -> list[Record]:
     """The records, each job once; an error if they are not of one experiment."""
+    for record in records:
+        check(record["task"] in TASKS, "task", record["task"], f"one of {', '.join(TASKS)}, in every record")
+        check(len(record["evaluations"]) > 0, "evaluations", record["evaluations"], "at least one, in every record")
     same(records, "protocols", lambda record: record["protocol"])
     protocol = PROTOCOLS.get(records[0]["protocol"].partition(" ")[0])
     if protocol is None or not protocol.sweeps:

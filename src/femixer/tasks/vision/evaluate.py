@@ -14,7 +14,8 @@ from torch import Tensor
 from femixer.models.vision.pictures import Picture
 from femixer.options import check, parse
 from femixer.reporting.figures import BLUE, GREY, VERMILION, figure, quiet, save
-from femixer.tasks.vision.data import DIGITS, Broken, Images, Reading, found
+from femixer.tasks.runner import told
+from femixer.tasks.vision.data import ABOUT_DIGITS, DIGITS, Broken, Images, Reading, found
 from femixer.tasks.vision.data.pictures import Files, Joined, Pictures
 from femixer.tasks.vision.data.views import Views, spread
 from femixer.tasks.vision.fit import Predictions, predicted
@@ -220,10 +221,11 @@ def run(command: Command) -> tuple[Predictions, Views]:
     if command.threads is not None:
         torch.set_num_threads(command.threads)
     classifier = Classifier.load(command.model)
+    told(command.data, ABOUT_DIGITS)
     chosen = choose(classifier, command.data, command.reading, command.split)
     images, views = chosen.images, chosen.views
-    with counting(len(views), "pictures") as told:
-        predictions = predicted(classifier.model, views, command.batch, chosen.split, told=told)
+    with counting(len(views), "pictures") as counted:
+        predictions = predicted(classifier.model, views, command.batch, chosen.split, told=counted)
     broken = [*empty_files(images, chosen.split), *views.broken.values()]
     title = f"{command.model.name} on {images.name}, {chosen.split}"
     write(command, predictions, views, classifier.classes, title, len(broken))

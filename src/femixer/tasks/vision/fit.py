@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from femixer.finite import check_tensor
 from femixer.models.parameters import parameters_of
 from femixer.options import check
 from femixer.tasks.vision.data import Images
@@ -144,7 +145,8 @@ def _found(
 ) -> Iterator[tuple[Tensor, ...]]:
     for numbers, pixels, labels in batches:
         check_labels(labels, model.config.num_labels, views, numbers)
-        yield numbers, labels, model(pixel_values=pixels.to(device)).logits.float().cpu()
+        logits = model(pixel_values=pixels.to(device)).logits.float().cpu()
+        yield numbers, labels, check_tensor(logits, "the logits of the model")
 
 
 def check_labels(labels: Tensor, classes: int, views: Views, numbers: Tensor) -> None:

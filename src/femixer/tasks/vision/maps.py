@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from femixer.finite import check_tensor
 from femixer.models.vision.pictures import Unreadable, as_tensor
 from femixer.models.vision.reading import PatchMaps, patch_maps
 from femixer.options import check, parse
 from femixer.reporting.figures import figure, save
-from femixer.tasks.vision.data import DIGITS, Reading
+from femixer.tasks.runner import told
+from femixer.tasks.vision.data import ABOUT_DIGITS, DIGITS, Reading
 from femixer.tasks.vision.data.pictures import decoded
 from femixer.tasks.vision.data.views import stacked
 from femixer.tasks.vision.evaluate import TITLE, choose, displayed, shortened
@@ -73,7 +75,7 @@ def map_figure(
     maps = patch_maps(model, given, choice.layer)
     head, channels = chosen(maps, choice)
     with torch.no_grad():
-        predictions = model(pixel_values=given).logits.argmax(-1).tolist()
+        predictions = check_tensor(model(pixel_values=given).logits, f"the logits of {title}").argmax(-1).tolist()
     prior = maps.prior[:, head] if maps.prior.dim() == 4 else maps.prior[:, head].mean(1)
     weights = torch.cat([prior[:, None], maps.read[:, head, channels]], 1).cpu().numpy()
     names = ["picture", f"prior of head {head}", *(f"channel {channel}" for channel in channels)]
@@ -140,6 +142,7 @@ def run(command: Command) -> None:
             [as_tensor(preparation.fixed(opened(path, preparation.channels))) for path in command.images]
         )
     else:
+        told(command.data, ABOUT_DIGITS)
         views = choose(classifier, command.data, command.reading).views
         count = min(command.count, len(views))
         # Evenly over the pictures, which folders have class by class; of a stream the first.

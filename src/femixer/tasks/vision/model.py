@@ -22,7 +22,7 @@ from femixer.tasks.mixing import Mixing
 from femixer.tasks.rivals import Rivals
 from femixer.tasks.vision.data import Images
 from femixer.tasks.vision.data.augmentation import Augmentation
-from femixer.tasks.vision.data.pictures import Preparation
+from femixer.tasks.vision.data.pictures import PREPARATION, Preparation
 from femixer.training import derive
 from femixer.training.results import MODEL, new_model
 
@@ -225,4 +225,12 @@ class Classifier:
         folder = folder / MODEL if (folder / MODEL).is_dir() else folder
         preparation = Preparation.load(folder)
         with without_bars():
-            return cls(FEMForImageClassification.from_pretrained(folder).eval(), preparation)
+            model = FEMForImageClassification.from_pretrained(folder).eval()
+        for name in ("channels", "size"):
+            given, known = getattr(preparation, name), getattr(model.config, f"num_{name}", model.config.image_size)
+            check(given == known, f"{folder / PREPARATION}: {name}", given, f"{known}, as in config.json")
+        labels = [*range(model.config.num_labels)]
+        names = model.config.id2label
+        fits = sorted(names) == labels and all(isinstance(name, str) for name in names.values())
+        check(fits, f"{folder / 'config.json'}: id2label", model.config.id2label, f"the names of {labels}")
+        return cls(model, preparation)

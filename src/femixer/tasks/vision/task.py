@@ -6,13 +6,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self, TypeVar
 
+from femixer import command_line
+from femixer.models import Card
 from femixer.models.parameters import parameter_count
 from femixer.options import check, expanded, parse
 from femixer.reporting import Table, as_markdown
 from femixer.reporting.figures import save
-from femixer.tasks.runner import DataJob, Run
+from femixer.tasks.runner import DataJob, Run, told
 from femixer.tasks.vision import TASK
-from femixer.tasks.vision.data import DIGITS, Images, Reading, read
+from femixer.tasks.vision.data import ABOUT_DIGITS, DIGITS, Images, Reading, read
 from femixer.tasks.vision.data.augmentation import Augmentation
 from femixer.tasks.vision.data.views import BROKEN, spread, stacked
 from femixer.tasks.vision.evaluate import CONFUSION, PREDICTIONS, confusion, curves, samples
@@ -117,21 +119,34 @@ def trained(command: Train) -> Results:
     command.validate()
     command.run.apply()
     command.sizes.validate(command.model)
+    about = told(command.data, ABOUT_DIGITS)
     images = read(command.data, command.reading, command.sizes.channels)
     spec = specified(command.model, images, command.seed, command.sizes, command.training, command.augmentation)
     parameter_count(config_of(spec, images))  # its layers say what they cannot be, before anything is written
-    results = Results("vision", spec, command.run, (BROKEN, CONFUSION, PREDICTIONS, MAPS, RECORD))
+    written = (BROKEN, CONFUSION, PREDICTIONS, MAPS, RECORD)
+    results = Results("vision", spec, command.run, written, {"data": about})
     if not results.finished:
         made = fitted(spec, images, results, command.loading, command.engine)
         check_trained(made.record)
-        distributed.on_main(lambda: finish(results, spec, images, made))
+        distributed.on_main(lambda: finish(results, spec, images, made, about))
         check_trained(made.record, f"{results.folder / MODEL}/")
     return results
 
 
-def finish(results: Results, spec: Spec, images: Images, made: Fitted) -> None:
+def finish(results: Results, spec: Spec, images: Images, made: Fitted, about: str) -> None:
     """Save the model, and write figures and table: what makes the run finished comes last."""
-    folder = results.folder
+    folder, record = results.folder, made.record
+    counts = ", ".join(f"{count:,} {split}" for split, count in images.counts.items())
+    made.classifier.model.card = Card(
+        data=f"{about}: {len(images.classes)} classes, {counts} pictures.",
+        command=command_line.shown(),
+        metrics={
+            "validation accuracy": record["validation_top1"],
+            "test accuracy": record["top1"],
+            "test accuracy (top 5)": record["top5"],
+            "test loss": record["loss"],
+        },
+    )
     made.classifier.save(folder / MODEL)
     TASK.keep(made.record, folder)
     results.write_figure(curves(made.record, spec.title))
@@ -142,16 +157,16 @@ def finish(results: Results, spec: Spec, images: Images, made: Fitted) -> None:
         shown = [view for n in made.predictions.numbers[places].tolist() if (view := made.test.read(n)) is not None]
         pixels, labels = stacked(shown)
         save(map_figure(made.classifier, pixels, labels.tolist(), spec.title), folder / MAPS)
-    results.finish(as_markdown(summary(spec, images, made)))
+    results.finish(as_markdown(summary(spec, images, made, about)))
 
 
-def summary(spec: Spec, images: Images, made: Fitted) -> Table:
+def summary(spec: Spec, images: Images, made: Fitted, about: str) -> Table:
     record = made.record
     parts = ", ".join(f"{count:,} {split}" for split, count in images.counts.items())
     best = record["best_step"] * spec.training.epochs // max(1, record["steps"])
     shares = [f"{record[name]:.2%}" for name in ("validation_top1", "top1", "top5")]
     row = [spec.model, f"{record['parameter_count']:,}", str(best), *shares]
-    notes = []
+    notes = [f"Data: {about}."]
     if record["broken"]:
         notes.append(f"{record['broken']} pictures could not be read and were skipped; {BROKEN} names them.")
     if record["diverged"]:
@@ -196,6 +211,7 @@ class Experiment(Setting):
         check(self.seeds > 0, "seeds", self.seeds, "a whole number above 0")
         self.validate()
         self.sizes.validate(*self.models)
+        told(self.data, ABOUT_DIGITS)
         images = read(self.data, self.reading, self.sizes.channels)
         first = [
             specified(model, images, self.seed, self.sizes, self.training, self.augmentation) for model in self.models

@@ -50,6 +50,10 @@ def line(outcome: Outcome) -> str:
     return f"{job.title}: {job.summary(outcome.record)}, {duration(outcome.record['seconds'])}{diverged}"
 
 
+def counted(jobs: int) -> str:
+    return f"{jobs:,} job{'s' * (jobs != 1)}"
+
+
 def duration(seconds: float) -> str:
     for unit, size in (("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
@@ -93,16 +97,16 @@ def run(everything: Sequence[SomeJob], kind: Kind, how: Jobs, resumable: bool) -
     if how.dry_run:
         done = sum(Store(how.out, kind).finished(job.name) for job in mine) if (how.out / INDEX).exists() else 0
         share = "" if how.part is None else f", {len(mine)} in part {how.part}"
-        print(f"{len(everything)} jobs{share}, {done} of them finished")
+        print(f"{counted(len(everything))}{share}, {done} of them finished")
         return None
     store = Store(how.out, kind)
     todo = [job for job in mine if how.overwrite or not store.finished(job.name)]
-    print(f"{len(mine)} jobs, {len(mine) - len(todo)} of them finished before", file=sys.stderr)
+    print(f"{counted(len(mine))}, {len(mine) - len(todo)} of them finished before", file=sys.stderr)
     failed = carry_out(todo, store, how, resumable) if todo else []
     for job in failed:
         print(f"failed: {job.name}", file=sys.stderr)
     if failed:
-        print(f"{len(failed)} jobs failed; why is in {store.folder / ERRORS}/, and the same command tries again")
+        print(f"{counted(len(failed))} failed; why is in {store.folder / ERRORS}/, and the same command tries again")
     return Ran([store.record(job.name) for job in mine if store.finished(job.name)], len(failed))
 
 

@@ -24,7 +24,7 @@ from femixer.options import check
 from femixer.training import atomic, locks
 from femixer.training.jobs.store import RUNNING, put, record_path
 from femixer.training.processes import Interrupted, carried_out, cores
-from femixer.training.results import Record, RunOptions
+from femixer.training.results import Record, RunOptions, holds_run
 
 
 class Job(ABC):
@@ -48,8 +48,8 @@ class Job(ABC):
 
     @property
     def name(self) -> str:
-        """Of its files: the title and the digest."""
-        return f"{self.title} {self.digest}"
+        """Of its files: the title, without spaces, and the digest."""
+        return "-".join([*self.title.split(), self.digest])
 
     @abstractmethod
     def carry_out(self, options: RunOptions) -> Record:
@@ -87,7 +87,9 @@ def attempt(assignment: Assignment) -> Outcome:
     folder.parent.mkdir(parents=True, exist_ok=True)
     log, lock = (folder.with_name(folder.name + ending) for ending in (".log", ".lock"))
     keep = 1 if assignment.resumable else 0
-    options = RunOptions(folder, resume=True, threads=assignment.threads, device=assignment.device, keep=keep)
+    options = RunOptions(
+        folder, resume=holds_run(folder), threads=assignment.threads, device=assignment.device, keep=keep
+    )
     try:
         with filelock.FileLock(lock, timeout=0), removed(lock):
             finished = record_path(assignment.store, job.name)

@@ -12,10 +12,11 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from femixer.damage import Damaged, Fields, check_fields, read_json
 from femixer.options import check
 from femixer.training import atomic
 from femixer.training.results import METRICS, STORE, Record
@@ -32,13 +33,19 @@ class Kind:
     command: str
     format: int | str
     """In stores and exported files. A change of the data, the models or the record makes it another."""
+    record: Fields = field(default_factory=dict)
+    """What a record must have, so that tables can be made of it."""
+
+    def checked(self, record: Any, where: Any) -> Record:
+        """The record itself, or a ValueError that names the field."""
+        return check_fields(record, self.record, where)
 
 
 class Store:
     """A store that jobs are added to; a new folder becomes one."""
 
     def __init__(self, folder: Path, kind: Kind) -> None:
-        self.folder = folder
+        self.folder, self.kind = folder, kind
         check(not folder.exists() or folder.is_dir(), "out", str(folder), "a folder")
         if not (folder / INDEX).exists():
             strangers = sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
@@ -54,11 +61,13 @@ class Store:
         return record_path(self.folder, name).exists()
 
     def add(self, name: str, record: Record) -> None:
-        put(record_path(self.folder, name), json.dumps(record) + "\n")
+        path = record_path(self.folder, name)
+        put(path, json.dumps(record) + "\n")
         (self.folder / ERRORS / f"{name}.txt").unlink(missing_ok=True)
 
     def record(self, name: str) -> Record:
-        return json.loads(record_path(self.folder, name).read_text(encoding="utf-8"))
+        path = record_path(self.folder, name)
+        return self.kind.checked(read_json(path), path)
 
     def failed(self, name: str, error: str) -> None:
         put(self.folder / ERRORS / f"{name}.txt", error)
@@ -94,9 +103,10 @@ def load(path: str | os.PathLike[str], kind: Kind) -> list[Record]:
             told = f"one run of `{made} train` without a {RECORD}; tables are made of `{made} run`"
             raise ValueError(f"results={str(path)!r} is {told}")
         check_format(path / INDEX, kind)
-        return [json.loads(file.read_text(encoding="utf-8")) for file in sorted((path / JOBS).glob("*.json"))]
+        return [kind.checked(read_json(file), file) for file in sorted((path / JOBS).glob("*.json"))]
     check(path.is_file(), "results", str(path), f"a store of results, or a file of `femixer {kind.command} export`")
-    return check_format(path, kind)["records"]
+    records = check_fields(check_format(path, kind), {"records": [dict]}, path)["records"]
+    return [kind.checked(record, f"{path}, record {number}") for number, record in enumerate(records, start=1)]
 
 
 def export(records: Iterable[Record], path: Path, kind: Kind) -> None:
@@ -109,9 +119,9 @@ def export(records: Iterable[Record], path: Path, kind: Kind) -> None:
 def check_format(path: Path, kind: Kind) -> dict[str, Any]:
     """The content of store.json or of an exported file, which must be of this kind and version."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         version = content["format"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, Damaged, KeyError, TypeError):
         command = f"femixer {kind.command}"
         raise ValueError(f"{path} is not one of the results that `{command} run` and `export` write") from None
     if version != kind.format:

@@ -58,6 +58,7 @@ KNOWN: dict[str, Known] = {
     "exchange": Known(also="exchange_rate", working_days=True),
 }
 PACKAGED = "seattle-temps"
+ABOUT_PACKAGED = "the hourly temperatures of Seattle in 2010 that come with vega_datasets"
 """A real series that vega_datasets installs: temperatures of Seattle in 2010, hourly, 8,759 points (one hour is missing
 where summer time begins)."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import multiprocessing
 import os
@@ -32,7 +31,9 @@ from femixer.tasks.lm.data.shards import (
     TOKENIZER,
     Counts,
     Shards,
+    counts_of,
     dtype_for,
+    fingerprint_of,
     incomplete,
     intact,
     open_shards,
@@ -97,7 +98,7 @@ def prepare(
     check(tokens is None or tokens > 0, "tokens", tokens, "a whole number above 0")
     check(workers is None or workers > 0, "workers", workers, "a whole number above 0")
     identity = {"corpus": corpus.identity, "tokenizer": tokenizers.identity(tokenizer), "tokens": tokens}
-    fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    fingerprint = fingerprint_of(identity)
     place = CACHE / f"{corpus.name[:60]}-{fingerprint}" if folder is None else Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     with alone(place):
@@ -256,11 +257,8 @@ class Tokenization:
         place = self.folder / part_name(number)
         if not place.exists():
             return None
-        try:
-            counts = json.loads((place / PART).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            counts = {}
-        if intact(place, counts, self.dtype):
+        counts = counts_of(place)
+        if counts is not None and intact(place, counts, self.dtype):
             return counts
         atomic.remove(place)
         return None

@@ -6,9 +6,10 @@ are targets once per epoch, except the first, and at most T - 1 that are left ov
 (others in every epoch).
 """
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from femixer.damage import Damaged, check_fields, read_json
 from femixer.options import check
 from femixer.tasks.lm.data.corpus import SPLITS
+from femixer.tasks.lm.data.tokenizer import identity, load_tokenizer
 from femixer.training.seeding import derive
 
 INDEX, TOKENIZER, PART = "index.json", "tokenizer", "part.json"
@@ -38,10 +41,11 @@ class Shards:
         self.vocabulary: int = index["identity"]["tokenizer"]["vocabulary"]
         self.start_token: int = index["identity"]["tokenizer"]["start"]
         self.end_token: int = index["identity"]["tokenizer"]["end"]
+        self.tokenizer_identity: Mapping[str, Any] = index["identity"]["tokenizer"]
         dtype = dtype_for(self.vocabulary)
         places = [folder / part_name(number) for number in range(len(index["parts"]))]
         self.train, self.validation = (
-            Split(name, places, [part[name] for part in index["parts"]], dtype) for name in SPLITS
+            Split(name, places, [part[name] for part in index["parts"]], dtype, self.vocabulary) for name in SPLITS
         )
 
     @property
@@ -53,12 +57,22 @@ class Shards:
     def tokenizer_folder(self) -> Path:
         return self.folder / TOKENIZER
 
+    @cached_property
+    def tokenizer(self) -> Any:
+        """By which the tokens were made."""
+        tokenizer = load_tokenizer(self.tokenizer_folder)
+        if identity(tokenizer) != self.tokenizer_identity:
+            raise Damaged(f"{self.tokenizer_folder}: not the tokenizer by which the tokens in {self.folder} were made")
+        return tokenizer
+
 
 class Split:
     """The token stream of one split. `tokens`, `documents` and `bytes` (of text, as UTF-8) count what is in it."""
 
-    def __init__(self, name: str, places: Sequence[Path], counts: Sequence[Counts], dtype: np.dtype[Any]) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, places: Sequence[Path], counts: Sequence[Counts], dtype: np.dtype[Any], vocabulary: int
+    ) -> None:
+        self.name, self.vocabulary = name, vocabulary
         filled = [(place, count) for place, count in zip(places, counts, strict=True) if count["tokens"]]
         self.places = [place for place, _ in filled]
         self.dtype = dtype
@@ -80,7 +94,18 @@ class Split:
             low, high = np.searchsorted(documents, [start - begin, end - begin])
             starts.append(documents[low:high] - (start - begin) + sum(len(one) for one in tokens[:-1]))
             start, part = end, part + 1
-        return np.concatenate(tokens), np.concatenate(starts)
+        return self._checked(np.concatenate(tokens), np.concatenate(starts))
+
+    def _checked(self, tokens: NDArray[Any], starts: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Bytes that changed on the disk are mostly no tokens of the vocabulary, or no places."""
+        if len(tokens) and tokens.max() >= self.vocabulary:
+            raise Damaged(
+                f"{self.places[0].parent}: the tokens of {self.name} are damaged: {int(tokens.max())} is not below "
+                f"{self.vocabulary}"
+            )
+        if len(starts) and not (starts.min() >= 0 and starts.max() < len(tokens) and (np.diff(starts) > 0).all()):
+            raise Damaged(f"{self.places[0].parent}: the starts of documents of {self.name} are damaged")
+        return tokens, starts
 
 
 @lru_cache(maxsize=128)
@@ -111,7 +136,8 @@ def incomplete(folder: Path, index: Mapping[str, Any]) -> str | None:
         return "it was stopped before its end"
     dtype = dtype_for(index["identity"]["tokenizer"]["vocabulary"])
     for number, counts in enumerate(index["parts"]):
-        if not intact(folder / part_name(number), counts, dtype):
+        place = folder / part_name(number)
+        if not intact(place, counts, dtype) or counts_of(place) != counts:
             return f"{part_name(number)} is damaged or missing"
     return None
 
@@ -121,13 +147,34 @@ def read_index(folder: Path) -> dict[str, Any] | None:
     path = folder / INDEX
     if not path.exists():
         return None
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-        readable = index["format"] == FORMAT
-    except (ValueError, KeyError, TypeError):
-        readable = False
+    index = read_json(path)
+    readable = isinstance(index, dict) and index.get("format") == FORMAT
     check(readable, "shards", str(folder), f"a folder whose {INDEX} is of format {FORMAT}, or another folder")
+    check_fields(index, FIELDS, path)
+    if index["fingerprint"] != fingerprint_of(index["identity"]):
+        raise Damaged(f"{path}: fingerprint={index['fingerprint']!r} is not that of its identity; it was changed")
     return index
+
+
+COUNTS = {"tokens": int, "documents": int, "bytes": int}
+FIELDS = {
+    "fingerprint": str,
+    "identity": {"tokenizer": {"vocabulary": int, "start": int, "end": int, "digest": str}},
+    "parts?": [dict.fromkeys(SPLITS, COUNTS)],
+}
+
+
+def fingerprint_of(identity: Mapping[str, Any]) -> str:
+    """Of everything that decides the tokens."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def counts_of(place: Path) -> dict[str, Counts] | None:
+    """What a part says of itself, None where it does not."""
+    try:
+        return check_fields(read_json(place / PART), dict.fromkeys(SPLITS, COUNTS), place / PART)
+    except (OSError, Damaged):
+        return None
 
 
 def intact(place: Path, counts: Mapping[str, Counts], dtype: np.dtype[Any]) -> bool:

@@ -21,15 +21,19 @@ def load_tokenizer(name: str | Path = BYTES) -> Any:
     """A transformers tokenizer: `bytes`, a folder that one was saved in, or a name that transformers knows."""
     if name == BYTES:
         return byte_tokenizer()
-    transformers = require("transformers", "lm")
+    require("transformers", "lm")
+    from femixer.models.hub import is_offline, why_not_found
+    from femixer.models.tokenizers import saved_tokenizer
+
     looks_like_path = Path(name).is_dir() or str(name).startswith((".", "/", "~"))
     place = Path(name).expanduser() if looks_like_path else name
     if looks_like_path and not Path(place).is_dir():
         raise unknown(name, "there is no such folder")
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(place)
-    except Exception as error:  # the hub, transformers and the file system each raise their own
-        raise unknown(name, str(error).splitlines()[0]) from error
+        tokenizer = saved_tokenizer(place)
+    except (OSError, ValueError) as error:
+        missing = not Path(place).is_dir() and is_offline()
+        raise unknown(name, why_not_found(name) if missing else str(error)) from error
     start_and_end(tokenizer)
     return tokenizer
 

@@ -44,6 +44,7 @@ def without(count: int, held: Tensor) -> Tensor:
 
 
 DIGITS = "digits"
+ABOUT_DIGITS = "the 1,797 handwritten digits of scikit-learn"
 PREFIX = "datasets:"
 TEST_SHARE = 0.2
 """Of the pictures, where they come in one part."""

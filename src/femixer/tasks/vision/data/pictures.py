@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from femixer.damage import check_fields, read_json
 from femixer.models.vision import FEMImageProcessor
 from femixer.models.vision.pictures import Picture, Unreadable, converted, middle, upright
 from femixer.optional import require
@@ -199,5 +200,18 @@ class Preparation:
     def load(cls, folder: Path) -> Preparation:
         path = folder / PREPARATION
         check(path.is_file(), "model", str(folder), f"a model of `femixer vision train`, which has {PREPARATION}")
-        about = json.loads(path.read_text(encoding="utf-8"))
-        return cls(**{each.name: about[each.name] for each in fields(cls) if each.name in about})
+        about = check_fields(read_json(path), FIELDS, path)
+        found = cls(**{each.name: about[each.name] for each in fields(cls) if each.name in about})
+        for name, least, most in (("size", 1, 2**14), ("channels", 1, 64), ("crop", 1e-3, 1.0), ("validation", 0, 1)):
+            value = getattr(found, name)
+            fits = value is None or least <= value <= most
+            check(fits, f"{path}: {name}", value, f"a number from {least:g} to {most:g}")
+        return found
+
+
+FIELDS = {
+    **dict.fromkeys(("size", "channels"), int),
+    "crop?": float,
+    "pictures?": (str, None),
+    "validation?": (float, None),
+}

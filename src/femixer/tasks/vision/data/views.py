@@ -11,6 +11,7 @@ import torch
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from femixer.damage import check_fields, read_lines
 from femixer.models.vision.pictures import Unreadable, as_tensor
 from femixer.options import check
 from femixer.tasks.vision.data import Broken
@@ -27,8 +28,9 @@ class Collected:
 
     def __init__(self, folder: Path, known: Iterable[Broken]) -> None:
         self.path = folder / BROKEN
-        held = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-        self.found = {broken.name: broken for broken in (*known, *(Broken(**json.loads(line)) for line in held))}
+        held = read_lines(self.path) if self.path.exists() else []
+        checked = (check_fields(each, {"name": str, "reason": str}, self.path) for each in held)
+        self.found = {one.name: one for one in (*known, *(Broken(each["name"], each["reason"]) for each in checked))}
         self.written = len(held)
 
     def add(self, broken: Iterable[Broken]) -> None:

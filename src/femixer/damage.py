@@ -1,0 +1,151 @@
+"""Files that somebody else wrote: whatever is wrong with one is a `Damaged`, one line that names it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from femixer.optional import MissingExtra
+
+LONGEST = 400
+"""Characters of another library's message that are shown."""
+
+
+class Damaged(ValueError):
+    """A file that cannot be read, or that does not say what it must."""
+
+
+@contextmanager
+def reading(path: Any) -> Iterator[None]:
+    """While a library reads `path`: each has errors of its own for what it did not expect there."""
+    try:
+        yield
+    except (Damaged, MissingExtra, MemoryError, FloatingPointError):
+        raise
+    except Exception as error:
+        told = in_one_line(error)
+        told = told if str(path) in told else f"{path}: {told}"
+        raise (OSError if isinstance(error, OSError) else Damaged)(told) from error
+
+
+def in_one_line(error: BaseException) -> str:
+    """What an error says, without its line breaks; of one that only wraps another (transformers has such), the other's.
+
+    Messages that are a value alone (KeyError) are told with the kind of error.
+    """
+    if type(error).__name__.startswith("StrictDataclass") and error.__cause__ is not None:
+        inner = in_one_line(error.__cause__)
+        return inner if isinstance(error.__cause__, ValueError) else " ".join(str(error).split())[:LONGEST]
+    told = " ".join(str(error).split())
+    told = told if len(told) <= LONGEST else told[: LONGEST - 1] + "…"
+    plain = isinstance(error, ValueError | OSError) and told
+    return told if plain else f"{type(error).__name__}: {told}".removesuffix(": ")
+
+
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise Damaged(f"{path}: not text in UTF-8 ({error.reason} at byte {error.start})") from None
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file. A name that comes twice is an error: only one of its values would count."""
+    return parsed(read_text(path), path)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file with one in each line."""
+    found = []
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
+        content = parsed(line, f"{path}, line {number}")
+        if not isinstance(content, dict):
+            raise Damaged(f"{path}, line {number}: expected an object, not {shown(content)}")
+        found.append(content)
+    return found
+
+
+def parsed(text: str, where: Any) -> Any:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in content:
+                raise Damaged(f"{where}: {name!r} is there twice")
+            content[name] = value
+        return content
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except Damaged:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{where}: not JSON ({in_one_line(error)})") from None
+
+
+KINDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a finite number",
+    str: "a text",
+    bool: "true or false",
+    dict: "an object",
+}
+KINDS |= {list: "a list", type(None): "null", "number": "a number"}
+
+Fields = Mapping[str, Any]
+"""Name -> what its value must be: a type, several as (int, None), [type] for a list, or the fields of an object.
+
+float is a finite number, "number" also NaN. A name with a question mark at its end may be missing.
+"""
+
+
+def check_fields(content: Any, fields: Fields, where: Any) -> Any:
+    """`content` as it is, after checking that it is an object with these fields; others may be there too."""
+    _check(content, fields, where, "")
+    return content
+
+
+def _check(value: Any, kind: Any, where: Any, name: str) -> None:
+    place = f"{where}: {name}={shown(value)}" if name else f"{where}: {shown(value)}"
+    if isinstance(kind, Mapping):
+        if not isinstance(value, dict):
+            raise Damaged(f"{place} is not allowed; expected an object")
+        for each, inner in kind.items():
+            own, optional = each.removesuffix("?"), each.endswith("?")
+            path = f"{name}.{own}" if name else own
+            if own in value:
+                _check(value[own], inner, where, path)
+            elif not optional:
+                raise Damaged(f"{where}: {path} is missing")
+    elif isinstance(kind, list):
+        if not isinstance(value, list):
+            raise Damaged(f"{place} is not allowed; expected a list")
+        for number, one in enumerate(value):
+            _check(one, kind[0], where, f"{name}[{number}]")
+    else:
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if not any(_fits(value, one) for one in kinds):
+            allowed = " or ".join(KINDS[type(None) if one is None else one] for one in kinds)
+            raise Damaged(f"{place} is not allowed; expected {allowed}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if kind is None:
+        return value is None
+    if kind == "number":
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if kind is int:
+        return type(value) is int and abs(value) < 2**63
+    return isinstance(value, kind)
+
+
+def shown(value: Any) -> str:
+    """A value in a message, not at length."""
+    told = repr(value)
+    return told if len(told) <= 80 else told[:79] + "…"
