@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,17 @@ MOST_NUMBERS = 2**18
 
 
 @dataclass(frozen=True)
+class Reader:
+    """The mixer that an inspection is of."""
+
+    prior: str  #: the prior's name
+    parts: str
+    pairs: bool  #: the prior weighs pairs of token and channel, and is shown summed over channels
+    normalized: bool  #: False: the mixer reads with weights that do not sum to one
+    beta_max: Tensor  #: [H, D], float32 on the CPU
+
+
+@dataclass(frozen=True)
 class Inspection:
     """Axes: B batch, H heads, T positions (queries, then keys), D value channels of a head."""
 
@@ -35,6 +46,7 @@ class Inspection:
     read: Tensor  #: [B, H, T, D], (1 - lam) mean + lam free_energy
     hidden_beta: Tensor  #: [B, H, T, D], the temperature at which the free energy equals the read
     kl: Tensor  #: [B, H, T, D], KL(posterior at hidden_beta || prior), the prior normalized
+    reader: Reader | None = None  #: the mixer, where it is one
 
     def plot(
         self,
@@ -51,6 +63,12 @@ class Inspection:
 
         draw(self, path, batch=batch, head=head, row=row, channels=channels, tokens=tokens)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the page of `femixer inspect`, for this mixer and the first sequence of the batch."""
+        from femixer.inspection.page import embedded
+
+        return embedded(self)
+
 
 def inspect_mixer(
     mixer: FreeEnergyMixer, x: Tensor, mask: Tensor | None = None, segments: Tensor | None = None
@@ -63,7 +81,7 @@ def inspect_mixer(
             return t.double().repeat_interleave(mixer.heads // t.shape[2], 2).transpose(1, 2)
 
         value, reads_free = per_head(v), "L" in mixer.parts
-        return inspect_read(
+        found = inspect_read(
             lambda rows: mixer.prior.weights(inputs, layout, rows),
             value,
             mixer.beta_max if reads_free else None,
@@ -73,6 +91,14 @@ def inspect_mixer(
             over_index=per_head(mixer.prior.over_index(v)),
             over_tokens=mixer.prior.over_tokens,
         )
+    reader = Reader(
+        mixer.prior_name,
+        mixer.parts,
+        pairs=mixer.prior.one_temperature,
+        normalized=getattr(mixer.prior, "normalize", True),
+        beta_max=mixer.beta_max.detach().float().cpu(),
+    )
+    return replace(found, reader=reader)
 
 
 def inspect_read(
