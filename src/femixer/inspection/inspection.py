@@ -149,4 +149,4 @@ def inspect_read(
     rows = torch.arange(value.shape[2], device=value.device)
     blocks = [block(some) for some in rows.split(max(1, MOST_NUMBERS // numbers))]
     found = {name: torch.cat([part[name] for part in blocks], 2) for name in blocks[0]}
-    return Inspection(value=value.to(dtype), lam=lam.to(dtype), gate=gate.to(dtype), **found)
+    return Inspection(value=value.to(dtype), lam=lam.to(dtype), gate=gate.to(dtype), **found, reader=None)
