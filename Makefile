@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test lint bench
+.PHONY: setup demo test test-lowest lint bench docs dist
 
 setup: $(STAMP)
 
@@ -26,3 +26,24 @@ lint: setup
 
 bench: setup
 	$(BIN)/femixer bench layer
+
+# The documentation into site/; a broken link or reference is an error. Look at it with: .venv/bin/python -m mkdocs serve
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# Source distribution and wheel into dist/, checked as the package index checks them.
+dist: DIST := .venv-dist
+dist:
+	test -x $(DIST)/bin/python || $(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/python -m pip install -q -c constraints.txt build hatchling twine
+	rm -rf dist
+	$(DIST)/bin/python -m build --no-isolation
+	$(DIST)/bin/python -m twine check --strict dist/*
+
+# The lowest versions that pyproject.toml allows (constraints-lowest.txt), in an environment of their own; minutes, not part of `make test`.
+LOWEST := .venv-lowest
+LOWEST_TESTS := test_free_energy test_mixer test_softmax test_lm_model test_models test_lm_generate test_trainer test_training test_saving test_cli
+test-lowest:
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install -c constraints-lowest.txt -e ".[lm]" pytest hypothesis
+	OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=$(LOWEST)/numba $(LOWEST)/bin/python -m pytest -p no:cacheprovider $(LOWEST_TESTS:%=tests/%.py)

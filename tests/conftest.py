@@ -23,6 +23,11 @@ settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Wheel, site and notebooks come last: they are slow, and say nothing that an earlier failure does not."""
+    items.sort(key=lambda item: item.get_closest_marker("delivery") is not None)
+
+
 @pytest.fixture
 def little_garbage(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Benchmarks collect garbage before every sample, which with all that pytest holds takes longer than the rest."""

@@ -410,3 +410,25 @@ def test_command_refuses_what_is_not_there(tmp_path, checkpoint, options, messag
     assert main(["inspect", str(checkpoint), "--out", str(out), *options]) == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.parametrize("prior", ["softmax", "mamba-interactive"])
+def test_a_notebook_shows_the_page_of_an_inspection(prior):
+    frame = one_layer(prior).inspection._repr_html_()
+    (attributes,) = [attributes for tag, attributes in tags_of(frame) if tag == "iframe"]
+    scripts = [attributes.get("id") for tag, attributes in tags_of(attributes["srcdoc"]) if tag == "script"]
+    assert {"page", "layer-0"} <= set(scripts)
+    assert f"a mixer with prior {prior}" in attributes["srcdoc"]
+
+
+def test_a_page_too_large_for_a_notebook_is_a_line(monkeypatch):
+    monkeypatch.setattr(page, "LARGEST_EMBEDDED", 0.01)
+    assert one_layer("softmax").inspection._repr_html_().startswith("<p>")
+
+
+def tags_of(text: str) -> list[tuple[str, dict]]:
+    found = HTMLParser(convert_charrefs=True)
+    tags: list[tuple[str, dict]] = []
+    found.handle_starttag = lambda tag, attributes: tags.append((tag, dict(attributes)))  # type: ignore[method-assign]
+    found.feed(text)
+    return tags

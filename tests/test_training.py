@@ -451,21 +451,6 @@ def test_training_records_and_samples(tmp_path):
     assert all(record["tokens_per_second"] > 0 for record in metrics if "lr" in record)
 
 
-def test_tensorboard_shows_each_step_once_even_after_a_crash(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with pytest.raises(Crash):
-        tiny_run(tmp_path, arguments=ELABORATE, each_batch=crash_at(5), tensorboard=True)
-    tiny_run(tmp_path, arguments=ELABORATE, tensorboard=True, resume=True)
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [event.step for event in events.Scalars("train/line")] == [2, 4, 6]
-    assert [event.step for event in events.Scalars("line/mse")] == [0, 3, 6, 7]
-    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    expected = [record["mse"] for record in metrics if "mse" in record]
-    assert [event.value for event in events.Scalars("line/mse")] == pytest.approx(expected)
-    assert "sample 0/text_summary" in events.Tags()["tensors"]
-
-
 def test_the_bar_shows_loss_speed_time_left_and_samples_as_they_are(monkeypatch):
     progress, console = pytest.importorskip("rich.progress"), pytest.importorskip("rich.console")
     monkeypatch.setattr(Bar, "REFRESH_SECONDS", 0.0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,17 @@ LARGEST = 4 * 2**30
 """Bytes that the prior of one call, or all its posteriors, may have."""
 
 
+@dataclass(frozen=True)
+class Reader:
+    """The mixer that an inspection is of."""
+
+    prior: str  #: the prior's name
+    parts: str
+    pairs: bool  #: the prior weighs pairs of token and channel, and is shown summed over channels
+    normalized: bool  #: False: the mixer reads with weights that do not sum to one
+    beta_max: Tensor  #: [H, D], float32 on the CPU
+
+
 @dataclass(frozen=True, repr=False)
 class Inspection:
     """Axes: B batch, H heads, T positions (queries, then keys), D value channels of a head."""
@@ -41,6 +52,7 @@ class Inspection:
     hidden_beta: Tensor  #: [B, H, T, D], the temperature whose free energy is (1 - lam) mean + lam free_energy
     kl: Tensor  #: [B, H, T, D], KL(posterior at hidden_beta || prior), the prior normalized
     _posteriors: Callable[[Tensor], Tensor] = field(repr=False, compare=False)  # query numbers [n] -> [B, H, n, T, D]
+    reader: Reader | None = None  #: the mixer, where it is one
 
     @functools.cached_property
     def posterior(self) -> Tensor:
@@ -72,7 +84,7 @@ class Inspection:
         return places.split(max(1, MOST_NUMBERS // max(1, self.value.numel())))
 
     def __repr__(self) -> str:
-        batch, heads, tokens, _, channels = self.posterior.shape
+        batch, heads, tokens, channels = self.value.shape
         return (
             f"Inspection(batch={batch}, heads={heads}, tokens={tokens}, channels={channels}, dtype={self.read.dtype})"
         )
@@ -92,6 +104,12 @@ class Inspection:
 
         draw(self, path, batch=batch, head=head, row=row, channels=channels, tokens=tokens)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the page of `femixer inspect`, for this mixer and the first sequence of the batch."""
+        from femixer.inspection.page import embedded
+
+        return embedded(self)
+
 
 def inspect_mixer(
     mixer: FreeEnergyMixer, x: Tensor, mask: Tensor | None = None, segments: Tensor | None = None
@@ -106,7 +124,7 @@ def inspect_mixer(
             return t.double().repeat_interleave(mixer.heads // t.shape[2], 2).transpose(1, 2)
 
         value, reads_free = per_head(v), "L" in mixer.parts
-        return inspect_read(
+        found = inspect_read(
             lambda rows: mixer.prior.weights(inputs, layout, rows),
             value,
             mixer.beta_max if reads_free else None,
@@ -117,6 +135,14 @@ def inspect_mixer(
             over_tokens=mixer.prior.over_tokens,
             readout=mixer.readout,
         )
+    reader = Reader(
+        mixer.prior_name,
+        mixer.parts,
+        pairs=mixer.prior.one_temperature,
+        normalized=getattr(mixer.prior, "normalize", True),
+        beta_max=mixer.beta_max.detach().float().cpu(),
+    )
+    return replace(found, reader=reader)
 
 
 def inspect_read(

@@ -71,12 +71,13 @@ def _layer(name: str, mixer: Any, inputs: dict[str, Any] | None, wanted: bool) -
     prior = getattr(mixer, "prior_name", type(mixer).__name__)
     if inputs is None or not wanted:
         return Layer(name, prior, missing="not chosen" if inputs else "a baseline, which cannot be inspected")
-    return Layer(
-        name,
-        prior,
-        mixer.parts,
-        pairs=mixer.prior.one_temperature,
-        normalized=getattr(mixer.prior, "normalize", True),
-        beta_max=mixer.beta_max.detach().float().cpu(),
-        inspection=mixer.inspect(**inputs),
-    )
+    return layer_of(name, mixer.inspect(**inputs))
+
+
+def layer_of(name: str, inspection: Inspection) -> Layer:
+    """The layer of one inspection, whose `reader` says which mixer it is."""
+    reader = inspection.reader
+    if reader is None:
+        raise ValueError("inspection.reader=None is not allowed; choose an inspection made by mixer.inspect")
+    about = (reader.prior, reader.parts, reader.pairs, reader.normalized, reader.beta_max)
+    return Layer(name, *about, inspection=inspection)

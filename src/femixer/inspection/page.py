@@ -11,7 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from femixer.inspection.model import Layer
+from femixer.inspection.inspection import Inspection
+from femixer.inspection.model import Layer, layer_of
 from femixer.inspection.packing import pack
 from femixer.inspection.summary import channels_by_kl, means
 from femixer.training import atomic
@@ -20,6 +21,8 @@ STORED_CHANNELS = 8
 """Channels of a head whose weights are stored where the prior differs per channel."""
 LARGEST = 150
 """Megabytes that a page may have; browsers become slow beyond."""
+LARGEST_EMBEDDED = 8
+"""Megabytes of a page inside a notebook, which keeps it in its file."""
 
 
 def write_page(
@@ -34,7 +37,24 @@ def write_page(
     channels: Sequence[int] | None = None,
     count: int | None = None,
 ) -> int:
-    """Write the page of one text and return its size in bytes.
+    """Write the page of one text and return its size in bytes; the arguments are those of `page_text`."""
+    about: dict[str, Any] = {"model": model, "text": text, "note": note, "query": query}
+    atomic.write(path, page_text(layers, tokens, **about, channels=channels, count=count))
+    return path.stat().st_size
+
+
+def page_text(
+    layers: Iterable[Layer],
+    tokens: Sequence[str],
+    *,
+    model: str,
+    text: str,
+    note: str = "",
+    query: int | None = None,
+    channels: Sequence[int] | None = None,
+    count: int | None = None,
+) -> str:
+    """The page of one text, as HTML.
 
     tokens: a label for each. model, text and note are shown as they are. query: the token selected at first, by default
     one at which a channel leaves the prior most. channels: those to store in every head where the prior differs per
@@ -66,8 +86,18 @@ def write_page(
         "script": _asset("data.js") + _asset("page.js"),
     }
     # One pass: what is put in is not searched for places to put things in.
-    atomic.write(path, re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html")))
-    return path.stat().st_size
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
+
+
+def embedded(inspection: Inspection) -> str:
+    """The page of one mixer as a frame of a notebook, or a line that says why there is none."""
+    layer = layer_of("mixer", inspection)
+    tokens = [str(position) for position in range(inspection.value.shape[2])]
+    page = page_text([layer], tokens, model=f"a mixer with prior {layer.prior}", text=" ".join(tokens))
+    if len(page) > LARGEST_EMBEDDED * 10**6:
+        too_large = f"{len(page) / 1e6:.0f} MB are too many for a notebook (allowed are {LARGEST_EMBEDDED})"
+        return f"<p>{too_large}; write them with femixer.inspection.write_page.</p>"
+    return f'<iframe srcdoc="{html.escape(page)}" style="width: 100%; height: 760px; border: 0"></iframe>'
 
 
 def check_size(mixers: Iterable[Any], tokens: int) -> None:

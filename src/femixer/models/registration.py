@@ -1,5 +1,6 @@
 """Making the Auto classes of transformers know our models."""
 
+import transformers
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -31,3 +32,5 @@ def register() -> None:
     AutoModelForImageClassification.register(FEMVisionConfig, FEMForImageClassification, exist_ok=True)
     AutoConfig.register(ForecastConfig.model_type, ForecastConfig, exist_ok=True)
     AutoModel.register(ForecastConfig, Forecaster, exist_ok=True)
+    # `transformers serve` asks no Auto class for its model, but the package for the architecture's name (docs/lm.md).
+    transformers.FEMForCausalLM = FEMForCausalLM

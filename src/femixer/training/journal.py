@@ -1,4 +1,4 @@
-"""What a run tells of itself: to the results folder, to TensorBoard, and to whoever watches (a bar, or lines)."""
+"""What a run tells of itself: to the results folder, to trackers, and to whoever watches (a bar, or lines)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor
 from femixer.optional import MissingExtra, require
 from femixer.training import distributed
 from femixer.training.checkpoint import Position
-from femixer.training.results import SAMPLES, TENSORBOARD, Record, Results
+from femixer.training.results import SAMPLES, Record, Results
+from femixer.training.trackers import Trackers, trackers
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -158,9 +159,9 @@ def sample_text(sample: Mapping[str, Any]) -> str:
 class Journal:
     """Records and samples of a run, from the main process."""
 
-    def __init__(self, results: Results, shown: Display, board: Any, before: float, tokens: int | None) -> None:
+    def __init__(self, results: Results, shown: Display, tracked: Trackers, before: float, tokens: int | None) -> None:
         """before: seconds trained before the run was resumed; tokens: of one global batch."""
-        self.results, self.shown, self.board, self.tokens = results, shown, board, tokens
+        self.results, self.shown, self.tracked, self.tokens = results, shown, tracked, tokens
         self.origin = time.monotonic() - before
         self.speed, self.lap = Speed(), Speed()
 
@@ -194,21 +195,26 @@ class Journal:
         if samples:
             self.results.append([{**sample, "step": step} for sample in samples], SAMPLES)
             self.shown.sampled(samples)
-        for number, sample in enumerate(samples) if self.board else ():
-            text = "\n\n".join(f"**{name}**\n\n{value}" for name, value in sample.items())
-            self.board.add_text(f"sample {number}", text, step)
+            told = {f"sample {number}": markdown(sample) for number, sample in enumerate(samples)}
+            self.tracked.log(told, step)
 
     def _tell(self, step: int, records: Sequence[Record], show: Callable[[int, Sequence[Record]], None]) -> None:
         records = [{**record, "step": step, "seconds": round(self.seconds(), 3)} for record in records]
         self.results.append(records)
         show(step, records)
-        for record in records if self.board else ():
-            prefix = "/".join(value for value in record.values() if isinstance(value, str))
-            for name, value in record.items():
-                if isinstance(value, int | float) and name not in ("step", "seconds"):
-                    self.board.add_scalar(f"{prefix}/{name}" if prefix else name, value, step)
-        if self.board:
-            self.board.flush()
+        for record in records:
+            self.tracked.log(scalars(record), step)
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """The numbers of a record, each named by the record's texts and its own name: `train/loss`."""
+    prefix = [value for value in record.values() if isinstance(value, str)]
+    numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
+    return {"/".join([*prefix, name]): numbers[name] for name in numbers if name not in ("step", "seconds")}
+
+
+def markdown(sample: Record) -> str:
+    return "\n\n".join(f"**{name}**\n\n{value}" for name, value in sample.items())
 
 
 class Speed:
@@ -225,18 +231,8 @@ class Speed:
 
 
 @contextmanager
-def journal(results: Results, start: Position, steps: int, tokens: int | None) -> Iterator[Journal]:
-    """The journal of the steps after `start`, up to `steps`."""
-    board = None
-    if results.run.tensorboard and distributed.is_main():
-        require("tensorboard", "lm")
-        from torch.utils.tensorboard import SummaryWriter
-
-        # What an interrupted run wrote after its last checkpoint will come again.
-        board = SummaryWriter(results.folder / TENSORBOARD, purge_step=start.step + 1)
-    try:
-        with display(start.step, steps, distributed.is_main()) as shown:
-            yield Journal(results, shown, board, start.seconds, tokens)
-    finally:
-        if board:
-            board.close()
+def journal(results: Results, start: Position, known: int, steps: int, tokens: int | None) -> Iterator[Journal]:
+    """The journal of the steps after `start`, up to `steps`; known: the last step that was recorded before."""
+    main = distributed.is_main()
+    with trackers(results, start.step, known, main) as tracked, display(start.step, steps, main) as shown:
+        yield Journal(results, shown, tracked, start.seconds, tokens)

@@ -89,10 +89,10 @@ def train(fit: Fit[Any], options: TrainOptions, results: Results) -> None:
     run, checkpoints = results.run, results.folder / CHECKPOINTS
     training = Trainer(fit, options)
     position = checkpoint.restore(checkpoints, fit.model, training.optimizer)
-    results.rewind(position.step if position.step > 0 else -1)
+    known = results.rewind(position.step if position.step > 0 else -1)
     distributed.on_main(lambda: results.check_records(position.records))
 
-    with StopRequest() as stop, journal(results, position, options.steps, options.tokens) as told:
+    with StopRequest() as stop, journal(results, position, known, options.steps, options.tokens) as told:
         ended = training.evaluate(0, told) if position.step == 0 else was_enough(fit, results, position.step)
         fit.model.train()
         for step in range(position.step + 1, options.steps + 1):

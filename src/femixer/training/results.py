@@ -3,7 +3,9 @@
 config.json     what was run, and with which versions
 metrics.jsonl   one JSON object per evaluation and model, and per training record where they are asked for
 samples.jsonl   what the model wrote at the evaluations, where it writes
-tensorboard/    the same for TensorBoard (--tensorboard)
+tensorboard/    the same for TensorBoard (--track tensorboard)
+wandb/          what Weights & Biases keeps here (--track wandb)
+trackers.json   by which name trackers know the run (--track)
 checkpoints/    the newest states of training
 figure.png      the curves
 model/          the trained model, where the run makes one for others to load
@@ -22,8 +24,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -35,13 +38,16 @@ from femixer.options import check
 from femixer.training import atomic, distributed, locks
 
 CONFIG, METRICS, CHECKPOINTS, FIGURE, TABLE = "config.json", "metrics.jsonl", "checkpoints", "figure.png", "table.md"
-SAMPLES, TENSORBOARD, MODEL = "samples.jsonl", "tensorboard", "model"
+SAMPLES, MODEL = "samples.jsonl", "model"
+TENSORBOARD, WANDB, TRACKERS = "tensorboard", "wandb", "trackers.json"
 STORE = "store.json"
 """Of a store of many runs (femixer.training.jobs)."""
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 Record = dict[str, Any]
+Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+"""Each has the name of its package."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +68,8 @@ class RunOptions:
     """Checkpoints to keep, the newest ones; 0 saves none, so that a stopped run starts over."""
     save_every: int | None = None
     """Steps between two checkpoints besides those that follow an evaluation."""
-    tensorboard: bool = False
-    """Write the metrics for TensorBoard too, into tensorboard/ of the results folder."""
+    track: tuple[Tracker, ...] = ()
+    """Where the metrics go besides (docs/training.md); each needs its package. A resumed run goes on there."""
 
     def apply(self) -> None:
         """Check the options, set the number of threads, and connect to the other processes if torchrun started any."""
@@ -72,6 +78,11 @@ class RunOptions:
         check(self.save_every is None or self.save_every > 0, "save_every", self.save_every, "a whole number above 0")
         check(self.threads is None or self.threads > 0, "threads", self.threads, "a whole number above 0")
         check(not (self.resume and self.overwrite), "resume", self.resume, "either --resume or --overwrite")
+        for name in self.track:
+            check(name in get_args(Tracker), "track", name, f"from {', '.join(get_args(Tracker))}")
+            found = find_spec(name)
+            if found is None or found.origin is None:  # a folder of that name is no package
+                raise MissingExtra(f"track={name!r} needs a package that is not installed: pip install {name}")
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         distributed.start(self.device)
@@ -118,7 +129,7 @@ class Results:
         self.folder.mkdir(parents=True, exist_ok=True)
         locks.hold(self.folder)
         # In this order whatever is left after a crash is a run that can be resumed or overwritten.
-        for name in (TABLE, MODEL, CHECKPOINTS, METRICS, SAMPLES, TENSORBOARD, FIGURE, *others):
+        for name in (TABLE, MODEL, CHECKPOINTS, METRICS, SAMPLES, TENSORBOARD, WANDB, TRACKERS, FIGURE, *others):
             atomic.remove(self.folder / name)
         atomic.write(
             self.folder / CONFIG, json.dumps({**config, **about, "environment": environment()}, indent=2) + "\n"
@@ -142,19 +153,24 @@ class Results:
         path = self.folder / METRICS
         return read_lines(path) if path.exists() else []
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int) -> int:
         """Drop the records after `step`: training continues there and will write them again.
+
+        Returns the last step that was recorded, -1 if none was.
 
         A checkpoint follows the records of its step, so whatever cannot be read is a line that a crash cut short, and
         later than any checkpoint.
         """
+        last = -1
         if not distributed.is_main():
-            return
+            return last
         for path in (self.folder / METRICS, self.folder / SAMPLES):
             if path.exists():
                 lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-                kept = [line for line in lines if (at := _step_of(line)) is not None and at <= step]
-                atomic.write(path, "".join(line + "\n" for line in kept))
+                steps = [(at, line) for line in lines if (at := _step_of(line)) is not None]
+                last = max([last, *(at for at, _ in steps)])
+                atomic.write(path, "".join(line + "\n" for at, line in steps if at <= step))
+        return last
 
     def checksum(self, length: int | None = None) -> list[int]:
         """Length and checksum of metrics.jsonl, or of its beginning."""
