@@ -139,6 +139,11 @@ def mixers(ranks: int) -> Iterator[tuple[str, Callable[[], Errors]]]:
             yield f"cp {kind}, the mean alone", case(kind, "mask", cp, torch.float64, parts="")
             if kind != "softmax, bias":
                 yield f"tp {kind}", case(kind, "segments", tp, torch.float64)
+        other: dict[str, Any] = {"start": "prior", "readout": "posterior_mean"}
+        skip = {"prior_options": {"state_size": 3, "skip": True}}
+        for kind, more in (("softmax", other), ("gla", other), ("mamba", {**other, **skip})):
+            yield f"cp {kind}, readout", case(kind, "segments", cp, torch.float64, **more)
+            yield f"tp {kind}, readout", case(kind, "segments", tp, torch.float64, **more)
     else:
         cp = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
         both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))

@@ -41,8 +41,8 @@ def tolerance(name: str) -> float:
 @pytest.mark.parametrize(
     ("ranks", "what", "count"),
     [
-        (2, "cp ", 72),
-        (2, "tp ", 11),
+        (2, "cp ", 75),
+        (2, "tp ", 14),
         (4, "cp ", 18),
         (2, "lm ", 5),
         (2, "resumed", 1),

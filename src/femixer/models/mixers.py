@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from femixer.baselines import BASELINES
-from femixer.mixer import FreeEnergyMixer, check_read
+from femixer.mixer import READOUTS, STARTS, TEMPERATURES, FreeEnergyMixer, check_read
 from femixer.options import check
 from femixer.priors import prior_class
 
@@ -35,6 +35,11 @@ def check_mixer(config: FEMConfig, layer: int) -> None:
     prior_class(config.at("prior", layer))
     if name == "fem":
         check_read(config.parts, config.start, config.readout, config.mixer_temperature)
+    elif config.mixer == name:  # in a hybrid, other layers have it
+        for field, known in (("start", STARTS), ("readout", READOUTS), ("mixer_temperature", TEMPERATURES)):
+            value = getattr(config, field)
+            if value != known[0]:
+                raise ValueError(f"{field}={value!r} does not fit mixer={name!r}; choose {known[0]!r}, or mixer='fem'")
     if not config.causal:
         check_encoder(name)
     if config.window is not None and config.at("prior", layer) == "softmax" and name != "fem":
