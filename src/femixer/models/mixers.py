@@ -36,10 +36,10 @@ def check_mixer(config: FEMConfig, layer: int) -> None:
     if name == "fem":
         check_read(config.parts, config.start, config.readout, config.mixer_temperature)
     elif config.mixer == name:  # in a hybrid, other layers have it
-        for field, known in (("start", STARTS), ("readout", READOUTS), ("mixer_temperature", TEMPERATURES)):
-            value = getattr(config, field)
-            if value != known[0]:
-                raise ValueError(f"{field}={value!r} does not fit mixer={name!r}; choose {known[0]!r}, or mixer='fem'")
+        for field, (usual, _) in (("start", STARTS), ("readout", READOUTS), ("mixer_temperature", TEMPERATURES)):
+            if getattr(config, field) != usual:
+                given = f"{field}={getattr(config, field)!r}"
+                raise ValueError(f"{given} does not fit mixer={name!r}; choose {usual!r}, or mixer='fem'")
     if not config.causal:
         check_encoder(name)
     if config.window is not None and config.at("prior", layer) == "softmax" and name != "fem":
