@@ -87,7 +87,7 @@ def relative(actual: Tensor, expected: Tensor, scale: float) -> float:
     return float((actual - expected).detach().abs().max() / max(float(expected.detach().abs().max()), scale))
 
 
-def same_as_alone(layer: FreeEnergyMixer, mesh: Any, given: dict[str, Tensor]) -> Errors:
+def same_as_alone(layer: FreeEnergyMixer, mesh: Any, given: dict[str, Tensor], ring: bool | None = None) -> Errors:
     """Distances of the output and of all gradients of a divided mixer from those of one process."""
     from femixer.parallel import full_state_dict, own_tokens, parallelize
 
@@ -101,7 +101,7 @@ def same_as_alone(layer: FreeEnergyMixer, mesh: Any, given: dict[str, Tensor]) -
     largest = max(float(g.abs().max()) for g in expected.values())
     before = {name: p.detach().clone() for name, p in layer.named_parameters()}
     layer.zero_grad()
-    parallelize(layer, mesh)
+    parallelize(layer, mesh, ring=ring)
     part = own_tokens(layer, x).requires_grad_()
     out = layer(part, **{name: own_tokens(layer, value) for name, value in given.items()})
     (out * own_tokens(layer, weight)).sum().backward()
@@ -152,6 +152,28 @@ def mixers(ranks: int) -> Iterator[tuple[str, Callable[[], Errors]]]:
         for kind in ("softmax", "gla", "mamba"):
             yield f"cp {kind}, encoder", case(kind, "segments", cp, torch.float64, causal=False)
             yield f"cp and tp {kind}", case(kind, "segments", both, torch.float64)
+
+
+def rings(ranks: int) -> Iterator[tuple[str, Callable[[], Errors]]]:
+    """Keys and values of softmax layers going around instead of being gathered."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def case(given: str, dtype: torch.dtype, outlier: float = 1, **options: Any) -> Callable[[], Errors]:
+        def run() -> Errors:
+            layer = mixer("softmax", dtype, **options)
+            with torch.no_grad():  # of values: sums of exponentials are then out of range, and heads are read again
+                layer.value_proj.linear.weight[: 2 * layer.widths.value] *= outlier
+            return same_as_alone(layer, mesh, GIVEN[given](), ring=True)
+
+        return run
+
+    mesh = PAIRS["cp"] if ranks == 2 else init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    for given in GIVEN:
+        yield f"ring causal, {given}", case(given, torch.float64)
+        yield f"ring encoder, {given}", case(given, torch.float64, causal=False)
+    yield "ring float32", case("segments", torch.float32)
+    yield "ring the mean alone", case("mask", torch.float64, parts="")
+    yield "ring large values", case("segments", torch.float64, 1000.0)
 
 
 # Language models
@@ -211,18 +233,21 @@ def trained_as_alone(
     from femixer.parallel import full_state_dict, load_full_state_dict, parallelize
 
     alone, divided = model(), parallelize(model(), mesh, shard=shard)
+    batches = [name for name in mesh.mesh_dim_names if name.startswith("dp")]
     if checkpointing:
         divided.gradient_checkpointing_enable()
         divided.train()
     expected = fit(alone, steps)
     rows = slice(None)
-    if "dp" in mesh.mesh_dim_names:
-        place = mesh["dp"].get_local_rank()
-        rows = slice(2 * place, 2 * place + 2)
+    for name in batches:  # each halves or quarters the four rows
+        start, stop, _ = rows.indices(4)
+        count = (stop - start) // mesh[name].size()
+        start += count * mesh[name].get_local_rank()
+        rows = slice(start, start + count)
     losses = torch.tensor(fit(divided, steps, rows), dtype=torch.float64)
-    if "dp" in mesh.mesh_dim_names:
-        distributed.all_reduce(losses, group=mesh["dp"].get_group())
-        losses /= mesh["dp"].size()
+    for name in batches:
+        distributed.all_reduce(losses, group=mesh[name].get_group())
+        losses /= mesh[name].size()
     errors = {"losses": relative(losses, torch.tensor(expected, dtype=torch.float64), 0)}
     state = full_state_dict(divided)
     wanted = alone.state_dict()
@@ -268,6 +293,12 @@ def languages(ranks: int) -> Iterator[tuple[str, Callable[[], Errors]]]:
             mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         return lambda: trained_as_alone(lambda: language(priors, dtype), mesh, steps, **options)
 
+    def by_accelerate(**sizes: int) -> Any:
+        from accelerate.parallelism_config import ParallelismConfig
+
+        mesh = ParallelismConfig(**sizes).build_device_mesh("cpu")
+        return lambda: trained_as_alone(lambda: language(["softmax", "gla"], torch.float64), mesh, 5)
+
     if ranks == 2:
         yield "lm cp, float32", case(["softmax", "gla"], {"cp": 2}, STEPS)
         yield "lm cp", case(["mamba", "decay"], {"cp": 2}, STEPS, torch.float64)
@@ -279,11 +310,13 @@ def languages(ranks: int) -> Iterator[tuple[str, Callable[[], Errors]]]:
         yield "lm dp cp", case(["softmax", "ssm"], {"dp": 2, "cp": 2}, 5, torch.float64)
         yield "lm dp tp sharded", case(["softmax", "gla"], {"dp": 2, "tp": 2}, 5, torch.float64, shard=True)
         yield "lm cp tp sharded", case(["gla", "aft"], {"cp": 2, "tp": 2}, 5, torch.float64, shard=True)
+        yield "lm by accelerate, copied and sharded", by_accelerate(dp_replicate_size=2, dp_shard_size=2)
+        yield "lm by accelerate, sharded and cut", by_accelerate(dp_shard_size=2, cp_size=2)
         yield "lm dp cp sharded", case(["gla", "softmax"], {"dp": 2, "cp": 2}, 5, torch.float64, shard=True)
 
 
 def planned_by_transformers(folder: Path) -> Errors:
-    """The MLPs by from_pretrained's tp_plan="auto"."""
+    """Mixers, MLPs and vocabulary by from_pretrained's tp_plan="auto": logits, what is generated, gradients."""
     from torch import distributed
     from transformers.distributed import DistributedConfig
 
@@ -295,11 +328,20 @@ def planned_by_transformers(folder: Path) -> Errors:
     distributed.barrier()
     plan = DistributedConfig(tp_plan="auto", tp_size=4)
     divided = FEMForCausalLM.from_pretrained(folder / "planned", distributed_config=plan)
-    weight: Any = divided.model.layers[0].mlp.gate_proj.weight
-    assert weight.to_local().shape[0] * 4 == weight.shape[0]
+    block: Any = divided.model.layers[0]
+    for weight in (block.mlp.gate_proj.weight, block.mixer.prior_proj.q.weight, block.mixer.raw_beta):
+        assert weight.to_local().shape[0] * 4 == weight.shape[0]
     words, _ = batch(0)
+    generated = [model.generate(words[:, :5], max_new_tokens=6, do_sample=False) for model in (alone, divided)]
+    assert torch.equal(*generated)
+    for model in (alone, divided):
+        model(words, labels=words).loss.backward()
+    grad, wanted = (model.model.layers[0].mixer.out_proj.weight.grad for model in (divided, alone))
     with torch.no_grad():
-        return {"logits": relative(divided(words).logits, alone(words).logits, 0)}
+        return {
+            "logits": relative(divided(words).logits, alone(words).logits, 0),
+            "gradient": relative(grad.full_tensor(), wanted, 0),
+        }
 
 
 # Bytes
@@ -313,7 +355,7 @@ class Sent(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
+        if func.namespace == "c10d" and "recv" not in str(func):
             given = args[1] if "allgather" in str(func) else args[0]  # a gather writes to its first argument
             self.bytes += sum(x.nbytes for x in ([given] if isinstance(given, Tensor) else given))
         return func(*args, **(kwargs or {}))
@@ -369,8 +411,24 @@ def sent_by_heads(tokens: int) -> list[int]:
     return [forwards.bytes, backwards.bytes, 4 * batch * tokens * DIM, 4 * batch * tokens * (DIM + channels)]
 
 
+def sent_around(tokens: int) -> list[int]:
+    """The same of the keys and values of a softmax layer that go around a ring, forwards and backwards."""
+    from femixer.parallel import parallelize
+
+    layer, batch = mixer("softmax", torch.float32, parts=""), 3
+    numbers = batch * tokens * layer.kv_heads * sum(layer.widths)
+    parallelize(layer, PAIRS["cp"], ring=True)
+    with Sent() as forwards:
+        y = layer(torch.randn(batch, tokens, DIM, requires_grad=True))
+    weights = sum(p.nbytes for p in layer.parameters())  # whose gradients are added up
+    with Sent() as backwards:
+        y.sum().backward()
+    return [forwards.bytes, backwards.bytes, 4 * numbers, 4 * 3 * numbers + weights]
+
+
 def traffic(ranks: int) -> Iterator[tuple[str, Callable[[], list[int]]]]:
     if ranks == 2:
+        yield "bytes ring", lambda: sent_around(10)
         for kind in ("softmax", "linear", "gla", "gla, channel", "decay", "ssm", "mamba", "mamba-interactive"):
             for tokens in (4, 10):
                 yield f"bytes {kind}, {tokens}", lambda kind=kind, tokens=tokens: sent(kind, tokens)  # type: ignore[misc]
@@ -434,7 +492,13 @@ def attempt(action: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-CASES: tuple[Callable[[int], Iterator[tuple[str, Callable[[], Any]]]], ...] = (mixers, languages, traffic, refusals)
+CASES: tuple[Callable[[int], Iterator[tuple[str, Callable[[], Any]]]], ...] = (
+    mixers,
+    rings,
+    languages,
+    traffic,
+    refusals,
+)
 
 
 def process(folder: Path, rank: int) -> None:

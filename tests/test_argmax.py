@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shlex
+from dataclasses import replace
 
 import pytest
 import torch
@@ -105,6 +106,21 @@ def test_training_batches_depend_on_seed_and_step_and_never_repeat():
     assert torch.equal(first, training_batch(SMALL, 1).values)
     others = [training_batch(SMALL, 2), training_batch(Experiment(**{**vars(SMALL), "seed": 1}), 1)]
     assert not any(torch.equal(first, other.values) for other in others)
+
+
+def test_fixed_data_is_drawn_once_and_shown_in_another_order_each_time():
+    """17 sequences in three steps: all of them, none twice, and the same 17 in the next three. Nothing that the
+    default draws depends on it."""
+    fixed = replace(SMALL, fixed_data=17)
+    epochs = [torch.cat([training_batch(fixed, step).values for step in steps]) for steps in ((1, 2, 3), (4, 5, 6))]
+    ordered = [sorted(sequence.flatten().tolist() for sequence in epoch) for epoch in epochs]
+    assert len(ordered[0]) == 17 and ordered[0] == ordered[1]
+    assert len({tuple(sequence) for sequence in ordered[0]}) == 17
+    assert not torch.equal(*epochs)
+    assert torch.equal(training_batch(fixed, 2).values, training_batch(fixed, 2).values)
+    assert not torch.isin(epochs[0], training_batch(SMALL, 1).values).any()
+    batch = training_batch(fixed, 2)
+    assert torch.equal(batch.target, batch.values.gather(1, batch.winners[:, None])[:, 0])
 
 
 def test_no_training_sequence_is_a_validation_sequence():
@@ -238,6 +254,7 @@ def test_paper_is_a_set_of_defaults_that_other_options_change(tmp_path):
         ("--lr -1", "lr=-1.0 is not allowed; choose a number above 0"),
         ("--heads 7", "heads=7 is not allowed; choose a divisor of channels=128"),
         ("--length 1", "length=1 is not allowed; choose a whole number above 1"),
+        ("--fixed-data 63", "fixed_data=63 is not allowed; choose a whole number of at least batch=64"),
         ("--threads 0", "threads=0 is not allowed; choose a whole number above 0"),
     ],
 )

@@ -246,12 +246,14 @@ def test_stored_results_make_their_tables(path: Path, tmp_path: Path) -> None:
     benchmark = import_module(f"femixer.bench.{content['benchmark']}")
     kind = benchmark.tables.__globals__["Report"]
     report = kind.read(path)
-    made = [*benchmark.tables(report, True)]
+    without_targets = content["benchmark"] == "speed"
+    made = [*(benchmark.tables(report) if without_targets else benchmark.tables(report, True))]
     text = as_markdown(*made)
     assert as_latex(*made).count(r"\begin{tabular}") == as_html(*made).count("<table>") == len(made)
     assert as_csv(*made).count("\n") == 1 + sum(len(table.rows) for table in made)
     assert text.count("\n| ") >= 4  # title, rule, the rival and FEM
-    assert ("≤" in text or "≥" in text) == (not content["settings"].get("busy"))  # on a busy machine is no target
+    shown = not (without_targets or content["settings"].get("busy"))  # on a busy machine is no target
+    assert ("≤" in text or "≥" in text) == shown
     report.save(tmp_path / f"{content['benchmark']}.json")
     assert json.loads((tmp_path / f"{content['benchmark']}.json").read_text()) == content
 
@@ -270,7 +272,7 @@ def test_stored_flops_are_those_that_are_counted_now(name: str) -> None:
 
 def test_there_are_stored_results_of_every_benchmark() -> None:
     found = {json.loads(path.read_text())["benchmark"] for path in STORED}
-    assert found == {"layer", "scaling", "lm", "vision", "forecast"}
+    assert {"layer", "scaling", "lm", "vision", "forecast"} <= found
 
 
 def test_the_example_of_the_documentation_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

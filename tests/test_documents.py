@@ -1,14 +1,18 @@
 """Worked examples in the documentation run, and its links lead somewhere."""
 
+import json
 import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+import femixer
 from femixer import FreeEnergyMixer
 from femixer.cli import main
+from femixer.models.saving import CITATION
 from femixer.priors import PRIORS
 from femixer.tasks import TASKS
 
@@ -63,9 +67,38 @@ def test_the_example_of_a_new_task_runs(
     assert (tmp_path / "results/first-table/table.tex").exists()
 
 
-def test_examples_of_architecture_run() -> None:
-    for block in python_blocks("docs/architecture.md"):
-        exec(compile(block, "docs/architecture.md", "exec"), {})
+@pytest.mark.parametrize("name", ["docs/architecture.md", "docs/theory.md"])
+def test_examples_run(name: str) -> None:
+    for block in python_blocks(name):
+        exec(compile(block, name, "exec"), {})
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*")
+def test_examples_of_adapters_quantization_and_fine_tuning_run() -> None:
+    namespace: dict[str, Any] = {}
+    for block in python_blocks("docs/supported.md"):
+        exec(compile(block, "docs/supported.md", "exec"), namespace)
+    layers = namespace["config"].num_hidden_layers
+    for kind, each in (("lora_A", len(namespace["names"])), ("raw_beta", 1)):  # every name found a module
+        assert sum(kind in name for name in namespace["learned"]) == layers * each
+    assert namespace["tokens"].shape == (1, 12)
+    assert type(namespace["merged"].model.layers[0].mixer.out_proj.weight).__name__ == "Int8Tensor"
+    assert namespace["trainer"].state.global_step == 2
+    json.loads(blocks("docs/supported.md", "json")[0])
+
+
+def test_citations_agree() -> None:
+    """CITATION.cff, the README's BibTeX and the model cards name the same paper, and CITATION.cff is our version."""
+    cff = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cff["cff-version"] == "1.2.0" and cff["version"] == femixer.__version__
+    assert {"message", "title", "authors"} <= {*cff}
+    paper = cff["preferred-citation"]
+    (readme,) = blocks("README.md", "bibtex")
+    for bibtex in (readme, CITATION):
+        assert f"title = {{{paper['title']}}}" in bibtex and f"year = {{{paper['year']}}}" in bibtex
+        names = " and ".join(f"{author['family-names']}, {author['given-names']}" for author in paper["authors"])
+        assert f"author = {{{names}}}" in bibtex
+        assert paper["url"].removeprefix("https://arxiv.org/abs/") in bibtex
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from femixer.free_energy import effective_weights, free_energy, posterior
+from femixer.theory import linearized_head, minimal_degree, monomial_features
 
 property_test = settings(max_examples=25, deadline=None)
 seeds = st.integers(0, 2**31)
@@ -148,23 +149,6 @@ def test_conditioner_kernel_is_rank_one_in_time_per_channel(seed: int) -> None:
 # Proposition (finite-feature linearization of a softmax head)
 
 
-def exponential_tail(radius: float, degree: int) -> float:
-    """The sum of R^n / n! over n > N."""
-    return math.fsum(math.exp(n * math.log(radius) - math.lgamma(n + 1)) for n in range(degree + 1, degree + 400))
-
-
-def minimal_degree(radius: float, epsilon: float) -> int:
-    return next(degree for degree in itertools.count() if exponential_tail(radius, degree) <= epsilon)
-
-
-def monomial_features(x: Tensor, degree: int) -> Tensor:
-    """All x^a / sqrt(a!) with |a| <= degree: [..., width] -> [..., M]."""
-    exponents = [a for a in itertools.product(range(degree + 1), repeat=x.shape[-1]) if sum(a) <= degree]
-    powers = torch.tensor(exponents, dtype=x.dtype)
-    scale = torch.tensor([math.prod(math.factorial(n) for n in a) for a in exponents], dtype=x.dtype).sqrt()
-    return (x.unsqueeze(-2) ** powers).prod(-1) / scale
-
-
 @pytest.mark.parametrize(
     ("radius", "epsilon", "degree"),
     [(5, 1e-4, 19), (5, 1e-6, 22), (5, 1e-8, 25), (10, 1e-4, 33), (10, 1e-6, 36), (10, 1e-8, 40)],
@@ -205,8 +189,6 @@ def test_softmax_head_is_approximated_by_finitely_many_features(
 
     assert epsilon * math.exp(radius) <= 0.5
     exact = (q @ k.T).masked_fill(torch.ones(time, time).triu(1).bool(), -torch.inf).softmax(-1) @ v
-    state = torch.einsum("im,ic->imc", features_k, v).cumsum(0)
-    normalizer = features_k.cumsum(0)
-    linearized = torch.einsum("tm,tmc->tc", features_q, state) / (features_q * normalizer).sum(-1, keepdim=True)
+    linearized = linearized_head(q, k, v, degree)
     bound = 4 * v.norm(dim=-1).amax() * math.exp(radius) * epsilon
     assert ((exact - linearized).norm(dim=-1) <= bound).all()

@@ -84,7 +84,7 @@ def records(folder):
 # Training
 
 
-def test_a_training_leaves_everything_about_it(trained, colours, capsys):
+def test_a_training_leaves_everything_about_it_and_a_table_shows_it(trained, colours, tmp_path, capsys):
     files = {path.name for path in trained.iterdir()}
     assert {"config.json", "metrics.jsonl", "table.md", "model", "broken.jsonl"} <= files
     for name in ("figure.png", "confusion.png", "predictions.png", "maps.png"):
@@ -100,6 +100,8 @@ def test_a_training_leaves_everything_about_it(trained, colours, capsys):
     assert found[-1]["broken"] == 2 and "2 pictures could not be read" in (trained / "table.md").read_text()
     assert main([*TRAIN, str(colours), "--out", str(trained), "--resume"]) == 0  # only shows it
     assert f"| {found[-1]['top1']:.2%} |" in capsys.readouterr().out
+    assert main(["vision", "table", "--results", str(trained), "--out", str(tmp_path)]) == 0
+    assert f"{100 * found[-1]['top1']:.2f}" in capsys.readouterr().out
 
 
 def test_the_saved_model_is_the_best_one_and_has_the_reported_scores(trained, colours):
@@ -468,7 +470,6 @@ def test_shown_pictures_are_of_all_classes():
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        ("vision table --results {trained}", "is one run of `femixer vision train`; tables are made of"),
         ("inspect {trained} --text a", "is a model of pictures; see `femixer vision maps`"),
         ("vision maps --model {trained} --data {colours} --out {out}/m.pdf", "choose a file that ends in .png"),
         ("vision eval --model {trained} --data datasets:", "data='datasets:' is not allowed"),

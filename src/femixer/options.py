@@ -1,6 +1,6 @@
 """Command line options: a dataclass becomes typed options, and wrong values become errors that name them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from femixer.optional import require
@@ -26,6 +26,14 @@ def check(fits: bool, name: str, value: object, allowed: str) -> None:
     """Raise a ValueError that names the argument, the value given and what is allowed, unless the value `fits`."""
     if not fits:
         raise ValueError(f"{name}={value!r} is not allowed; choose {allowed}")
+
+
+def expanded(names: Sequence[str], groups: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """The names, with the members of a group in the place of its name; what a group repeats is there once."""
+    found: list[str] = []
+    for name in names:
+        found += [member for member in groups[name] if member not in found] if name in groups else [name]
+    return tuple(found)
 
 
 def given(**values: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from femixer.subcommands import dispatch
 BENCHES = {
     "layer": ("femixer.bench.layer", "FEM layers against one softmax attention layer with as many parameters"),
     "scaling": ("femixer.bench.scaling", "time per token and memory against the length, and decoding far out"),
+    "speed": ("femixer.bench.speed", "the paper's two tables of speed, its figures beside ours"),
     "vision": ("femixer.bench.vision", "vision models: the step of training against plain attention"),
     "forecast": ("femixer.bench.forecast", "forecasters: the time of a training step"),
     "gpu": ("femixer.bench.gpu", "layers and models on a GPU, or an estimate of the layers without one"),

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from femixer.bench.options import BenchOptions
+from femixer.bench.options import MeasureOptions
 from femixer.reporting import progress
 
 Key = TypeVar("Key", bound=Hashable)
@@ -60,7 +60,7 @@ def stopwatch(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def timed(what: str, samples: Mapping[Key, Callable[[], float]], options: BenchOptions) -> dict[Key, list[float]]:
+def timed(what: str, samples: Mapping[Key, Callable[[], float]], options: MeasureOptions) -> dict[Key, list[float]]:
     """The race with the rounds of the options, and a progress bar that says what it is about."""
     with progress(what, options.warmup + options.rounds) as advance:
         return race(samples, options.rounds, options.warmup, advance)

@@ -16,7 +16,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @dataclass(frozen=True)
-class BenchOptions:
+class MeasureOptions:
     """Where to run, how often, and where the results go."""
 
     batch: int = 2
@@ -33,8 +33,6 @@ class BenchOptions:
     """Rounds before that, not counted."""
     seed: int = 0
     """Seed of weights and tokens."""
-    targets: bool = False
-    """Show the project's target beside each ratio that was measured at the size the target is meant for."""
     out: Path = Path("results/bench")
     """Folder for the results."""
 
@@ -58,6 +56,14 @@ class BenchOptions:
         usable = self.device == "cpu" or (self.device == "cuda" and torch.cuda.is_available())
         check(usable, "device", self.device, "cpu, or cuda where torch finds one")
         check(not self.out.exists() or self.out.is_dir(), "out", str(self.out), "a folder")
+
+
+@dataclass(frozen=True)
+class BenchOptions(MeasureOptions):
+    """Those of a benchmark that the project has targets for."""
+
+    targets: bool = False
+    """Show the project's target beside each ratio that was measured at the size the target is meant for."""
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,29 @@ def _version(package: str) -> str | None:
         return None
 
 
+def held(kind: type[AnyReport], path: Path, new: AnyReport, overwrite: bool) -> AnyReport:
+    """What the file holds, to go on with; `new`, which holds no results, where there is none or it shall be
+    overwritten. An error where the file was made with other settings or in another environment than `new`."""
+    if overwrite or not path.exists():
+        return new
+    folder, advice = str(path.parent), "--overwrite starts anew, or choose another --out"
+    try:
+        report = kind.read(path)
+        was = {**report.settings, **report.environment}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"out={folder!r} holds a {path.name} that cannot be read; {advice}") from None
+    now = {**new.settings, **new.environment}
+    differences = [
+        f"{name} was {was.get(name)!r} and is now {now.get(name)!r}"
+        for name in {**was, **now}
+        if was.get(name) != now.get(name)
+    ]
+    if differences:
+        reasons = ", ".join(differences)
+        raise ValueError(f"out={folder!r} holds points measured otherwise: {reasons}; {advice}")
+    return report
+
+
 def measured(
     benchmark: str,
     options: BenchOptions,

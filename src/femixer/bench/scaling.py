@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +16,7 @@ from femixer.bench.measure import Spread, cpu_threads, paired_ratio, timed
 from femixer.bench.memory import peak_memory
 from femixer.bench.options import MixerOptions, check_distinct, check_positive
 from femixer.bench.report import Report as BenchReport
-from femixer.bench.report import environment, heads_of, place_of, ratio_cell
+from femixer.bench.report import environment, heads_of, held, place_of, ratio_cell
 from femixer.optional import require
 from femixer.options import check, parse
 from femixer.priors import PRIORS
@@ -153,29 +152,6 @@ class Report(BenchReport):
     def tokens_per_second(self, point: DecodePoint) -> float:
         """Of all sequences of the batch together."""
         return self.settings["batch"] / point.seconds.median
-
-
-def held(folder: Path, settings: Mapping[str, Any], environment: Mapping[str, Any], overwrite: bool) -> Report:
-    """What the folder holds, to go on with; empty where it holds nothing or shall be overwritten."""
-    path = folder / NAME
-    if overwrite or not path.exists():
-        return Report(dict(settings), dict(environment), [], [])
-    advice = "--overwrite starts anew, or choose another --out"
-    try:
-        report = Report.read(path)
-        was = {**report.settings, **report.environment}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"out={str(folder)!r} holds a {NAME} that cannot be read; {advice}") from None
-    now = {**settings, **environment}
-    differences = [
-        f"{name} was {was.get(name)!r} and is now {now.get(name)!r}"
-        for name in {**was, **now}
-        if was.get(name) != now.get(name)
-    ]
-    if differences:
-        reasons = ", ".join(differences)
-        raise ValueError(f"out={str(folder)!r} holds points measured otherwise: {reasons}; {advice}")
-    return report
 
 
 def missing(wanted: Iterable[int], found: Mapping[int, object]) -> list[int]:
@@ -384,7 +360,8 @@ def run(options: Options) -> Report:
         mixer.build(options)  # an option that does not fit shows now, not after the mixers before it
     options.out.mkdir(parents=True, exist_ok=True)
     with cpu_threads(options.threads) as threads:
-        report = held(options.out, options.settings, environment(threads, options.device), options.overwrite)
+        empty = Report(options.settings, environment(threads, options.device), [], [])
+        report = held(Report, options.out / NAME, empty, options.overwrite)
         measure(report, options)
     text = as_markdown(*tables(report, options.targets))
     atomic.write(options.out / "scaling.md", f"{setting(report)}\n\n{text}")

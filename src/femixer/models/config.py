@@ -9,6 +9,8 @@ from transformers import PreTrainedConfig
 
 from femixer.models.mixers import check_mixer
 
+HEADS_STYLE = "fem_heads"  # of the mixers in a plan of tensor parallelism
+
 
 @strict
 class FEMConfig(PreTrainedConfig):
@@ -23,8 +25,9 @@ class FEMConfig(PreTrainedConfig):
 
     model_type = "fem"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  transformers adds to it
-    # Tensor parallelism by transformers: of the MLPs; femixer.parallel also divides the heads of the mixers.
+    # Tensor parallelism by transformers; femixer.models.tensor_parallel has the style of the mixers.
     base_model_tp_plan = {  # noqa: RUF012
+        "layers.*.mixer": HEADS_STYLE,
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",
         "layers.*.mlp.down_proj": "rowwise",

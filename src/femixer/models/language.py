@@ -52,8 +52,21 @@ class FEMPreTrainedModel(PreTrainedModel):
         """As in transformers, but from safetensors only (a pickle could run any code), and only if the weights are
         complete, of the right shapes and finite. allow_missing: True, or patterns of names that may start anew."""
         load, kind = functools.partial(super().from_pretrained, *args), cls.config_class.model_type
+        divided = any(kwargs.get(name) is not None for name in ("distributed_config", "tp_plan", "tp_size"))
+        if divided:
+            from femixer.models.tensor_parallel import divide_mixers, register_heads
+
+            register_heads()
         model, info = load_all(load, pretrained_model_name_or_path, kind, allow_missing, kwargs)
+        if divided:
+            divide_mixers(model)
         return (model, info) if output_loading_info else model
+
+    def cut_sequence(self, cut: Any) -> None:
+        """From now on each rank of a `femixer.parallel` cut computes its part of the tokens."""
+        from femixer.models.cut import cut_model
+
+        cut_model(self, cut)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:

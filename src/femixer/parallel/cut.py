@@ -18,10 +18,12 @@ from femixer.parallel.exchange import gathered, summed
 
 @dataclass(frozen=True)
 class Cut:
-    """group: the ranks; zigzag: two stretches per rank instead of one."""
+    """group: the ranks; zigzag: two stretches per rank instead of one; ring: keys and values of softmax attention go
+    around instead of being gathered."""
 
     group: Any
     zigzag: bool = False
+    ring: bool = False
 
     @property
     def ranks(self) -> int:

@@ -6,6 +6,7 @@ that build the same graph do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,25 @@ def summed(x: Tensor, group: Any) -> Tensor:
 def shared(x: Tensor, group: Any) -> Tensor:
     """x itself, which all ranks hold, before each goes on with it in its own way: its gradient is the sum of theirs."""
     return _Shared.apply(x, group)
+
+
+class Passing:
+    """Tensors on their way around a ring: this rank's go to the next rank, those of the one before arrive. Without
+    gradients; every rank passes on tensors of the same shapes."""
+
+    def __init__(self, tensors: Sequence[Tensor], group: Any) -> None:
+        ranks, rank = distributed.get_world_size(group), distributed.get_rank(group)
+        after, before = (distributed.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
+        self.sent = [x.contiguous() for x in tensors]  # held until they have arrived
+        self.received = [torch.empty_like(x) for x in self.sent]
+        give = [distributed.P2POp(distributed.isend, x, after, group) for x in self.sent]
+        take = [distributed.P2POp(distributed.irecv, x, before, group) for x in self.received]
+        self.works = distributed.batch_isend_irecv([*give, *take])
+
+    def arrived(self) -> list[Tensor]:
+        for work in self.works:
+            work.wait()
+        return self.received
 
 
 class _Gathered(torch.autograd.Function):

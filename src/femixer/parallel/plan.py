@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,36 +17,44 @@ from femixer.parallel.cut import Cut
 from femixer.parallel.exchange import summed
 from femixer.parallel.heads import check_heads, cut_heads, cut_width
 from femixer.parallel.local import divide
-from femixer.parallel.swapping import swapped
 from femixer.priors.softmax import SoftmaxPrior
 
-DIMENSIONS = ("dp", "cp", "tp")
+# Dimensions of the batch, from the outermost; accelerate's ParallelismConfig has the last two.
+BATCH = ("dp", "dp_replicate", "dp_shard")
+DIMENSIONS = (*BATCH, "cp", "tp")
+# Up to so many ranks of a cut sequence, keys and values of softmax attention are gathered: one message instead of many.
+FEW = 8
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh, *, shard: bool = False) -> Any:
+def parallelize(model: nn.Module, mesh: DeviceMesh, *, shard: bool = False, ring: bool | None = None) -> Any:
     """The model, from now on divided over the ranks of the mesh, by the names of its dimensions:
 
     dp  the batch: ranks have different sequences; gradients are averaged.
     cp  the sequence: ranks are called with the same batch and each computes its part of the tokens.
     tp  heads and widths: ranks have the same tokens and each computes its part of the channels.
 
+    Meshes of accelerate's ParallelismConfig have dp_replicate and dp_shard instead of dp; the latter means shard=True.
+
     model: a FreeEnergyMixer, FEMModel or FEMForCausalLM with the same weights on all ranks. A mixer alone takes its
     rank's part of x, mask and segments; models take whole batches. Every rank's gradients are those of all, as on one
     rank. shard: parameters, gradients and optimizer are divided among the ranks of dp and cp too (FSDP2), instead of
-    copied. What one rank computes is what one process would, except for rounding.
+    copied. ring: with cp, keys and values of softmax layers go around the ranks instead of being gathered: less memory,
+    more messages; None: on more than FEW ranks. What one rank computes is what one process would, except for rounding.
     """
     sizes = _sizes(mesh)
     mixers = _checked(model, sizes)
     if sizes["cp"] > 1:
         balanced = any(_grows(mixer) for mixer in mixers)
-        _cut_context(model, mixers, Cut(mesh["cp"].get_group(), zigzag=balanced))
+        ring = sizes["cp"] > FEW if ring is None else ring
+        _cut_context(model, mixers, Cut(mesh["cp"].get_group(), zigzag=balanced, ring=ring))
     if sizes["tp"] > 1:
         parallelize_module(model, mesh["tp"], tensor_plan(model))
-    replicas = [name for name in ("dp", "cp") if sizes[name] > 1]
-    if shard and replicas:
-        _shard(model, mesh, replicas, sizes["dp"])
+    replicas = [name for name in (*BATCH, "cp") if sizes[name] > 1]
+    sequences = math.prod(sizes[name] for name in BATCH)
+    if (shard or sizes["dp_shard"] > 1) and replicas:
+        _shard(model, mesh, replicas, sequences)
     elif replicas:
-        together = _Synchronised([mesh[name].get_group() for name in replicas], sizes["dp"])
+        together = _Synchronised([mesh[name].get_group() for name in replicas], sequences)
         for parameter in {id(p): p for p in model.parameters() if p.requires_grad}.values():
             parameter.register_hook(together)
     return model
@@ -99,15 +108,8 @@ def _grows(mixer: FreeEnergyMixer) -> bool:
 def _cut_context(model: nn.Module, mixers: list[FreeEnergyMixer], cut: Cut) -> None:
     for mixer in mixers:
         cut_mixer(mixer, cut)
-    if isinstance(model, FreeEnergyMixer):
-        return
-    from femixer.models.language import FEMModel
-    from femixer.parallel.language import CutLanguageModel, CutModel
-
-    body: Any = model if isinstance(model, FEMModel) else model.model
-    swapped(body, CutModel).cut = cut
-    if body is not model:
-        swapped(model, CutLanguageModel).cut = cut
+    if not isinstance(model, FreeEnergyMixer):
+        model.cut_sequence(cut)  # type: ignore[operator]
 
 
 class HeadParallel(ParallelStyle):
@@ -175,7 +177,11 @@ class _Synchronised:
 def _shard(model: nn.Module, mesh: DeviceMesh, replicas: list[str], mean_over: int) -> None:
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    over = mesh[replicas[0]] if len(replicas) == 1 else mesh[tuple(replicas)]._flatten("_".join(replicas))
+    copied = [name for name in replicas if name == "dp_replicate"]
+    cut = [name for name in replicas if name not in copied]
+    over = mesh[tuple(cut)]._flatten("_".join(cut)) if len(cut) > 1 else mesh[(cut or copied)[0]]
+    if copied and cut:
+        over = mesh[(*copied, "_".join(cut))]
     for block in [*_blocks(model), model]:
         fully_shard(block, mesh=over)
     for module in model.modules():

@@ -1,6 +1,7 @@
-"""The softmax prior of a sequence that is cut over ranks: queries stay, keys and values are gathered.
+"""The softmax prior of a sequence that is cut over ranks: queries stay, keys and values come from the other ranks.
 
-What is kept for the backward is this rank's own keys and values; those of the others are gathered once more there.
+Either they go around a ring (ring.py), or they are gathered. What is kept for the backward is this rank's own keys and
+values; those of the others come once more there. A window, which counts tokens, and a score bias are read gathered.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from femixer.kernels.softmax import softmax_read
 from femixer.layout import Layout
 from femixer.parallel.cut import Cut
+from femixer.parallel.ring import ring_read
 from femixer.priors.base import Prior
 from femixer.priors.softmax import SoftmaxPrior
 
@@ -32,6 +34,8 @@ class CutSoftmax(SoftmaxPrior):
         if q.shape[0] == 0 or q.shape[1] == 0:
             nothing = q.new_zeros(*q.shape[:-1], v.shape[-1])
             return nothing, None if beta is None else nothing, None
+        if self.cut.ring and self.window is None and self.score_bias is None:
+            return *ring_read(q, k, v, beta, layout.segment, self.cut, self.causal), None
         keys, values = (self.cut.whole_of_folded(x) for x in (k, v))
         segment = None if layout.segment is None else self.cut.whole_of_folded(layout.segment)
         position = None if self.score_bias is None else self.cut.whole_of_folded(layout.position)

@@ -20,11 +20,11 @@ def parse_prior(text: str, argument: str = "prior") -> tuple[str, dict[str, Any]
         option, equals, value = item.partition("=")
         allowed = f"option=value after the colon; the options of {name} are: {', '.join(options_of(name)) or 'none'}"
         check(bool(equals and value) and option in options_of(name) and option not in options, argument, text, allowed)
-        options[option] = _value(value)
+        options[option] = value_of(value)
     return name, options
 
 
-def _value(text: str) -> bool | int | float | str | None:
+def value_of(text: str) -> bool | int | float | str | None:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     for number in (int, float):

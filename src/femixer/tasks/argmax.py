@@ -7,6 +7,7 @@ cannot; the free energy weighs the positions for each channel by its own values,
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from femixer.reporting import Table, as_markdown
 from femixer.reporting.figures import figure, looks, plain_log, quiet
 from femixer.training import Fit, Part, Results, RunOptions, TrainOptions, adamw, generator, show_table, train
 from femixer.training.results import Record
+from femixer.training.seeding import Epochs
 
 MODELS = {"fem": "FEM", "attention": "softmax attention"}
 
@@ -45,7 +47,10 @@ class Experiment:
     weight_decay: float = 0.01
     """Weight decay of the projection matrices; biases and temperatures have none."""
     batch: int = 64
-    """Sequences per step, all of them new."""
+    """Sequences per step."""
+    fixed_data: int | None = None
+    """Draw so many training sequences once and go through them in a new order each time, as the paper does with 200000;
+    by default every sequence is new."""
     steps: int = 800
     """Training steps."""
     validation: int = 2000
@@ -61,6 +66,10 @@ class Experiment:
             check(getattr(self, name) > 0, name, getattr(self, name), "a whole number above 0")
         for name in ("margin", "noise", "lr"):
             check(0 < getattr(self, name) < float("inf"), name, getattr(self, name), "a number above 0")
+        fixed = self.fixed_data
+        check(
+            fixed is None or fixed >= self.batch, "fixed_data", fixed, f"a whole number of at least batch={self.batch}"
+        )
         check(self.length > 1, "length", self.length, "a whole number above 1")
         check(self.weight_decay >= 0, "weight_decay", self.weight_decay, "a number of at least 0")
         check(self.channels % self.heads == 0, "heads", self.heads, f"a divisor of channels={self.channels}")
@@ -90,7 +99,17 @@ def sample(count: int, experiment: Experiment, source: torch.Generator) -> Sampl
 
 
 def training_batch(experiment: Experiment, step: int) -> Sample:
-    return sample(experiment.batch, experiment, generator(experiment.seed, "argmax train", step))
+    """Of fixed data every sequence is drawn by its number, so that the set (52 GB at the paper's sizes) is nowhere."""
+    if experiment.fixed_data is None:
+        return sample(experiment.batch, experiment, generator(experiment.seed, "argmax train", step))
+    chosen = fixed_order(experiment.fixed_data, experiment.batch, experiment.seed)(step, Part(0, 1))
+    rows = [sample(1, experiment, generator(experiment.seed, "argmax fixed", int(number))) for number in chosen]
+    return Sample(*(torch.cat(part) for part in zip(*rows, strict=True)))
+
+
+@cache
+def fixed_order(count: int, batch: int, seed: int) -> Epochs:
+    return Epochs(count, batch, seed)
 
 
 def share(whole: Sample, part: Part) -> Sample:
@@ -271,13 +290,15 @@ def curves(experiment: Experiment, metrics: Sequence[Record]) -> Any:
 class Command:
     """Choose the largest value of each channel: one layer of FEM against one of softmax attention.
 
-    Both are trained on fresh data. The results folder gets config.json, metrics.jsonl, figure.png and table.md.
+    Both are trained on the same data, fresh at every step unless --fixed-data is given. The results folder gets
+    config.json, metrics.jsonl, figure.png and table.md.
     """
 
     experiment: Experiment
     run: RunOptions
     paper: bool = False
-    """Start from the paper's setting (512 channels, 4 heads, lr 0.01, 2000 steps); other options still apply."""
+    """Start from the paper's setting (512 channels, 4 heads, lr 0.01, 2000 steps); other options still apply. Its data
+    set of 200000 is --fixed-data 200000, of which 2000 steps see 128000."""
 
 
 def main(args: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from femixer.reporting import Table, as_markdown, write
 from femixer.reporting.figures import save
 from femixer.subcommands import Commands, dispatch, named
 from femixer.training import jobs
-from femixer.training.jobs import Job, Jobs, Kind
+from femixer.training.jobs import RECORD, Job, Jobs, Kind
 from femixer.training.results import Record, RunOptions
 
 
@@ -52,7 +52,7 @@ class TableFiles:
     """
 
     results: tuple[Path, ...]
-    """Stores of `run`, or files of `export`."""
+    """Stores of `run`, results folders of `train`, or files of `export`."""
     out: Path | None = None
     """Folder of the files. [default: results/NAME-table, with the name of the task]"""
 
@@ -152,8 +152,13 @@ class Task:
         return dispatch(f"femixer {self.name}", self.commands, args)
 
     def load(self, *paths: str | os.PathLike[str]) -> list[Record]:
-        """The records of stores (folders), or of files that `femixer NAME export` wrote."""
+        """The records of stores (folders), of results folders of single trainings where the task keeps them, or of
+        files that `femixer NAME export` wrote."""
         return [record for path in paths for record in jobs.load(path, self.kind)]
+
+    def keep(self, record: Record, folder: Path) -> None:
+        """Write the record of one training into its results folder, which `load` then reads like a store."""
+        jobs.export([record], folder / RECORD, self.kind)
 
     def _run(self, args: Sequence[str]) -> int:
         command = named(self.run).parse(args, f"{self.name} run")

@@ -88,19 +88,21 @@ class Results:
         others: files that this task writes besides those above. about: what config.json says besides, in words.
         """
         self.folder, self.run = run.out, run
-        distributed.on_main(lambda: self._open(task, experiment, others, about or {}))
+        # The main process alone looks: a network disk may not show all of them the same.
+        self.finished = distributed.on_main(lambda: self._open(task, experiment, others, about or {}))
 
-    def _open(self, task: str, experiment: Any, others: Sequence[str], about: Mapping[str, str]) -> None:
-        run = self.run
+    def _open(self, task: str, experiment: Any, others: Sequence[str], about: Mapping[str, str]) -> bool:
+        """-> whether the folder holds this run, finished."""
+        run, finished = self.run, (self.folder / TABLE).exists()
         config = {"task": task, "experiment": json.loads(json.dumps(asdict(experiment), default=str))}
         held = self._held()
         if held is not None and run.resume:
             _check_same(held, config, self.folder)
-            if not self.finished:
+            if not finished:
                 locks.hold(self.folder)
-            return
+            return finished
         if held is not None and not run.overwrite:
-            if self.finished:
+            if finished:
                 state = "a finished run (--resume shows its table)"
             else:
                 state = "an unfinished run (--resume continues it)"
@@ -113,10 +115,7 @@ class Results:
         atomic.write(
             self.folder / CONFIG, json.dumps({**config, **about, "environment": environment()}, indent=2) + "\n"
         )
-
-    @property
-    def finished(self) -> bool:
-        return (self.folder / TABLE).exists()
+        return False
 
     def append(self, records: Iterable[Record], name: str = METRICS) -> None:
         """Add one line per record; they are on the disk when this returns."""
@@ -154,6 +153,7 @@ class Results:
 
     def finish(self, table: str) -> None:
         """Write table.md, after which the run is finished."""
+        self.finished = True
         if not distributed.is_main():
             return
         atomic.write(self.folder / TABLE, table)

@@ -180,10 +180,10 @@ class Gradients(NamedTuple):
     bias: Tensor | None
 
 
-def gradients(s: Sequences, grad_mean: Tensor, grad_free: Tensor | None) -> Gradients:
+def gradients(s: Sequences, grad_mean: Tensor, grad_free: Tensor | None, grad_log_z: Tensor | None = None) -> Gradients:
     """Gradients of the mean and of the free energy [N, n, D] with the posterior r = p exp(beta (v - F)):
 
-    dF/dv = r,  dF/dscores = (r - p) / beta,  dF/dbeta = (E_r[v] - F) / beta.
+    dF/dv = r,  dF/dscores = (r - p) / beta,  dF/dbeta = (E_r[v] - F) / beta;  of log-normalizers [N, n, 1] p.
     """
     dq, dk, dv = torch.zeros_like(s.q), torch.zeros_like(s.k), torch.zeros_like(s.v)
     dbeta = None if s.beta is None else torch.zeros_like(s.beta)
@@ -229,6 +229,8 @@ def gradients(s: Sequences, grad_mean: Tensor, grad_free: Tensor | None) -> Grad
             dscores = torch.zeros_like(p)
         dv[:, keys] += p.mT @ to_mean
         dscores += p * (to_mean @ v.mT - (to_mean * mean).sum(-1, keepdim=True))
+        if grad_log_z is not None:
+            dscores += p * grad_log_z[:, here]
         dq[:, here] = dscores @ s.k[:, keys] * s.scale
         dk[:, keys] += dscores.mT @ s.q[:, here] * s.scale
         if dbias is not None:

@@ -70,7 +70,7 @@ def forward(
 
 
 class Part(NamedTuple):
-    """Some heads of a read and their results."""
+    """Some heads of a read and their results; the gradient of the log-normalizers where somebody reads them."""
 
     q: Tensor
     k: Tensor
@@ -81,6 +81,7 @@ class Part(NamedTuple):
     log_z: Tensor
     again: Tensor | None
     shift: Shift | None
+    to_log_z: Tensor | None = None
 
     def at(self, heads: slice, groups: slice) -> Part:
         return Part(
@@ -93,6 +94,7 @@ class Part(NamedTuple):
             self.log_z[:, heads],
             None if self.again is None else self.again[:, heads],
             None if self.shift is None else self.shift.at(groups),
+            None if self.to_log_z is None else self.to_log_z[:, heads],
         )
 
 
@@ -111,7 +113,8 @@ def backward(
     needed: tuple[bool, ...],
     steps: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, beta, bias, and None for the segments."""
+    """Gradients of q, k, v, beta, bias, and None for the segments. grads: of mean and free energy, and of the
+    log-normalizers if they are given."""
     q, k, v, beta, bias, segments_q, segments_k, causal, window, scale = arguments
     mean, free, log_z, again, top, base = results
     seen = Visibility(bias, segments_q, segments_k, causal, window)
@@ -129,7 +132,8 @@ def backward(
             # A padding row's F is zero, which may lie anywhere to the others; at top nothing over- or underflows.
             free = torch.where(padding, shift.per_head(q.shape[2] // k.shape[2]).top, free)
     some = readable(again) and bool(again.any())
-    part = Part(q, k, v, beta, mean, free, log_z, again if some else None, shift)
+    to_log_z = grads[2] if len(grads) > 2 else None
+    part = Part(q, k, v, beta, mean, free, log_z, again if some else None, shift, to_log_z)
     if some and bool(again.all()):
         dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         found = Gradients(dq, dk, dv, None, None)
@@ -181,6 +185,13 @@ def _one_pass_backward(
     inner, sums, dbeta = grad_mean, part.mean, None
     if beta is not None:
         inner, sums, dbeta = steps.undo_read(grad_mean, grad_free, part.mean, part.free, beta, part.shift, part.again)
+    if part.to_log_z is not None:
+        # dlog Z / dscores is p: the gradient of a channel of zeros whose read is taken to be -to_log_z.
+        to_log_z = part.to_log_z.transpose(1, 2)[..., None]
+        if part.again is not None:
+            to_log_z = to_log_z.masked_fill(part.again[:, None, :, None], 0)
+        inner, sums = torch.cat([inner, torch.ones_like(to_log_z)], -1), torch.cat([sums, -to_log_z], -1)
+        streams = F.pad(streams, (0, 1))
     key_width, value_width = widths(q, streams.shape[-1])
     qh, kh = _heads_first(q, heads, key_width), _heads_first(k, heads, key_width)
     sh, inner, sums = (_heads_first(x, heads, value_width) for x in (streams, inner, sums))
@@ -206,7 +217,7 @@ def _one_pass_backward(
     dq, dk, dstreams = totals
     dv = dstreams[..., :d]
     if beta is not None and dbeta is not None:
-        dv, to_beta = steps.undo_streams(dstreams, streams, v, beta, part.shift)
+        dv, to_beta = steps.undo_streams(dstreams[..., : 2 * d], streams[..., : 2 * d], v, beta, part.shift)
         dbeta = dbeta + to_beta
     return Gradients(dq.contiguous(), dk.contiguous(), dv.contiguous(), dbeta, dbias)
 
@@ -231,7 +242,8 @@ def _add_exact(
         dbias = torch.zeros_like(seen.bias, memory_format=torch.contiguous_format)
     for each in exact.selections(part.again, q, k, v, beta, seen, scale):
         to_free = None if beta is None else each.take(grad_free)
-        result = exact.gradients(each.sequences, each.take(grad_mean), to_free)
+        to_log_z = None if part.to_log_z is None else each.take(part.to_log_z.transpose(1, 2)[..., None])
+        result = exact.gradients(each.sequences, each.take(grad_mean), to_free, to_log_z)
         each.put(found.q, result.q)
         each.add_keys(found.k, result.k)
         each.add_keys(found.v, result.v)

@@ -21,20 +21,9 @@ from femixer.kernels.softmax import one_pass
 from femixer.kernels.softmax.visibility import Visibility
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    bias: Tensor | None,
-    segments_q: Tensor | None,
-    segments_k: Tensor | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-) -> tuple[Tensor, ...]:
-    seen = Visibility(bias, segments_q, segments_k, causal, window)
-    return one_pass.forward(q, k, v, beta, seen, scale, streams)
+def forward(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    *seen, scale = rest
+    return one_pass.forward(q, k, v, beta, Visibility(*seen), scale, streams)
 
 
 def backward(

@@ -15,6 +15,7 @@ from femixer.tasks.forecast.data import KNOWN, Series, default_lookback
 from femixer.tasks.forecast.data.files import frequency_of, season_of
 from femixer.tasks.forecast.data.windows import Scaling, counted, scaling_of
 from femixer.tasks.mixing import Mixing
+from femixer.tasks.rivals import Rivals
 from femixer.training import derive
 
 MODELS: dict[str, Fields] = {
@@ -71,14 +72,17 @@ class Sizes:
     season: int | None = None
     """Rows of a season, which SeasonalNaive repeats, by default those of a day (of a week, if rows are days)."""
 
+    rivals: Rivals = field(default_factory=Rivals)
+
     def validate(self, models: Sequence[str]) -> None:
         """A ValueError if sizes are given and none of the models takes any."""
         takes = any(MODELS[name]["kind"] == "fem" for name in models if name in MODELS)
         for name in ("width", "layers", "heads", "dropout"):
             value = getattr(self, name)
             check(takes or value is None, name, value, f"None: {', '.join(models)} has the sizes that were published")
-        rows = [MODELS[name] for name in models if name in MODELS and MODELS[name]["kind"] == "fem"]
+        rows = [MODELS[name] for name in models if MODELS.get(name, {}).get("kind") == "fem"]
         self.mixing.validate(*rows)
+        self.rivals.validate(*rows)
         check(self.season is None or self.season > 0, "season", self.season, "a whole number above 0")
 
     def fields(self) -> dict[str, Any]:
@@ -121,7 +125,8 @@ def specified(
     known = KNOWN.get(series.name)
     season = sizes.season or season_of(series.dates, known is not None and known.working_days)
     row = MODELS[model]
-    fields = {**row, **({**sizes.fields(), **sizes.mixing.fields(row)} if row["kind"] == "fem" else {})}
+    chosen = {**sizes.fields(), **sizes.mixing.fields(row), **sizes.rivals.fields(row)}
+    fields = {**row, **(chosen if row["kind"] == "fem" else {})}
     length = default_lookback(horizon) if lookback is None else lookback
     return Spec(model, series.name, series.fingerprint, horizon, length, seed, season, fields, training)
 

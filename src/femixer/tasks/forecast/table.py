@@ -27,6 +27,8 @@ _MEANS = {
     "ETTm1": (0.341, 0.345, 0.346, 0.344, 0.357, 0.351, 0.373, 0.346, 0.347),
     "ETTm2": (0.242, 0.247, 0.246, 0.241, 0.250, 0.245, 0.265, 0.247, 0.252),
 }
+DATASETS = tuple(_MEANS)
+"""Of the paper's table, from top to bottom."""
 MEANS = {
     (dataset, model): error for dataset, errors in _MEANS.items() for model, error in zip(COLUMNS, errors, strict=True)
 }

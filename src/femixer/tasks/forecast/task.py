@@ -5,19 +5,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 from femixer.models.quiet import without_bars
-from femixer.options import check, parse
+from femixer.options import check, expanded, parse
 from femixer.reporting import Table, as_markdown
+from femixer.tasks.forecast import TASK
 from femixer.tasks.forecast.data import LOOKBACKS, PACKAGED, Reading, Series, read
 from femixer.tasks.forecast.data.files import frequency_of
 from femixer.tasks.forecast.data.windows import scaling_of
 from femixer.tasks.forecast.fit import WIDER, Fitted, curve, fitted, score
 from femixer.tasks.forecast.model import MODELS, NAIVE, Sizes, Spec, Training, build_model, check_possible, specified
-from femixer.tasks.forecast.table import tabulate
+from femixer.tasks.forecast.table import COLUMNS, DATASETS, tabulate
 from femixer.tasks.runner import DataJob, Run
 from femixer.training import Results, RunOptions, distributed, show_table
-from femixer.training.jobs import Jobs
+from femixer.training.jobs import RECORD, Jobs
 from femixer.training.results import MODEL, Record, new_model
 
 
@@ -76,7 +78,7 @@ def trained(command: Train) -> Results:
     if frequency_of(series.dates) is None and distributed.is_main():
         told = "rows are taken as equally far apart, and `femixer forecast predict` may not take such dates"
         print(f"{command.data} has irregular dates: {told}", file=sys.stderr)
-    results = Results("forecast", spec, command.run)
+    results = Results("forecast", spec, command.run, (RECORD,))
     if not results.finished:
         made = fitted(spec, series, results)
         rivals = naive(spec, series, made)
@@ -97,6 +99,7 @@ def finish(results: Results, spec: Spec, made: Fitted, rivals: dict[str, dict[st
     """Save the model, and write figure and table: what makes the run finished comes last."""
     with new_model(results.folder / MODEL) as partial, without_bars():
         made.model.save_pretrained(partial)
+    TASK.keep(made.record, results.folder)
     results.write_figure(curve(made.record, spec.title))
     results.finish(as_markdown(summary(spec, made, rivals)))
 
@@ -132,7 +135,8 @@ class Experiment(Setting):
     """What is run."""
 
     models: tuple[str, ...] = ("FEM-SM", "SMAttn", "DLinear", "SeasonalNaive")
-    """Models as named in the paper's table, or DLinear, NLinear, PatchTST, iTransformer, LastValue, SeasonalNaive."""
+    """Models as named in the paper's table, or DLinear, NLinear, PatchTST, iTransformer, LastValue, SeasonalNaive.
+    paper: the nine of its table; all: every one."""
     data: tuple[str, ...] = (PACKAGED,)
     """CSV or parquet files with a column of dates, or folder/NAME of some; seattle-temps needs no file."""
     horizons: tuple[int, ...] = tuple(LOOKBACKS)
@@ -141,6 +145,9 @@ class Experiment(Setting):
     """Runs of everything, with seeds that go up from --seed."""
     seed: int = 0
     """The first seed."""
+    paper: Path | None = None
+    """Run the paper's table: a folder with weather, solar, ETTh1, ETTh2, ETTm1 and ETTm2 (CSV or parquet), on which its
+    nine models are trained for all horizons. Other options still apply."""
 
     def jobs(self) -> list[ForecastJob]:
         """Each once, all of the first seed first; a ValueError if one of them is not possible."""
@@ -181,3 +188,14 @@ class ForecastRun(Run):
 
     def tables(self, records: Sequence[Record]) -> list[Table]:
         return tabulate(records)
+
+    @classmethod
+    def parse(cls, args: Sequence[str], command: str) -> Self:
+        default = cls()
+        given = parse(cls, args, command, default)
+        if given.experiment.paper is not None:  # another set of defaults
+            data = tuple(str(given.experiment.paper / name) for name in DATASETS)
+            asked = replace(default.experiment, models=COLUMNS, data=data)
+            given = parse(cls, args, command, replace(default, experiment=asked))
+        models = expanded(given.experiment.models, {"all": tuple(MODELS), "paper": COLUMNS})
+        return replace(given, experiment=replace(given.experiment, models=models))

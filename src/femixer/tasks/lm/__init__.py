@@ -10,6 +10,8 @@ COMMANDS: Commands = {
         "femixer.tasks.lm.task:compare",
         "train several mixers on the same text, with the same seeds and data order",
     ),
+    "export": ("femixer.tasks.lm.records:export", "finished runs of a comparison as one small file"),
+    "reproduce": ("femixer.tasks.lm.reproduce", "a row of the paper's table: train, evaluate, tabulate"),
     "presets": ("femixer.tasks.lm.model:presets", "the sizes of models, and how many parameters each mixer gives them"),
     "data": ("femixer.tasks.lm.data:prepare_data", "tokenize a corpus into shards"),
     "tokenizer": ("femixer.tasks.lm.data:train_tokenizer", "train a BPE tokenizer on a corpus"),

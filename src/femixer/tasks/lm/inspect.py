@@ -20,6 +20,7 @@ from femixer.inspection.tokens import labels
 from femixer.optional import require
 from femixer.options import check, parse
 from femixer.tasks.lm.checkpoint import Placement, given_text, load
+from femixer.tasks.lm.usage import FIGURE, summarize
 from femixer.training import atomic
 from femixer.training.results import model_folder, name_of
 
@@ -56,6 +57,9 @@ class Command:
     mamba); by default those with the largest mean KL."""
     query: int | None = None
     """Token, from 0, whose channels are compared; by default the one with the largest KL."""
+    summary: bool = False
+    """Only sum up what the read does: histograms of lambda, hidden temperature and KL by layer (usage.png), and the
+    loss of the text without each part (usage.md)."""
 
     def validate(self) -> None:
         check(self.max_tokens > 0, "max_tokens", self.max_tokens, "a whole number above 0")
@@ -71,6 +75,10 @@ def main(args: Sequence[str]) -> int:
     model_folder(command.checkpoint)  # says what is wrong before anything slow
     text = given_text(command.text, command.file, "text", "file", errors="replace")
     model, tokenizer = load(command.checkpoint, command.placement)
+    if command.summary:
+        print(summarize(model, tokenizer(text)["input_ids"], command.max_tokens, command.out).read_text("utf-8"))
+        print(f"The figure is {command.out / FIGURE}")
+        return 0
     size = run(command, model, tokenizer, text)
     print((command.out / SUMMARY).read_text(encoding="utf-8"))
     print(f"Open {command.out / PAGE} ({size / 1e6:.1f} MB) in a browser; figures are in {command.out / FIGURES}/")

@@ -1,6 +1,6 @@
 """The model of a training run, as the command line describes it, and how many parameters presets have."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from femixer.options import check, parse
 from femixer.priors import PRIORS
 from femixer.priors.parsing import parse_prior
 from femixer.tasks.mixing import Mixing
+from femixer.tasks.rivals import Rivals
 from femixer.training import derive
 
 
@@ -23,7 +24,7 @@ class ModelOptions:
     preset: str = "tiny"
     """Size of the model; `femixer lm presets` lists them."""
     mixer: tuple[str, ...] = ("fem",)
-    """fem, or a baseline (attention). Several names are repeated over the layers."""
+    """fem, or a baseline (attention, gsa, ...; docs/baselines.md). Several names are repeated over the layers."""
     prior: tuple[str, ...] = ("softmax",)
     """Prior of the free energy mixer, also with options as in gla:decay=channel. Several are repeated over the layers:
     gla gla gla softmax makes every fourth layer softmax."""
@@ -42,6 +43,7 @@ class ModelOptions:
     """Sliding window of the layers with the softmax prior."""
     dropout: float = 0.0
     """Dropout of the mixers' reads."""
+    rivals: Rivals = field(default_factory=Rivals)
     tie_embeddings: bool = False
     """Use the embeddings of the tokens as the output projection too."""
 
@@ -68,9 +70,11 @@ class ModelOptions:
             "num_key_value_heads": self.kv_heads,
         }
         self.mixing.validate(self.row)
+        self.rivals.validate({"mixer": self.mixer})
         try:
             return preset(
                 self.preset,
+                **self.rivals.fields({"mixer": self.mixer}),
                 **{field: value for field, value in sizes.items() if value is not None},
                 **self.row,
                 **self.mixing.fields(self.row),
@@ -83,6 +87,19 @@ class ModelOptions:
             )
         except StrictDataclassError as error:  # how transformers wraps what the configuration says
             raise ValueError(str(error.__cause__ or error)) from error
+
+
+def described(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of FEMConfig as those of ModelOptions."""
+    prior = fields.get("prior", "softmax")
+    options = (fields.get("prior_options") or {}).get(prior, {})
+    words = ",".join(f"{name}={str(value).lower()}" for name, value in options.items())
+    return {
+        "mixer": (fields["mixer"],),
+        "prior": (f"{prior}:{words}" if words else prior,),
+        "parts": fields.get("parts", ""),
+        "rivals": Rivals.of(fields),
+    }
 
 
 def one_or_all(names: Sequence[str]) -> str | list[str]:

@@ -6,17 +6,18 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from femixer.models.named import NAMED
 from femixer.models.parameters import parameter_count
-from femixer.options import check, parse
+from femixer.options import check, expanded, parse
 from femixer.reporting import Row, Score, Table, as_markdown, marked
 from femixer.tasks.lm.data import DataOptions
 from femixer.tasks.lm.fit import Experiment, draw, last, rate, trained
-from femixer.tasks.lm.model import ModelOptions
+from femixer.tasks.lm.model import ModelOptions, described
+from femixer.tasks.lm.reproduce import ROWS
+from femixer.tasks.rivals import Rivals
 from femixer.training import EngineOptions, Interrupted, Results, RunOptions, atomic, distributed, processes, show_table
 from femixer.training.recipe import with_recipe
 from femixer.training.results import CHECKPOINTS, Record
@@ -46,19 +47,7 @@ def train(args: Sequence[str]) -> int:
     return show_table(results)
 
 
-def described(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of FEMConfig as those of ModelOptions."""
-    prior = fields.get("prior", "softmax")
-    options = (fields.get("prior_options") or {}).get(prior, {})
-    words = ",".join(f"{name}={str(value).lower()}" for name, value in options.items())
-    return {
-        "mixer": (fields["mixer"],),
-        "prior": (f"{prior}:{words}" if words else prior,),
-        "parts": fields.get("parts", ""),
-    }
-
-
-MODELS = {name: described(fields) for name, fields in NAMED.items() if "mixer_options" not in fields}
+MODELS = {name: described(fields) for name, fields in NAMED.items()}
 """By the names of the paper's tables. GLA, AFT and Mamba are our normalized priors with the mean as read."""
 SHOWN = (
     *("SMAttn", "SMAttn+C", "SMAttn+C,L", "SMAttn+C,L,T", "FEM-SM"),
@@ -75,7 +64,8 @@ class Comparison:
 
     experiment: Experiment = field(default_factory=Experiment)
     models: tuple[str, ...] = SHOWN
-    """Models by the names of the paper's tables; custom is the one that --mixer, --prior and --parts describe."""
+    """Models by the names of the paper's tables; paper: those of its table of language models; all: every one that
+    has a name; custom is the one that --mixer, --prior and --parts describe."""
     seeds: int = 3
     """Runs of each model, with seeds that go up from --seed. The same seed means the same order of the text."""
 
@@ -84,11 +74,12 @@ class Comparison:
         check(0 < len(self.models) == len({*self.models}), "models", self.models, allowed)
         for name in self.models:
             check(name in (*MODELS, CUSTOM), "models", name, allowed)
-        for name in MODELS["SMAttn"] if CUSTOM not in self.models else ():
+        for name in ("mixer", "prior", "parts") if CUSTOM not in self.models else ():
             given = getattr(self.experiment.model, name)
             check(given == getattr(ModelOptions(), name), name, given, "--models ... custom too: it describes that one")
         check(self.seeds > 0, "seeds", self.seeds, "a whole number above 0")
         self.experiment.model.mixing.validate(*(self.run(name).model.row for name in self.models))
+        self.experiment.model.rivals.validate(*({"mixer": self.run(name).model.mixer} for name in self.models))
         for name in self.models:
             self.run(name).validate()
 
@@ -96,6 +87,9 @@ class Comparison:
         """The run of a model with the first seed, the second, ..."""
         model = replace(self.experiment.model, **MODELS.get(name, {}))
         model = replace(model, mixing=model.mixing.fitting(model.row))
+        given = self.experiment.model.rivals.fitting({"mixer": model.mixer}).mixer_options
+        own = () if name == CUSTOM else model.rivals.mixer_options
+        model = replace(model, rivals=Rivals((*own, *given)))
         return replace(self.experiment, model=model, seed=self.experiment.seed + number)
 
 
@@ -226,6 +220,11 @@ def compare(args: Sequence[str]) -> int:
     default = Compare(Comparison(small), DataOptions(), EngineOptions(), RunOptions(Path("results/lm-compare")))
     default, args = with_recipe(default, args)
     command = parse(Compare, args, "lm compare", default)
+    models = expanded(
+        command.comparison.models,
+        {"all": tuple(MODELS), "paper": tuple(dict.fromkeys(name for rows in ROWS.values() for name in rows))},
+    )
+    command = replace(command, comparison=replace(command.comparison, models=models))
     try:
         results = compared(command.comparison, command.data, command.engine, command.run, command.jobs)
     except KeyboardInterrupt as stop:

@@ -3,19 +3,20 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
 from femixer.models.named import NAMED
-from femixer.options import check, given
+from femixer.options import check, expanded, given, parse
 from femixer.reporting import Table
 from femixer.tasks.mad.data import TASKS, sample
 from femixer.tasks.mad.fit import MadJob
 from femixer.tasks.mad.model import build
 from femixer.tasks.mad.protocol import PROTOCOLS, Protocol
-from femixer.tasks.mad.table import tabulate
+from femixer.tasks.mad.table import FIGURES, tabulate
 from femixer.tasks.mixing import Mixing
+from femixer.tasks.rivals import Rivals
 from femixer.tasks.runner import Run
 from femixer.training.jobs import Jobs
 from femixer.training.results import Record
@@ -26,7 +27,7 @@ class Experiment:
     """What is run."""
 
     models: tuple[str, ...] = ("SMAttn", "FEM-SM")
-    """Models by the names of the paper's tables."""
+    """Models by the names of the paper's tables. paper: the 24 of its table; all: every one that has a name."""
     tasks: tuple[str, ...] = tuple(TASKS)
     """Tasks."""
     protocol: str = "lite"
@@ -45,6 +46,7 @@ class Experiment:
     """Number of tokens, in all chosen tasks."""
     train: int | None = None
     """Training sequences."""
+    rivals: Rivals = field(default_factory=Rivals)
     batch: int | None = None
     """Sequences of a training step."""
     steps: int | None = None
@@ -70,6 +72,7 @@ class Experiment:
         check(decay is None or (len(decay) > 0 and min(decay) >= 0), "weight_decay", decay, "numbers of at least 0")
         self.mixing.validate(*(NAMED[model] for model in self.models))
         jobs = self.jobs()
+        self.rivals.validate(*(job.fields for job in jobs))
         for task, parameters in {(job.task, str(job.parameters)): (job.task, job.parameters) for job in jobs}.values():
             sample(task, 1, **parameters)
         for job in {(job.model, TASKS[job.task].last_position_only): job for job in jobs}.values():
@@ -88,7 +91,8 @@ class Experiment:
             for lr in self.lr or protocol.plan(task).learning_rates
             for weight_decay in self.weight_decay or protocol.plan(task).weight_decays
         ]
-        return [*{job.digest: job for job in jobs}.values()]
+        changed = (replace(job, fields={**job.fields, **self.rivals.fields(job.fields)}) for job in jobs)
+        return [*{job.digest: job for job in changed}.values()]
 
     def changed(self) -> Protocol:
         """The protocol with what the options change, and a name that says so."""
@@ -157,6 +161,12 @@ class MadRun(Run):
 
     def tables(self, records: Sequence[Record]) -> list[Table]:
         return [tabulate(records, self.select)]
+
+    @classmethod
+    def parse(cls, args: Sequence[str], command: str) -> Self:
+        asked = parse(cls, args, command, cls())
+        models = expanded(asked.experiment.models, {"all": tuple(NAMED), "paper": tuple(FIGURES)})
+        return replace(asked, experiment=replace(asked.experiment, models=models))
 
     @property
     def resumable(self) -> bool:

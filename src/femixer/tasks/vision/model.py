@@ -19,6 +19,7 @@ from femixer.models.presets import VISION_PRESETS
 from femixer.models.quiet import without_bars
 from femixer.options import check, given
 from femixer.tasks.mixing import Mixing
+from femixer.tasks.rivals import Rivals
 from femixer.tasks.vision.data import Images
 from femixer.tasks.vision.data.augmentation import Augmentation
 from femixer.tasks.vision.data.pictures import Preparation
@@ -97,9 +98,13 @@ class Sizes:
     eval_crop: float = 1.0
     """Share of the shorter side of a picture that is seen in evaluation, its middle (0.875 is usual for ImageNet)."""
 
+    rivals: Rivals = field(default_factory=Rivals)
+
     def validate(self, *models: str) -> None:
-        """A ValueError if options of free energy mixers are given that none of the models takes."""
-        self.mixing.validate(*(ENCODERS[name] for name in models if name in ENCODERS))
+        """A ValueError if options of mixers are given that none of the models takes."""
+        rows = [ENCODERS[name] for name in models if name in ENCODERS]
+        self.mixing.validate(*rows)
+        self.rivals.validate(*rows)
 
     def fields(self) -> dict[str, Any]:
         """Of FEMVisionConfig, those that are given."""
@@ -152,6 +157,7 @@ def specified(
         **ENCODERS[model],
         **sizes.mixing.fields(ENCODERS[model]),
         **sizes.fields(),
+        **sizes.rivals.fields(ENCODERS[model]),
         "num_channels": images.channels,
         "drop_path": training.drop_path,
         "dropout": training.dropout,

@@ -7,20 +7,21 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from femixer.models.parameters import parameter_count
-from femixer.options import check, parse
+from femixer.options import check, expanded, parse
 from femixer.reporting import Table, as_markdown
 from femixer.reporting.figures import save
 from femixer.tasks.runner import DataJob, Run
+from femixer.tasks.vision import TASK
 from femixer.tasks.vision.data import DIGITS, Images, Reading, read
 from femixer.tasks.vision.data.augmentation import Augmentation
 from femixer.tasks.vision.data.views import BROKEN, spread, stacked
 from femixer.tasks.vision.evaluate import CONFUSION, PREDICTIONS, confusion, curves, samples
 from femixer.tasks.vision.fit import Fitted, Loading, fitted
 from femixer.tasks.vision.maps import MAPS, map_figure
-from femixer.tasks.vision.model import Sizes, Spec, Training, config_of, specified
-from femixer.tasks.vision.table import ORDER, tabulate
+from femixer.tasks.vision.model import ENCODERS, Sizes, Spec, Training, config_of, specified
+from femixer.tasks.vision.table import ORDER, TOP1, tabulate
 from femixer.training import EngineOptions, Results, RunOptions, distributed, show_table
-from femixer.training.jobs import Jobs
+from femixer.training.jobs import RECORD, Jobs
 from femixer.training.recipe import apply, with_recipe
 from femixer.training.results import MODEL, Record
 
@@ -55,12 +56,13 @@ class VisionJob(DataJob):
     """A model trained on one set of pictures with one seed."""
 
     loading: Loading
+    engine: EngineOptions
 
     def read(self) -> Images:
         return read(self.data, self.reading, self.spec.fields["num_channels"])
 
     def fitted(self, data: Images, options: RunOptions) -> Record:
-        return fitted(self.spec, data, Results("vision", self.spec, options), self.loading).record
+        return fitted(self.spec, data, Results("vision", self.spec, options), self.loading, self.engine).record
 
     def summary(self, record: Record) -> str:
         return f"test accuracy {record['top1']:.2%} (validation {record['validation_top1']:.2%})"
@@ -81,38 +83,43 @@ class Setting:
     training: Training = field(default_factory=Training)
     augmentation: Augmentation = field(default_factory=Augmentation)
     loading: Loading = field(default_factory=Loading)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+
+    def validate(self) -> None:
+        """What can be known before the pictures are read."""
+        self.engine.validate()
+        shard = self.engine.shard
+        check(shard == "none", "shard", shard, "none: the best weights are kept whole, and these models are small")
+        self.loading.validate()
 
 
 @dataclass(frozen=True)
 class Train(Setting):
     """Train a classifier on pictures, by default on scikit-learn's digits.
 
-    The results folder gets config.json, metrics.jsonl, table.md, figures (figure.png with the curves, confusion.png,
-    predictions.png, maps.png) and model/, the weights of the best validation accuracy, which `femixer vision eval` and
-    transformers' Auto classes load. `--recipe NAME` (or a YAML file) gives other defaults for all of these options:
-    digits and images (for pictures of your own) are taken by themselves, deit-imagenet is the paper's.
+    The results folder gets config.json, metrics.jsonl, table.md, record.json (for `femixer vision table`), figures
+    (figure.png with the curves, confusion.png, predictions.png, maps.png) and model/, the weights of the best
+    validation accuracy, which `femixer vision eval` and transformers' Auto classes load. `--recipe NAME` (or a YAML
+    file) gives other defaults for all of these options: digits and images (for pictures of your own) are taken by
+    themselves, deit-imagenet is the paper's.
     """
 
     model: str = "FEM-SM"
     """Model by its name in the paper's tables: FEM-SM, FEM-GLA, SMAttn (plain attention), GLA, ..."""
     seed: int = 0
     """Seed of the weights, of the order of the pictures, of augmentation and of dropout; not of the parts."""
-    engine: EngineOptions = field(default_factory=EngineOptions)
     run: RunOptions = field(default_factory=lambda: RunOptions(Path("results/vision")))
 
 
 def trained(command: Train) -> Results:
     """Train, score and save a model; the folder then holds everything about it."""
-    command.engine.validate()
-    shard = command.engine.shard
-    check(shard == "none", "shard", shard, "none: the best weights are kept whole, and these models are small")
-    command.loading.validate()
+    command.validate()
     command.run.apply()
     command.sizes.validate(command.model)
     images = read(command.data, command.reading, command.sizes.channels)
     spec = specified(command.model, images, command.seed, command.sizes, command.training, command.augmentation)
     parameter_count(config_of(spec, images))  # its layers say what they cannot be, before anything is written
-    results = Results("vision", spec, command.run, (BROKEN, CONFUSION, PREDICTIONS, MAPS))
+    results = Results("vision", spec, command.run, (BROKEN, CONFUSION, PREDICTIONS, MAPS, RECORD))
     if not results.finished:
         made = fitted(spec, images, results, command.loading, command.engine)
         distributed.on_main(lambda: finish(results, spec, images, made))
@@ -123,6 +130,7 @@ def finish(results: Results, spec: Spec, images: Images, made: Fitted) -> None:
     """Save the model, and write figures and table: what makes the run finished comes last."""
     folder = results.folder
     made.classifier.save(folder / MODEL)
+    TASK.keep(made.record, folder)
     results.write_figure(curves(made.record, spec.title))
     save(confusion(made.predictions, images.classes, f"{spec.title}, test part"), folder / CONFUSION)
     save(samples(made.predictions, made.test, images.classes, spec.title), folder / PREDICTIONS)
@@ -161,6 +169,8 @@ def train(args: Sequence[str]) -> int:
     return show_table(results)
 
 
+CHOICES = {"all": tuple(ENCODERS), "paper": tuple(name for name in TOP1["deit-tiny"] if name in ENCODERS)}
+"""What --models takes besides names."""
 EQUAL = 0.02
 """Parameters that models which are compared may differ by."""
 
@@ -170,7 +180,8 @@ class Experiment(Setting):
     """What is run."""
 
     models: tuple[str, ...] = ORDER
-    """Models by their names in the paper's tables; SMAttn is plain attention."""
+    """Models by their names in the paper's tables; SMAttn is plain attention. paper: those of its table that are
+    encoders here; all: every encoder."""
     seeds: int = 1
     """Runs of everything, with seeds that go up from --seed."""
     seed: int = 0
@@ -180,7 +191,7 @@ class Experiment(Setting):
         """Each once, all of the first seed first; a ValueError if one of them is not possible."""
         check(0 < len(self.models) == len({*self.models}), "models", self.models, "different ones")
         check(self.seeds > 0, "seeds", self.seeds, "a whole number above 0")
-        self.loading.validate()
+        self.validate()
         self.sizes.validate(*self.models)
         images = read(self.data, self.reading, self.sizes.channels)
         first = [
@@ -188,7 +199,7 @@ class Experiment(Setting):
         ]
         tell_parameters({spec.model: parameter_count(config_of(spec, images)) for spec in first})
         return [
-            VisionJob(replace(spec, seed=self.seed + number), self.data, self.reading, self.loading)
+            VisionJob(replace(spec, seed=self.seed + number), self.data, self.reading, self.loading, self.engine)
             for number in range(self.seeds)
             for spec in first
         ]
@@ -224,4 +235,5 @@ class VisionRun(Run):
         default, args = with_recipe_of_data(cls(), args)
         given = parse(cls, args, command, default)
         training = within_epochs(given.experiment.training, args)
-        return replace(given, experiment=replace(given.experiment, training=training))
+        models = expanded(given.experiment.models, CHOICES)
+        return replace(given, experiment=replace(given.experiment, training=training, models=models))

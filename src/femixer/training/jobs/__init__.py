@@ -10,11 +10,11 @@ from typing import TypeVar
 
 from femixer.options import check
 from femixer.training.jobs.engines import Assignment, Job, JobEngine, Outcome
-from femixer.training.jobs.store import ERRORS, INDEX, Kind, Store, export, load
+from femixer.training.jobs.store import ERRORS, INDEX, RECORD, Kind, Store, export, load
 from femixer.training.journal import terminal_bar
 from femixer.training.results import Record
 
-__all__ = ["Job", "JobEngine", "Jobs", "Kind", "Store", "divided", "export", "load", "run"]
+__all__ = ["RECORD", "Job", "JobEngine", "Jobs", "Kind", "Store", "divided", "export", "load", "run"]
 
 
 @contextmanager

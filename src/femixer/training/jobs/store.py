@@ -21,6 +21,8 @@ from femixer.training import atomic
 from femixer.training.results import METRICS, Record
 
 INDEX, JOBS, ERRORS, RUNNING = "store.json", "jobs", "errors", "running"
+RECORD = "record.json"
+"""In the results folder of a single training: its record, as an exported file."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,15 @@ def put(path: Path, text: str) -> None:
 
 
 def load(path: str | os.PathLike[str], kind: Kind) -> list[Record]:
-    """The records of a store (a folder), or of an exported file."""
+    """The records of a store (a folder), of one training's folder that holds its record, or of an exported file."""
     path = Path(path)
     if path.is_dir():
+        if not (path / INDEX).exists() and (path / RECORD).exists():
+            return check_format(path / RECORD, kind)["records"]
         if not (path / INDEX).exists() and (path / METRICS).exists():
             made = f"femixer {kind.command}"
-            raise ValueError(f"results={str(path)!r} is one run of `{made} train`; tables are made of `{made} run`")
+            told = f"one run of `{made} train` without a {RECORD}; tables are made of `{made} run`"
+            raise ValueError(f"results={str(path)!r} is {told}")
         check_format(path / INDEX, kind)
         return [json.loads(file.read_text(encoding="utf-8")) for file in sorted((path / JOBS).glob("*.json"))]
     check(path.is_file(), "results", str(path), f"a store of results, or a file of `femixer {kind.command} export`")

@@ -16,6 +16,14 @@ from femixer.models.language import FEMForCausalLM, FEMModel, padding_mask, with
 from femixer.models.packing import PACKING, packed_segments
 from femixer.parallel.cut import Cut
 from femixer.parallel.exchange import summed
+from femixer.parallel.swapping import swapped
+
+
+def cut_model(model: Any, cut: Cut) -> None:
+    body = model if isinstance(model, FEMModel) else model.model
+    swapped(body, CutModel).cut = cut
+    if body is not model:
+        swapped(model, CutLanguageModel).cut = cut
 
 
 def _refuse(options: dict[str, Any]) -> None:

@@ -1,0 +1,162 @@
+"""`femixer evidence`: what FEM gains over its own prior, as paired differences over everything that was recorded.
+
+A pair is FEM and the same prior read by its mean, with the same data, size and seed. What a seed or a data set does to
+both cancels in their difference.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+from femixer.options import check, parse
+from femixer.reporting import Cell, Column, Group, Row, Score, Table, as_markdown, difference, write
+from femixer.reporting.paired import Difference
+from femixer.training.jobs.store import as_text
+from femixer.training.results import Record
+
+PRIORS = {"FEM-SM": "SMAttn", "FEM-GLA": "GLA", "FEM-AFT": "AFT", "FEM-Mamba": "Mamba"}
+"""FEM with all parts -> its prior with the mean as read."""
+
+
+class Measured(NamedTuple):
+    """Scores of one model in one setting."""
+
+    setting: str
+    model: str
+    score: Score
+
+
+def of_mad(records: Sequence[Record]) -> Iterator[Measured]:
+    from femixer.tasks.mad.table import rows
+
+    for model, row in rows(records).items():
+        yield from (Measured(task, model, score) for task, score in row.items())
+
+
+def of_vision(records: Sequence[Record]) -> Iterator[Measured]:
+    from femixer.tasks.vision.table import groups
+
+    for group in groups(records):
+        yield from (Measured(group.dataset, model, group.score(model, "top1")) for model in group.chosen)
+
+
+def of_forecast(records: Sequence[Record]) -> Iterator[Measured]:
+    from femixer.tasks.forecast.table import TUNED, groups
+
+    for group in groups(records, (*TUNED, "epochs", "patience")):
+        for model, horizon in group.chosen:
+            rows = "" if group.lookback is None else f" from {group.lookback} rows"
+            yield Measured(f"{group.dataset}, {horizon} steps{rows}", model, group.score(model, "mse", horizon))
+
+
+def of_lm(records: Sequence[Record]) -> Iterator[Measured]:
+    held: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    for record in records:
+        held[as_text([record["text"], record["experiment"]]), record["model"]][record["seed"]] = record["loss"]
+    names = [*dict.fromkeys(setting for setting, _ in held)]
+    for (setting, model), losses in held.items():
+        number = "" if len(names) == 1 else f", experiment {names.index(setting) + 1}"
+        yield Measured(f"validation loss{number}", model, Score(losses, len(losses)))
+
+
+class Kind(NamedTuple):
+    """A task: how its records become scores, the unit of a difference, and by how much it is multiplied; a difference
+    above zero is a gain."""
+
+    title: str
+    measured: Callable[[Sequence[Record]], Iterable[Measured]]
+    unit: str
+    scale: float
+    digits: int
+
+
+KINDS = {
+    "mad": Kind("MAD", of_mad, "points of accuracy", 100, 1),
+    "vision": Kind("Images", of_vision, "points of accuracy", 100, 2),
+    "lm": Kind("Language models", of_lm, "nats per token x 1000, less is better", -1000, 1),
+    "forecast": Kind("Forecasting", of_forecast, "test MSE x 1000, less is better", -1000, 1),
+}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What FEM gains over its prior: paired differences with 95 % intervals, over seeds and over settings.
+
+    Writes table.md, which it prints, table.tex and table.csv.
+    """
+
+    results: tuple[Path, ...]
+    """Stores of `femixer mad | vision | forecast run`, folders of `femixer lm compare`, or files of their `export`."""
+    out: Path = Path("results/evidence")
+    """Folder of the files."""
+
+
+def main(args: Sequence[str]) -> int:
+    command = parse(Evidence, args, "evidence")
+    table = tabulate(load(command.results))
+    write(command.out, [table])
+    print(as_markdown(table))
+    print(f"The table is in {command.out}/ as Markdown, LaTeX and CSV")
+    return 0
+
+
+def load(paths: Sequence[Path]) -> dict[str, list[Record]]:
+    """Records by task; each path is of one task."""
+    from femixer.tasks.lm import records as lm
+
+    tasks = [import_module(f"femixer.tasks.{name}").TASK for name in KINDS if name != "lm"]
+    readers = {"lm": lm.load, **{task.name: task.load for task in tasks}}
+    found: dict[str, list[Record]] = defaultdict(list)
+    for path in paths:
+        check(path.exists(), "results", str(path), "a store of results, or an exported file")
+        for name, read in readers.items():
+            with suppress(ValueError):
+                found[name] += read(path)
+                break
+        else:
+            raise ValueError(f"results={str(path)!r} are not results of one of {', '.join(readers)}")
+    return found
+
+
+def tabulate(records: dict[str, list[Record]]) -> Table:
+    groups = [group for name, kind in KINDS.items() if (group := gains(kind, records.get(name, [])))]
+    check(len(groups) > 0, "results", "without pairs", f"records of models and their priors: {PRIORS}")
+    columns = [Column("Setting"), *(Column(f"{fem} - {prior}", key=fem, scores=True) for fem, prior in PRIORS.items())]
+    notes = (
+        "Mean of the differences between FEM and its prior with the mean as read, of the same setting and seed, above "
+        "zero where FEM is better; in brackets its 95 % interval by Student's t, behind it the number of pairs. An "
+        "interval without zero is bold. All settings of a benchmark are pairs of one interval in its last row.",
+    )
+    return Table(columns, groups, notes=notes)
+
+
+def gains(kind: Kind, records: Sequence[Record]) -> Group | None:
+    scores: dict[str, dict[str, Score]] = defaultdict(dict)
+    for setting, model, score in kind.measured(records) if records else ():
+        scores[setting][model] = score
+    everything: dict[str, list[float]] = defaultdict(list)
+    rows: list[Row] = []
+    for setting, of in scores.items():
+        cells: list[Cell] = []
+        for fem, prior in PRIORS.items():
+            found = difference(of[fem], of[prior]).scores.values() if {fem, prior} <= {*of} else ()
+            own = [kind.scale * each for each in found]
+            everything[fem] += own
+            cells.append(cell(own, kind.digits))
+        if any(each.value for each in cells):
+            rows.append([setting, *cells])
+    if not rows:
+        return None
+    rows.append(["all", *(cell(everything[fem], kind.digits) for fem in PRIORS)])
+    return Group(rows, f"{kind.title}, {kind.unit}")
+
+
+def cell(differences: Sequence[float], digits: int) -> Cell:
+    if not differences:
+        return Cell()
+    found = Difference.of(differences)
+    return Cell(f"{found.text(digits)}, {found.count}", mark="best" if found.is_told_apart else "")

@@ -1,0 +1,73 @@
+"""`femixer lm export`: the finished runs of `femixer lm compare` as one small file, with their learning curves."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from femixer.options import check, parse
+from femixer.tasks.lm.fit import last
+from femixer.tasks.lm.task import RUNS
+from femixer.training import jobs
+from femixer.training.jobs import Kind
+from femixer.training.results import CONFIG, METRICS, TABLE, Record
+
+KIND = Kind("lm", "lm 1")
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write the finished runs of one or more comparisons into one JSON file, which `femixer evidence` reads."""
+
+    results: tuple[Path, ...]
+    """Results folders of `femixer lm compare`, finished or not, or files that this command wrote."""
+    out: Path
+    """The file."""
+
+
+def export(args: Sequence[str]) -> int:
+    command = parse(Export, args, "lm export")
+    records = load(*command.results)
+    check(len(records) > 0, "results", [str(path) for path in command.results], "folders with a finished run")
+    jobs.export(records, command.out, KIND)
+    print(f"{len(records)} runs are in {command.out}")
+    return 0
+
+
+def load(*paths: Path) -> list[Record]:
+    """Runs of comparisons (folders) and of exported files, each once."""
+    found = [record for path in paths for record in (of_folder(path) if path.is_dir() else jobs.load(path, KIND))]
+    return [*{json.dumps(record, sort_keys=True): record for record in found}.values()]
+
+
+def of_folder(folder: Path) -> list[Record]:
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = {}
+    if not isinstance(config, dict) or config.get("task") != "lm compare":
+        raise ValueError(f"results={str(folder)!r} is no results folder of `femixer lm compare`")
+    runs = sorted(path.parent for path in (folder / RUNS).glob(f"*/{TABLE}"))
+    return [of_run(run, str(config.get("text", ""))) for run in runs]
+
+
+def of_run(run: Path, text: str) -> Record:
+    """Of a run named `MODEL seed N`."""
+    model, _, seed = run.name.rpartition(" seed ")
+    experiment = json.loads((run / CONFIG).read_text(encoding="utf-8"))["experiment"]
+    lines = (run / METRICS).read_text(encoding="utf-8").splitlines()
+    metrics = [json.loads(line) for line in lines]
+    end = last(metrics)
+    curve = [[record["step"], record["loss"]] for record in metrics if record["split"] == "validation"]
+    shared = {name: value for name, value in experiment.items() if name not in ("seed", "model")}
+    sizes = {name: experiment["model"][name] for name in ("preset", "hidden_size", "layers", "heads")}
+    return {
+        "model": model,
+        "seed": int(seed),
+        "text": text,
+        "loss": end["loss"],
+        "bits_per_byte": end.get("bits_per_byte"),
+        "experiment": {**shared, **sizes},
+        "fields": experiment["model"],
+        "curve": curve,
+    }

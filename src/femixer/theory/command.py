@@ -1,0 +1,216 @@
+"""`femixer theory`: the tables of docs/theory.md, and its two figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from femixer.free_energy import posterior
+from femixer.mixer import FreeEnergyMixer
+from femixer.options import check, parse
+from femixer.reporting import Column, Group, Table, as_markdown
+from femixer.reporting.figures import COLOURS, figure, looks, plain_log, quiet, save
+from femixer.theory.capacity import minimal_degree, most_patterns, per_dimension_cost
+from femixer.theory.nodes import NodeCost, cost, nodes, state_numbers
+from femixer.theory.tangent import tangent_kernels
+
+PRIORS = ("softmax", "linear", "gla", "aft", "decay", "ssm", "mamba")
+TEMPERATURES = (0.0, 1.0, 4.0, 16.0)
+DIM, HEADS, LENGTH = 512, 8, 1024
+
+
+@dataclass(frozen=True)
+class Command:
+    """Print what the paper's appendix proves, as numbers of this library's layers, and draw two figures.
+
+    A minute on two CPU cores. Operations and bytes are counted, not timed.
+    """
+
+    out: Path = Path("results/theory")
+    """Folder for theory-kernel.png, theory-nodes.png and tables.md."""
+    dim: int = 64
+    """Width of the layers whose costs are counted."""
+    lengths: tuple[int, ...] = (64, 128, 256, 512, 1024)
+    """Tokens at which they are counted, each twice the one before."""
+
+
+def main(args: Sequence[str]) -> int:
+    command = parse(Command, args, "theory")
+    check(command.dim > 0 and command.dim % 8 == 0, "dim", command.dim, "a multiple of 8")
+    doubled = [2 * length for length in command.lengths[:-1]]
+    check([*command.lengths[1:]] == doubled != [], "lengths", command.lengths, "two or more, each twice the one before")
+    command.out.mkdir(parents=True, exist_ok=True)
+    start, unit = kernel_shares(unit=False), kernel_shares(unit=True)
+    costs = node_costs(command.dim, command.lengths)
+    tables = as_markdown(kernel_table(start, unit), node_table(costs), state_table(), score_table(), head_table())
+    (command.out / "tables.md").write_text(tables, encoding="utf-8")
+    save(kernel_figure(unit), command.out / "theory-kernel.png")
+    save(node_figure(costs), command.out / "theory-nodes.png")
+    print(tables)
+    return 0
+
+
+Shares = dict[str, dict[str, float]]
+
+
+def kernel_shares(unit: bool, dim: int = 32, heads: int = 4, length: int = 12) -> Shares:
+    """{prior: {group: its share of the trace of the tangent kernel}} on normal tokens, of layers as they start or with
+    all matrices redrawn at unit gain, N(0, 1 / columns)."""
+    shares = {}
+    for prior in PRIORS:
+        torch.manual_seed(0)
+        mixer = FreeEnergyMixer(dim, heads, prior, dtype=torch.float64)
+        for name, parameter in mixer.named_parameters():
+            if unit and name.endswith(("weight", "modulation")):
+                torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+        x = torch.randn(length, dim, dtype=torch.float64)
+        traces = {g: torch.einsum("tjtj->", k).item() for g, k in tangent_kernels(mixer, x).items()}
+        shares[prior] = {group: trace / sum(traces.values()) for group, trace in traces.items()}
+    return shares
+
+
+def kernel_table(start: Shares, unit: Shares) -> Table:
+    groups = [*next(iter(start.values()))]
+    columns = [Column("layer"), *(Column(group, align="right") for group in groups)]
+    blocks = [
+        Group([[prior, *(f"{100 * of[group]:.2f}" for group in groups)] for prior, of in shares.items()], title)
+        for title, shares in (("as it starts", start), ("matrices at unit gain", unit))
+    ]
+    return Table(columns, blocks, "Shares of the tangent kernel's trace, in percent")
+
+
+def node_costs(dim: int, lengths: Sequence[int], heads: int = 4) -> dict[str, list[tuple[int, NodeCost]]]:
+    """{node: [(tokens, its costs)]}"""
+    found: dict[str, list[tuple[int, NodeCost]]] = {}
+    for length in lengths:
+        for name, node in nodes(dim, length, heads, device="meta").items():
+            found.setdefault(name, []).append((length, cost(node, dim, length)))
+    return found
+
+
+def growth(costs: Sequence[tuple[int, NodeCost]], what: str) -> float:
+    """By which power of the number of tokens it grows, at the last doubling."""
+    (_, before), (_, after) = costs[-2:]
+    return torch.tensor(getattr(after, what) / getattr(before, what)).log2().item()
+
+
+def node_table(costs: dict[str, list[tuple[int, NodeCost]]]) -> Table:
+    rows = []
+    for name, of in costs.items():
+        _, last = of[-1]
+        shown = [f"{last.flops / 1e6:,.0f}", f"{last.written / 1e6:,.1f}", f"{last.kept / 1e3:,.1f}"]
+        rows.append([name, *(x for what, n in zip(NodeCost._fields, shown, strict=True) for x in (n, power(of, what)))])
+    units = ("Mflop", "MB written", "kB kept")
+    powers = [Column("grows as", f"{what}_power", "right") for what in NodeCost._fields]
+    columns = ("node", *(column for pair in zip(units, powers, strict=True) for column in pair))
+    return Table.of(columns, rows, f"One forward pass over {next(iter(costs.values()))[-1][0]} tokens")
+
+
+def power(costs: Sequence[tuple[int, NodeCost]], what: str) -> str:
+    return f"T^{growth(costs, what):.2f}"
+
+
+def state_table() -> Table:
+    """What a stream holds, and when attention's cache of 2 dim numbers a token is larger."""
+    rows = []
+    for prior in PRIORS:
+        mixer = FreeEnergyMixer(DIM, HEADS, prior, device="meta")
+        held, later = (state_numbers(mixer, tokens) for tokens in (LENGTH, 2 * LENGTH))
+        channels = mixer.heads * mixer.widths.value
+        tokens = "all" if later > held else f"{held / channels:.1f}"
+        rows.append([prior, str(channels), f"{held:,}", tokens, f"{held / (2 * DIM):.1f}"])
+    columns = (
+        "prior",
+        "value channels",
+        f"numbers held at {LENGTH}",
+        "tokens whose values fit",
+        "attention's cache, tokens",
+    )
+    return Table.of(columns, rows, f"Stream states at dim {DIM}, {HEADS} heads, all parts")
+
+
+def score_table() -> Table:
+    """Attention, and scores for every channel."""
+    shared = per_dimension_cost(DIM, LENGTH, HEADS, DIM // HEADS)
+    rows = []
+    for name, heads, width in (
+        (f"attention, {HEADS} heads", HEADS, DIM // HEADS),
+        ("a subspace per channel", DIM, DIM // HEADS),
+        ("one number per channel", DIM, 1),
+    ):
+        own = per_dimension_cost(DIM, LENGTH, heads, width)
+        rows.append([name, str(width), *(f"{a / 1e6:,.1f} ({a / b:.1f})" for a, b in zip(own, shared, strict=True))])
+    columns = ("scores", "key width", "parameters, M", "flop, M", "weights p, M")
+    return Table.of(columns, rows, f"Scores per dimension at dim {DIM}, {LENGTH} tokens (ratio to attention)")
+
+
+def head_table() -> Table:
+    """Patterns of selection and features of a head, by its width."""
+    degree, rows = minimal_degree(5.0, 1e-6), []
+    for heads in (1, 8, 64, 512):
+        width = DIM // heads
+        features = torch.tensor([degree + width, width, degree]).double().add(1).lgamma()
+        digits = (features[0] - features[1] - features[2]).item() / torch.tensor(10.0).log().item()
+        digits_of_patterns = len(str(most_patterns(LENGTH, DIM, heads))) - 1
+        rows.append([str(heads), str(width), f"10^{digits_of_patterns}", f"10^{digits:.1f}"])
+    columns = ("heads", "width", "patterns of argmax", "features for 1e-6 at scores within 5")
+    return Table.of(columns, rows, f"{DIM} channels, {LENGTH} positions; every channel for itself: 10^{_digits()}")
+
+
+def _digits() -> int:
+    return len(str(most_patterns(LENGTH, DIM))) - 1
+
+
+def singular_values(length: int = 48, channels: int = 32) -> dict[float, Tensor]:
+    """Of the weights [channels, positions] of one token at each temperature, the largest set to one."""
+    torch.manual_seed(0)
+    p = torch.randn(1, length, dtype=torch.float64).softmax(-1)
+    v = torch.randn(length, channels, dtype=torch.float64)
+    found = {beta: torch.linalg.svdvals(posterior(p, v, beta)[0].T) for beta in TEMPERATURES}
+    return {beta: values / values[0] for beta, values in found.items()}
+
+
+def kernel_figure(shares: Shares) -> object:
+    """Left: which parameters a layer learns by. Right: in how many ways the channels of a head weigh positions."""
+    drawing = figure(10.0, 3.8)
+    bars, ranks = drawing.subplots(1, 2, width_ratios=(1.25, 1))
+    names, bottom = [*shares], torch.zeros(len(shares))
+    for n, group in enumerate([*shares[names[0]]]):
+        share = torch.tensor([shares[name].get(group, 0.0) for name in names])
+        bars.bar(names, share, bottom=bottom, color=COLOURS[n], label=group, width=0.7)
+        bottom += share
+    bars.set_title("Shares of the tangent kernel, matrices at unit gain", loc="left")
+    bars.set(ylim=(0, 1))
+    bars.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
+    quiet(bars)
+    for n, (beta, values) in enumerate(singular_values().items()):
+        label = "mean: rank 1" if beta == 0 else f"beta {beta:g}"
+        ranks.plot(range(1, len(values) + 1), values.clamp_min(1e-4), color=COLOURS[n], marker="o", ms=3, label=label)
+    ranks.set(yscale="log", ylim=(0.8e-4, 1.5), xlim=(0, 33), xlabel="number of the singular value")
+    ranks.set_ylabel("relative to the largest, at least 1e-4")
+    ranks.set_title("Channel-by-token weights of one read", loc="left")
+    ranks.legend(frameon=False)
+    quiet(ranks)
+    return drawing
+
+
+def node_figure(costs: dict[str, list[tuple[int, NodeCost]]]) -> object:
+    """Left: operations against tokens. Right: what is kept for the next token."""
+    drawing = figure(10.0, 3.8)
+    axes = drawing.subplots(1, 2)
+    for name, style in looks([*costs], "(2) attention").items():
+        lengths = [length for length, _ in costs[name]]
+        for ax, what, unit in ((axes[0], "flops", 1e6), (axes[1], "kept", 1e3)):
+            ax.plot(lengths, [getattr(c, what) / unit for _, c in costs[name]], **style, markersize=4)
+    for ax, title in zip(axes, ("Operations of a pass, Mflop", "Kept to read the next token, kB"), strict=True):
+        ax.set(xscale="log", yscale="log", xlabel="tokens")
+        ax.set_title(title, loc="left")
+        plain_log(ax.xaxis)
+        ax.set_xticks([length for length, _ in next(iter(costs.values()))])
+        quiet(ax)
+    axes[0].legend(frameon=False)
+    return drawing

@@ -1,0 +1,271 @@
+"""The neural tangent kernel of a mixer y [T, J] of one sequence, by group of parameters (paper appendix "FEM-MLP
+Interaction"):
+
+    K[(t, j), (s, j')] = < d y_tj / d theta, d y_sj' / d theta >
+
+Axes: T tokens that read, S that are read, C channels of all heads, J channels of the output. Here, as in the paper's
+main text, the outer gate scales the channels before the output projection, y_tj = sum_c O_jc g_tc u_tc with
+u = (1 - lam) mu + lam F, and the gates are projections of the token t. The paper's appendix writes o = g * (O u): there
+the gate leaves the sum over c.
+
+A kernel of all parameters is the sum of the kernels of its groups: no cross terms. Cross terms are between paths
+through one and the same parameter (`value_paths`), and these have one path only where the gates do not look at the
+values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from femixer.free_energy import effective_weights, free_energy, kl_divergence, posterior
+from femixer.gates import EPS, outer_gate, temperature_gate
+from femixer.mixer import FreeEnergyMixer
+from femixer.theory.geometry import logit_gradient
+
+GROUPS = ("value", "prior", "temperature", "gate", "beta", "conditioner", "output")
+
+
+class MixerRead(NamedTuple):
+    """One call of a mixer on one sequence, in float64; everything a closed form of its kernel needs."""
+
+    tokens: Tensor  # [T, E]: the tokens, and a one where the projections have a bias
+    prior: Tensor  # [T, S, C]
+    posterior: Tensor  # [T, S, C], at beta
+    value: Tensor  # [S, C]
+    mean: Tensor  # [T, C]
+    free: Tensor  # [T, C], the free energy at beta
+    lam: Tensor  # [T, C], 0 without part L, 1 without part T
+    gate: Tensor  # [T, C], 1 without part G
+    gate_logits: Tensor | None  # [T, C]
+    beta: Tensor  # [C], 0 without part L
+    out: Tensor  # [J, C], the output projection O
+    factors: dict[str, Tensor]  # 1 + eta [T, C] of the columns v, lam, gate: what the conditioner multiplies them by
+    heads: int
+    shared: int  # heads that read the same values
+
+    @property
+    def weights(self) -> Tensor:
+        """w_tc(i) = (1 - lam) p + lam q, the gradient of the read in the values [T, S, C]."""
+        lam = self.lam.unsqueeze(1)
+        return (1 - lam) * self.prior + lam * self.posterior
+
+    @property
+    def read(self) -> Tensor:
+        """u = (1 - lam) mu + lam F [T, C]."""
+        return torch.lerp(self.mean, self.free, self.lam)
+
+    def per_value(self, x: Tensor, dim: int) -> Tensor:
+        """Sum over the heads that share values: channels C of all heads -> channels of the values."""
+        by_head = x.unflatten(dim, (self.heads // self.shared, self.shared, -1))
+        return by_head.sum(dim + 1).flatten(dim, dim + 1)
+
+
+def read_of(mixer: FreeEnergyMixer, x: Tensor) -> MixerRead:
+    """Of x [T, dim], for priors over tokens."""
+    with torch.no_grad():
+        projected, layout = mixer.prepare(x[None])
+        shared = mixer.heads // mixer.kv_heads
+
+        def channels(given: Tensor) -> Tensor:
+            """[1, T, heads or kv_heads, D] -> [T, C]"""
+            return given[0].double().repeat_interleave(mixer.heads // given.shape[2], 1).flatten(1)
+
+        p = mixer.prior.weights(projected.inputs, layout)[0].double()  # [H, T, S] or [H, T, S, D]
+        value = channels(projected.v)
+        if p.shape[2] != x.shape[0]:
+            raise ValueError(
+                f"prior={mixer.prior_name!r} is over pairs of token and channel; allowed is one over tokens"
+            )
+        p = p if p.dim() == 4 else p.unsqueeze(-1).expand(-1, -1, -1, mixer.widths.value)
+        p = p.permute(1, 2, 0, 3).flatten(2)
+        beta = mixer.beta_max.double().flatten()
+        reads_free = mixer.raw_beta is not None
+        ones = torch.ones_like(value)
+        lam = ones * reads_free if projected.lam is None else channels(temperature_gate(projected.lam))
+        bias = mixer.value_proj.linear.bias is not None
+        return MixerRead(
+            tokens=torch.cat([x.double(), torch.ones_like(x[:, : int(bias)]).double()], 1),
+            prior=p,
+            posterior=posterior(p, value, beta),
+            value=value,
+            mean=free_energy(p, value, 0.0),
+            free=free_energy(p, value, beta),
+            lam=lam,
+            gate=ones if projected.gate is None else channels(outer_gate(projected.gate)),
+            gate_logits=None if projected.gate is None else channels(projected.gate),
+            beta=beta,
+            out=mixer.out_proj.weight.detach().double(),
+            factors=_factors(mixer, x, channels),
+            heads=mixer.heads,
+            shared=shared,
+        )
+
+
+def _factors(mixer: FreeEnergyMixer, x: Tensor, channels: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """1 + eta of the value projection's columns by name, [T, C] each."""
+    projection = mixer.value_proj
+    if mixer.conditioner is None or projection.modulation is None:
+        return {name: torch.ones(x.shape[0], 1, dtype=torch.float64) for name in projection.columns}
+    _, layout = mixer.prepare(x[None])
+    features, _ = mixer.conditioner(x[None], layout)
+    eta = (features @ projection.modulation.T).split(projection.widths, -1)
+    named = zip(projection.columns, eta, strict=True)
+    return {name: 1 + channels(e.unflatten(-1, (-1, mixer.widths.value))) for name, e in named}
+
+
+def kernel(jacobian: Tensor) -> Tensor:
+    """[T, J, ...] -> K [T, J, T, J], the inner products of the rows."""
+    rows = jacobian.flatten(2)
+    return torch.einsum("tja,sia->tjsi", rows, rows)
+
+
+def value_kernel(r: MixerRead) -> Tensor:
+    """K^(V) = sum_c O_jc O_j'c g_tc g_sc sum_{i, r} w_tc(i) w_sc(r) < h_i, h_r > -> [T, J, T, J].
+
+    h_i is the token times 1 + eta_ic of the conditioner; where heads share values the sum is over these.
+    """
+    reach = torch.einsum("tsc,sc,se->tce", r.weights, r.factors["v"].expand_as(r.value), r.tokens)
+    return kernel(r.per_value(torch.einsum("jc,tc,tce->tjce", r.out, r.gate, reach), 2))
+
+
+def temperature_kernel(r: MixerRead) -> Tensor:
+    """K^(lam) = sum_c O_jc O_j'c a_tc a_sc < h_t, h_s >,  a = g (F - mu) lam (1 - lam) (1 + eta)."""
+    a = r.gate * (r.free - r.mean) * r.lam * (1 - r.lam) * r.factors["lam"]
+    return kernel(torch.einsum("jc,tc,te->tjce", r.out, a, r.tokens))
+
+
+def gate_kernel(r: MixerRead) -> Tensor:
+    """K^(g) = < h_t, h_s > sum_c' G_tjc' G_sj'c',  G_tjc' = (1 + eta_tc') sum_c O_jc u_tc d g_tc / d b_tc'.
+
+    g = softplus(b) / rms over the D channels of a head,
+    d g_c / d b_c' = sigmoid(b_c') / rms (1[c = c'] - g_c g_c' / D).
+    """
+    if r.gate_logits is None:
+        raise ValueError("this mixer has no outer gate (part G)")
+    logits, gate = (x.unflatten(1, (r.heads, -1)) for x in (r.gate_logits, r.gate))
+    width = gate.shape[-1]
+    rms = (nn.functional.softplus(logits).square().mean(-1, keepdim=True) + EPS).sqrt()
+    weighted = torch.einsum("jhd,thd->tjhd", r.out.unflatten(1, (r.heads, -1)), r.read.unflatten(1, (r.heads, -1)))
+    along = (weighted * gate[:, None]).sum(-1, keepdim=True) * gate[:, None] / width
+    slopes = (weighted - along) * (logits.sigmoid() / rms)[:, None]
+    return kernel(torch.einsum("tjc,tc,te->tjce", slopes.flatten(2), r.factors["gate"].expand_as(r.gate), r.tokens))
+
+
+def beta_kernel(r: MixerRead, raw_beta: Tensor) -> Tensor:
+    """K^(beta), of x in beta_max = softplus(x + 1.8): d u / d x = lam KL(q || p) / beta^2 sigmoid(x + 1.8)."""
+    slope = (raw_beta.detach().double() + 1.8).sigmoid().repeat_interleave(r.shared, 0).flatten()
+    slope = r.lam * kl_divergence(r.posterior, r.prior) / r.beta.square() * slope
+    return kernel(r.per_value(torch.einsum("jc,tc->tjc", r.out, r.gate * slope), 2))
+
+
+def output_kernel(r: MixerRead, bias: bool = True) -> Tensor:
+    """K^(O) = 1[j = j'] (< o_t, o_s > + 1),  o = g u; the 1 is the bias's."""
+    o = r.gate * r.read
+    same = torch.eye(len(r.out), dtype=o.dtype)
+    return torch.einsum("ts,ji->tjsi", o @ o.T + float(bias), same)
+
+
+def prior_kernel(mixer: FreeEnergyMixer, x: Tensor) -> Tensor:
+    """K^(QK), of whatever makes the prior, which must be normalized; b = log p and d u / d b is `logit_gradient`:
+
+    d y_tj / d theta = sum_c O_jc g_tc sum_i (d u_tc / d b_t(i)) (d b_t(i) / d theta)
+    """
+    r = read_of(mixer, x)
+    projected, layout = mixer.prepare(x[None])
+    p = mixer.prior.weights(projected.inputs, layout)[0]
+    p = p if p.dim() == 4 else p.unsqueeze(-1).expand(-1, -1, -1, mixer.widths.value)
+    logits = torch.where(p > 0, p, 1.0).log().permute(1, 2, 0, 3).flatten(2)  # [T, S, C]
+    push = torch.einsum("jc,tc,tsc->tjsc", r.out, r.gate, logit_gradient(r.prior, r.posterior, r.value, r.beta, r.lam))
+    owned = [parameter for name, parameter in mixer.named_parameters() if group_of(name) == "prior"]
+    rows = []
+    for t in range(push.shape[0]):
+        for j in range(push.shape[1]):
+            found = torch.autograd.grad((push[t, j] * logits[t]).sum(), owned, retain_graph=True, allow_unused=True)
+            rows.append(torch.cat([torch.zeros(0), *(g.flatten() for g in found if g is not None)]))
+    return kernel(torch.stack(rows).unflatten(0, push.shape[:2]))
+
+
+def group_of(name: str) -> str:
+    """The group of a mixer's parameter by its name. Rows of value_proj are of several groups: `tangent_kernels`."""
+    kinds = {
+        "out_proj": "output",
+        "conditioner": "conditioner",
+        "raw_beta": "beta",
+        "value_proj": "value",
+        "prior_proj": "prior",
+        "prior": "prior",
+    }
+    return "conditioner" if name.endswith("modulation") else kinds[name.split(".")[0]]
+
+
+def jacobians(call: Callable[[], Tensor], parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """d y / d parameter of call() -> y [T, J], by automatic differentiation: {name: [T, J, *shape]}."""
+    y = call()
+    rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
+    for entry in y.flatten():
+        found = torch.autograd.grad(entry, [*parameters.values()], retain_graph=True, allow_unused=True)
+        for (name, parameter), gradient in zip(parameters.items(), found, strict=True):
+            rows[name].append(torch.zeros_like(parameter) if gradient is None else gradient)
+    return {name: torch.stack(row).unflatten(0, y.shape) for name, row in rows.items()}
+
+
+def tangent_kernels(mixer: FreeEnergyMixer, x: Tensor) -> dict[str, Tensor]:
+    """{group: K [T, J, T, J]} by automatic differentiation of the mixer itself; their sum is the whole kernel."""
+    names = {"v": "value", "lam": "temperature", "gate": "gate"}
+    columns, widths = mixer.value_proj.columns, mixer.value_proj.widths
+    kernels: dict[str, Tensor] = {}
+    for name, jacobian in jacobians(lambda: mixer(x[None])[0], dict(mixer.named_parameters())).items():
+        pieces = [(group_of(name), jacobian)]
+        if pieces[0][0] == "value":
+            pieces = [(names[c], part) for c, part in zip(columns, jacobian.split(widths, 2), strict=True)]
+        for group, part in pieces:
+            kernels[group] = kernels.get(group, torch.tensor(0.0)) + kernel(part)
+    return {group: kernels[group] for group in GROUPS if group in kernels}
+
+
+def through(inner: Tensor, jacobian: Tensor) -> Tensor:
+    """What follows the mixer token by token, such as an MLP with Jacobian Phi_t [T, I, J]: Phi_t K(t, s) Phi_s^T
+    -> [T, I, T, I]. Of a pre-norm block Phi = 1 + d mlp(norm(y)) / d y, because of the residual."""
+    return torch.einsum("tij,tjsk,slk->tisl", jacobian, inner, jacobian)
+
+
+Gate = Callable[[Tensor, Tensor], Tensor]
+
+
+def value_paths(
+    tokens: Tensor, w_v: Tensor, p: Tensor, beta: Tensor, out: Tensor, lam: Gate, gate: Gate
+) -> dict[str, Tensor]:
+    """The paths by which W_V [C, E] reaches y where the gates look at the read, lam(mu, F) and g(mu, F) [C] -> [C]:
+
+        direct    O_jc g_tc sum_i w_tc(i) h_i                                             [row c of W_V]
+        lam       sum_c O_jc g_tc (F_tc - mu_tc) (dlam_tc/dmu_tc' P_t + dlam_tc/dF_tc' Q_tc')       [c']
+        gate      sum_c O_jc u_tc (dg_tc/dmu_tc' P_t + dg_tc/dF_tc' Q_tc')                          [c']
+
+    with P_t = sum_i p_t(i) h_i and Q_tc' = sum_i q_tc'(i) h_i: d y_tj / d W_V [T, J, C, E] for each. K^(V),
+    K^(lam <- V) and K^(g) are their kernels; the kernel of their sum has cross terms besides. Of gates that look at the
+    token alone the last two are zero.
+    """
+    v = tokens @ w_v.T
+    mean, free, q = free_energy(p, v, 0.0), free_energy(p, v, beta), posterior(p, v, beta)
+    lams, gates = (torch.stack([f(*row) for row in zip(mean, free, strict=True)]) for f in (lam, gate))
+    weights = effective_weights(p, v, beta, lams)
+    of_mean = (p @ tokens).unsqueeze(1)  # d mu_tc / d W_c
+    of_free = torch.einsum("tsc,se->tce", q, tokens)  # d F_tc / d W_c
+
+    def by_gate(f: Gate, effect: Tensor) -> Tensor:
+        slopes = [torch.func.jacrev(f, argnums=(0, 1))(*row) for row in zip(mean, free, strict=True)]
+        in_mean, in_free = (torch.stack(s) for s in zip(*slopes, strict=True))  # [T, C, C']
+        effect = torch.einsum("jc,tc->tjc", out, effect)
+        return torch.einsum("tjc,tcd,tde->tjde", effect, in_mean, of_mean.expand_as(of_free)) + torch.einsum(
+            "tjc,tcd,tde->tjde", effect, in_free, of_free
+        )
+
+    return {
+        "direct": torch.einsum("jc,tc,tsc,se->tjce", out, gates, weights, tokens),
+        "lam": by_gate(lam, gates * (free - mean)),
+        "gate": by_gate(gate, torch.lerp(mean, free, lams)),
+    }

@@ -1,0 +1,73 @@
+"""`femixer evidence`: paired differences of recorded results."""
+
+import json
+import math
+import statistics
+
+import pytest
+
+from femixer.cli import main
+from femixer.reporting.paired import Difference, student
+from femixer.tasks.evidence import load, tabulate
+
+
+def test_interval_by_hand() -> None:
+    found = Difference.of([1.0, 2.0, 4.5])
+    # t(2) = 4.303, deviation of (1, 2, 4.5) = 1.8027756
+    assert found.mean == pytest.approx(2.5)
+    assert found.half_width == pytest.approx(4.303 * 1.8027756 / math.sqrt(3))
+    assert not found.is_told_apart
+    assert Difference.of([1.0, 1.1, 0.9]).is_told_apart
+    assert not Difference.of([5.0]).is_told_apart  # a single pair tells nothing
+
+
+def test_quantiles_fall_towards_the_normal_ones() -> None:
+    quantiles = [student(freedom) for freedom in range(1, 500)]
+    assert quantiles == sorted(quantiles, reverse=True)
+    assert quantiles[-1] >= statistics.NormalDist().inv_cdf(0.975)
+
+
+def comparison(folder, losses: dict[str, list[float]]) -> None:
+    """What `femixer lm compare` leaves: one folder per run, finished ones with a table."""
+    model = {"preset": "tiny", "hidden_size": 8, "layers": 1, "heads": 1}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"task": "lm compare", "experiment": {}, "text": "a text"}))
+    for name, each in losses.items():
+        for seed, loss in enumerate(each):
+            run = folder / "runs" / f"{name} seed {seed}"
+            run.mkdir(parents=True)
+            experiment = {"seed": seed, "lr": 0.1, "model": model}
+            (run / "config.json").write_text(json.dumps({"task": "lm", "experiment": experiment}))
+            records = [{"step": step, "split": "validation", "loss": loss + 1 - step} for step in range(2)]
+            (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+            if math.isfinite(loss):
+                (run / "table.md").write_text("done")
+
+
+def test_pairs_are_of_one_seed(tmp_path, capsys) -> None:
+    """Seeds differ by far more than models do; what is told apart is the difference of each seed."""
+    comparison(tmp_path / "runs", {"SMAttn": [1.0, 2.0, 3.0], "FEM-SM": [0.99, 1.98, 2.99, math.nan]})
+    assert main(["lm", "export", "--results", str(tmp_path / "runs"), "--out", str(tmp_path / "lm.json")]) == 0
+    assert main(["evidence", "--results", str(tmp_path / "lm.json"), "--out", str(tmp_path / "out")]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "validation loss" in line)
+    half = 4.303 * statistics.stdev([10, 20, 10]) / math.sqrt(3)
+    assert f"+13.3 [{13.3333 - half:+.1f}, {13.3333 + half:+.1f}], 3" in row
+    assert "| – | – | – |" in row
+
+
+def test_better_is_above_zero_whatever_the_measure(tmp_path) -> None:
+    comparison(tmp_path / "runs", {"SMAttn": [1.0, 1.1], "FEM-SM": [0.5, 0.6], "GLA": [1.0, 1.1], "FEM-GLA": [2, 2.1]})
+    (table,) = [tabulate(load([tmp_path / "runs"]))]
+    worse, better = table.rows[0][2], table.rows[0][1]
+    assert str(better.value).startswith("+500") and better.best  # type: ignore[union-attr]
+    assert str(worse.value).startswith("-1000") and worse.best  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("content", [None, "{}", "not json"])
+def test_what_is_no_result_is_named(tmp_path, capsys, content) -> None:
+    path = tmp_path / "some.json"
+    if content is not None:
+        path.write_text(content)
+    assert main(["evidence", "--results", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "results=" in error and "some.json" in error and len(error.splitlines()) == 1

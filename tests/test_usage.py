@@ -1,0 +1,67 @@
+"""`femixer inspect --summary`: parts that are switched off are off, and what is counted is what is read."""
+
+import pytest
+import torch
+
+from femixer import FreeEnergyMixer
+from femixer.inspection import inspect_model
+from femixer.inspection.usage import LEAVES, layers_usage, parts_of, without
+
+PRIORS = ("softmax", "gla", "aft", "mamba")
+
+
+def mixer(prior: str, parts: str = "CLTG") -> FreeEnergyMixer:
+    torch.manual_seed(0)
+    layer = FreeEnergyMixer(22, 2, prior=prior, parts=parts, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return layer
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_without_a_part_the_mixer_is_the_one_that_never_had_it(prior: str) -> None:
+    layer, x = mixer(prior), torch.randn(2, 13, 22, dtype=torch.float64)
+    (p, v, lam, _, _), layout = layer.prepare(x)
+    whole, r = layer(x), layer.inspect(x)
+    with without(layer, "L"):
+        read = (r.mean * r.gate).transpose(1, 2).flatten(2)
+        torch.testing.assert_close(layer(x), layer.out_proj(read))
+    with without(layer, "G"):
+        ungated, _ = layer.prior(p, v, layer._beta(), lam, None, layout, None, False)
+        torch.testing.assert_close(layer(x), layer.out_proj(ungated.flatten(2)))
+    with without(layer, "C"):
+        without_features = layer(x)
+    modulations = [m.modulation for m in (layer.prior_proj, layer.value_proj) if m is not None]
+    with torch.no_grad():
+        for modulation in modulations:
+            assert modulation is not None
+            modulation.zero_()
+    torch.testing.assert_close(without_features, layer(x))
+    assert not torch.allclose(whole, without_features)
+
+
+def test_parts_come_back_also_after_an_error() -> None:
+    layer, x = mixer("gla"), torch.randn(1, 7, 22, dtype=torch.float64)
+    whole = layer(x)
+    with pytest.raises(RuntimeError), without(layer, "L"), without(layer, "C"):
+        raise RuntimeError
+    assert torch.equal(layer(x), whole)
+    assert parts_of(layer) == ["L", "G", "C"]
+    assert parts_of(mixer("gla", "LT")) == ["L"]
+    with pytest.raises(ValueError, match="part='T' is unknown; choose one of L, G, C"), without(layer, "T"):
+        pass
+
+
+def test_channels_that_leave_their_prior_are_counted() -> None:
+    """A channel whose values are all alike cannot leave; one at a high temperature and far values does."""
+    layer = mixer("softmax", "L")
+    x = torch.randn(1, 17, 22, dtype=torch.float64)
+    with torch.no_grad():
+        rows = layer.value_proj.linear.weight.view(2, -1, 22)
+        rows[:, ::2] = 0
+        rows[:, 1::2] *= 20
+    (usage,) = layers_usage(inspect_model(layer, x))
+    assert usage.leaving == pytest.approx(sum(1 for d in range(rows.shape[1]) if d % 2) / rows.shape[1])
+    torch.testing.assert_close(usage.temperature.max(), torch.ones((), dtype=torch.float64))
+    assert (usage.kl_of_channels.view(2, -1)[:, ::2] < LEAVES).all()
