@@ -141,6 +141,11 @@ def mixers(ranks: int) -> Iterator[tuple[str, Callable[[], Errors]]]:
             if kind != "softmax, bias":
                 yield f"tp {kind}", case(kind, "segments", tp, torch.float64)
         yield "tp gla, scalar", case("gla", "segments", tp, torch.float64, prior_options={"decay": "scalar"})
+        other: dict[str, Any] = {"start": "prior", "readout": "posterior_mean"}
+        skip = {"prior_options": {"state_size": 3, "skip": True}}
+        for kind, more in (("softmax", other), ("gla", other), ("mamba", {**other, **skip})):
+            yield f"cp {kind}, readout", case(kind, "segments", cp, torch.float64, **more)
+            yield f"tp {kind}, readout", case(kind, "segments", tp, torch.float64, **more)
     else:
         cp = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
         both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))

@@ -42,8 +42,8 @@ def tolerance(name: str) -> float:
 @pytest.mark.parametrize(
     ("ranks", "what", "count"),
     [
-        (2, "cp ", 78),
-        (2, "tp ", 13),
+        (2, "cp ", 81),
+        (2, "tp ", 16),
         (4, "cp ", 19),
         (2, "ring ", 9),
         (4, "ring ", 9),

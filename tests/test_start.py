@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from matrix import noise
 
 from femixer import FreeEnergyMixer
@@ -115,6 +116,8 @@ def test_configurations_pass_the_options_on_and_keep_them(tmp_path: Path) -> Non
     }
     sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3}
     config = FEMConfig(vocab_size=11, **sizes, **asked)
+    with pytest.raises(StrictDataclassError, match="start='prior' does not fit mixer='attention'; choose 'paper'"):
+        FEMConfig(mixer="attention", start="prior")
     stacks = [config, FEMVisionConfig(**sizes, **asked).stack(), ForecastConfig(**sizes, **asked).stack()]
     assert all(getattr(stack, name) == value for stack in stacks for name, value in asked.items())
     model = FEMForCausalLM(config).eval()

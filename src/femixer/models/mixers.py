@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from femixer.baselines import BASELINES
-from femixer.mixer import FreeEnergyMixer, check_read
+from femixer.mixer import READOUTS, STARTS, TEMPERATURES, FreeEnergyMixer, check_read
 from femixer.options import check
 from femixer.priors import SoftmaxPrior, prior_class
 
@@ -44,6 +44,11 @@ def check_mixer(config: FEMConfig, layer: int) -> None:
     prior_class(config.at("prior", layer))
     if name == "fem":
         check_read(config.parts, config.start, config.readout, config.mixer_temperature)
+    elif config.mixer == name:  # in a hybrid, other layers have it
+        for field, (usual, _) in (("start", STARTS), ("readout", READOUTS), ("mixer_temperature", TEMPERATURES)):
+            if getattr(config, field) != usual:
+                given = f"{field}={getattr(config, field)!r}"
+                raise ValueError(f"{given} does not fit mixer={name!r}; choose {usual!r}, or mixer='fem'")
     if not config.causal:
         check_encoder(name)
     if config.window is not None and has_window(config.at("prior", layer)) and name != "fem":
