@@ -44,3 +44,10 @@ def test_a_wrong_result_and_a_traceback_are_found(trial: Trial, monkeypatch: pyt
     assert "unexpected" in str(trial.run(case))
     other = (Path(trial.subjects["evaluated"].folder) / "results.json").read_bytes().replace(b"0.25", b'"0.5"')
     assert trial.run(Case(case.subject, case.command, "text", True, case.file, other)) is not None
+
+
+def test_saved_folders_have_filled_cards(trial: Trial) -> None:
+    for name, own in (("run", "model/README.md"), ("upgraded", "README.md")):
+        text = (trial.subjects[name].folder / own).read_text(encoding="utf-8")
+        for part in ("## Sizes", "## Data", "## Metrics", "## Command\n\n    femixer ", "## Use", "## Citation"):
+            assert part in text, f"{name}: {part}"
