@@ -272,9 +272,13 @@ def make(place: Path) -> dict[str, Subject]:
 
     from femixer.models import FEMForImageClassification, FEMVisionConfig
     from femixer.models.forecast import ForecastConfig, build
+    from femixer.tasks.forecast import TASK
+    from femixer.tasks.forecast.task import ForecastRun
     from femixer.tasks.lm.data.tokenizer import load_tokenizer
     from femixer.tasks.vision.data.pictures import Preparation
     from femixer.tasks.vision.model import Classifier
+    from femixer.training import RunOptions
+    from femixer.training.jobs import Store
 
     torch.manual_seed(0)
     text = place / "text.txt"
@@ -310,10 +314,11 @@ def make(place: Path) -> dict[str, Subject]:
     series = str(place / "series/series.csv")
     forecast = {"channels": 2, "lookback": 24, "horizon": 6, "columns": ["a", "=b"], "frequency": "h"}
     build(ForecastConfig(kind="dlinear", **forecast)).save_pretrained(place / "forecast")
-    store = ["forecast", "run", "--models", "DLinear", "LastValue", "--data", series, "--horizons", "6", "--lookback"]
-    store += ["24", "--epochs", "1", "--jobs", "1", "--threads", "1", "--out", str(place / "store")]
-    done = in_process(store)
-    assert done.code == 0, done.err
+    how = ["--models", "DLinear", "LastValue", "--data", series, "--horizons", "6", "--lookback", "24", "--epochs", "1"]
+    with contextlib.redirect_stderr(io.StringIO()):
+        for number, job in enumerate(ForecastRun.parse(how, "forecast run").jobs()):
+            record = job.carry_out(RunOptions(place / f"job {number}", threads=1))
+            Store(place / "store", TASK.kind).add(job.name, record)
     (place / "evaluated").mkdir()
     metrics = {"acc_norm": {"value": 0.25, "stderr": 0.01, "higher_is_better": True}}
     tasks = {"piqa": {"shots": 0, "samples": 8, "version": 1, "metrics": metrics}}
