@@ -11,6 +11,8 @@ from femixer.kernels.softmax.decays import Sums, between
 # A mask is made for as many rows at a time as keep it below this size: on a CPU it should stay in the cache.
 MASK_ELEMENTS = {"cpu": 2**22}
 MANY_MASK_ELEMENTS = 2**25
+# Making a mask of decays, and its gradient, takes about this many of its size.
+DECAY_COPIES = 4
 # Off the CPU a window takes about this many calls.
 WINDOW_PIECES = 4
 
@@ -96,7 +98,10 @@ def _rows_together(q: Tensor, keys: int, seen: Visibility) -> int:
         masks = q.shape[0] * q.shape[2]
     elif seen.segments_q is not None:
         masks = q.shape[0]
-    step = max(64, MASK_ELEMENTS.get(q.device.type, MANY_MASK_ELEMENTS) // (keys * masks))
+    elements = MASK_ELEMENTS.get(q.device.type, MANY_MASK_ELEMENTS)
+    if seen.decays and q.device.type == "cpu":
+        elements //= DECAY_COPIES
+    step = max(64, elements // (keys * masks))
     if seen.window is not None and seen.segments_q is None:
         # Keys out of sight are left out, more of them the fewer rows go together.
         least = 128 if q.device.type == "cpu" else -(-q.shape[1] // WINDOW_PIECES)
