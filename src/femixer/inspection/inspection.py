@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -207,8 +207,8 @@ def inspect_read(
             if name not in found:
                 found[name] = part.new_empty(*part.shape[:2], length, *part.shape[3:])
             found[name][:, :, some] = part
-    own = {"value": value.to(dtype), "lam": lam.to(dtype), "gate": gate.to(dtype)}
-    return Inspection(**own, **found, _posteriors=posteriors)
+    own: dict[str, Any] = {"value": value.to(dtype), "lam": lam.to(dtype), "gate": gate.to(dtype), **found}
+    return Inspection(**own, _posteriors=posteriors)
 
 
 def check_bytes(count: int, tokens: int, what: str) -> None:

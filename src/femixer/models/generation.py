@@ -33,7 +33,7 @@ class FEMGeneration(GenerationMixin):
 
     def prepare_inputs_for_generation(self, *args: Any, tokenizer: Any = None, **kwargs: Any) -> Any:
         """tokenizer: generate() reads it for its stop strings, and hands it on."""
-        return super().prepare_inputs_for_generation(*args, **kwargs)
+        return super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> NoReturn:
         raise _no_continuous_batching()

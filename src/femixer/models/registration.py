@@ -33,4 +33,4 @@ def register() -> None:
     AutoConfig.register(ForecastConfig.model_type, ForecastConfig, exist_ok=True)
     AutoModel.register(ForecastConfig, Forecaster, exist_ok=True)
     # `transformers serve` asks no Auto class for its model, but the package for the architecture's name (docs/lm.md).
-    transformers.FEMForCausalLM = FEMForCausalLM
+    transformers.FEMForCausalLM = FEMForCausalLM  # type: ignore[attr-defined]

@@ -131,7 +131,7 @@ class _Ring(torch.autograd.Function):
         return mean.to(v.dtype), free.to(v.dtype)
 
     @staticmethod
-    def backward(ctx: Any, to_mean: Tensor, to_free: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, to_mean: Tensor, to_free: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, beta, segment, log_total, mean, free = ctx.saved_tensors
         cut: Cut = ctx.cut
         warmth = None if beta is None else _per_head(beta, q).double()
@@ -145,7 +145,7 @@ class _Ring(torch.autograd.Function):
             for meeting in _meetings(q, beta, segment, here, source, cut, ctx.causal):
                 grads, direct = read.of_stretch(cut, meeting.number).to(meeting.partial())
                 grads = tuple(x.to(q.dtype) for x in grads)
-                found = one_pass.backward(grads, meeting.arguments, meeting.results, (True,) * 10, streams)
+                found: Any = one_pass.backward(grads, meeting.arguments, meeting.results, (True,) * 10, streams)
                 cut.one_of_folded(dq, meeting.number).add_(found[0])
                 for target, grad in zip(travelling, found[1:3], strict=True):
                     cut.one_of_folded(target, meeting.other).add_(grad)
@@ -170,7 +170,8 @@ class Upstream(NamedTuple):
     beta: Tensor | None
 
     def of_stretch(self, cut: Cut, number: int) -> Upstream:
-        return Upstream(*(cut.one_of_folded(x, number) if x.numel() else x for x in self[:5]), self.beta)
+        own: list[Any] = [cut.one_of_folded(x, number) if x.numel() else x for x in self[:5]]
+        return Upstream(*own, self.beta)
 
     def to(self, part: Partial) -> tuple[tuple[Tensor, ...], Tensor]:
         """Gradients of a part's mean, free energy and log-normalizer [B, H, T], and what beta has from the merge.
