@@ -170,8 +170,8 @@ class Upstream(NamedTuple):
     beta: Tensor | None
 
     def of_stretch(self, cut: Cut, number: int) -> Upstream:
-        own: list[Any] = [cut.one_of_folded(x, number) if x.numel() else x for x in self[:5]]
-        return Upstream(*own, self.beta)
+        named = zip(self._fields[:5], self[:5], strict=True)
+        return self._replace(**{name: cut.one_of_folded(x, number) if x.numel() else x for name, x in named})
 
     def to(self, part: Partial) -> tuple[tuple[Tensor, ...], Tensor]:
         """Gradients of a part's mean, free energy and log-normalizer [B, H, T], and what beta has from the merge.
