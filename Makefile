@@ -41,9 +41,11 @@ dist:
 	$(DIST)/bin/python -m twine check --strict dist/*
 
 # The lowest versions that pyproject.toml allows (constraints-lowest.txt), in an environment of their own; minutes, not part of `make test`.
+# Old packages warn of what newer ones below them deprecate; the test left out needs the extra eval.
 LOWEST := .venv-lowest
 LOWEST_TESTS := test_free_energy test_mixer test_softmax test_lm_model test_models test_lm_generate test_trainer test_training test_saving test_cli
 test-lowest:
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install -c constraints-lowest.txt -e ".[lm]" pytest hypothesis
-	OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=$(LOWEST)/numba $(LOWEST)/bin/python -m pytest -p no:cacheprovider $(LOWEST_TESTS:%=tests/%.py)
+	OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=$(LOWEST)/numba $(LOWEST)/bin/python -m pytest -p no:cacheprovider -W default $(LOWEST_TESTS:%=tests/%.py) \
+		--deselect tests/test_saving.py::test_models_are_found_by_a_process_that_never_imports_femixer
