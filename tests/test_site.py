@@ -20,6 +20,11 @@ PHONE = 390
 SEEN = """(() => {
   const visible = (e) => { const box = e.getBoundingClientRect(); return box.width > 8 && box.height > 8; };
   const every = (selector) => [...document.querySelectorAll("article " + selector)];
+  const prose = (e) => {
+    const copy = e.cloneNode(true);
+    copy.querySelectorAll("code").forEach((code) => code.remove());
+    return copy.textContent;
+  };
   const wide = [...document.querySelectorAll("article *")].filter((e) => {
     for (let up = e.parentElement; up && up.tagName != "ARTICLE"; up = up.parentElement)
       if (getComputedStyle(up).overflowX != "visible") return false;
@@ -32,7 +37,7 @@ SEEN = """(() => {
     pictures: every("img").length,
     formulas: every("math").length,
     hidden: every("math").filter((e) => e.getBoundingClientRect().height < 4).length,
-    raw: document.querySelector("article").innerText.match(/\\$\\$|\\\\frac|\\\\mathcal/g),
+    raw: every("p, li, td").map(prose).join(" ").match(/\\$\\$|\\\\frac|\\\\mathcal/g),
     text: document.querySelector("article").innerText.length,
     size: parseFloat(getComputedStyle(document.querySelector("article p") || document.body).fontSize),
   };
