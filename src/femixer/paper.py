@@ -115,8 +115,8 @@ ENTRIES: dict[str, Entry] = {
     "nodes": Entry(
         "tab:tradeoff-four-nodes",
         "Costs and expressivity of four kinds of mixers",
-        ("femixer bench scaling",),
-        "an hour or two on two CPU cores (an estimate); measures how time and memory grow, which the paper states",
+        ("femixer theory", "femixer bench scaling"),
+        "half a minute for counted operations; an hour or two on two CPU cores (an estimate) for measured growth",
         (),
         (Ran("up to 65,536 tokens", "benchmarks/scaling.json"),),
     ),
