@@ -68,8 +68,11 @@ class Protocol:
         return plan.steps or self.epochs * math.ceil(parameters["train"] / plan.batch)
 
 
-def quick(steps: int, batch: int, lr: float, **parameters: Any) -> Plan:
-    return Plan(parameters, batch, steps, (lr,), (0.0,))
+def quick(steps: int, batch: int, *rates: float, **parameters: Any) -> Plan:
+    return Plan(parameters, batch, steps, rates, (0.0,))
+
+
+RATES = (1e-3, 2e-3, 4e-3)
 
 
 PROTOCOLS = {
@@ -91,6 +94,24 @@ PROTOCOLS = {
                 "memorization": quick(200, 32, 4e-3, vocabulary=1024),
                 "noisy-recall": quick(800, 32, 4e-3, vocabulary=24, length=32, train=6400),
                 "selective-copying": quick(500, 32, 4e-3, length=32, copies=8, train=6400),
+            },
+        ),
+        Protocol(
+            "small",
+            width=64,
+            heads=8,
+            inner=176,
+            evaluations=20,
+            validation=256,
+            test=512,
+            resumable=False,
+            plans={
+                "compression": quick(2000, 32, *RATES, vocabulary=12, length=16, train=12800),
+                "fuzzy-recall": quick(4000, 32, *RATES, vocabulary=12, length=32, motif=2, train=12800),
+                "recall": quick(2000, 32, *RATES, length=32, train=12800),
+                "memorization": quick(400, 32, *RATES, vocabulary=1024),
+                "noisy-recall": quick(2000, 32, *RATES, vocabulary=24, length=32, train=12800),
+                "selective-copying": quick(1500, 32, *RATES, length=32, copies=8, train=12800),
             },
         ),
         Protocol("baseline"),

@@ -31,7 +31,8 @@ class Experiment:
     tasks: tuple[str, ...] = tuple(TASKS)
     """Tasks."""
     protocol: str = "lite"
-    """lite, for a CPU; baseline, the original's six default settings; full, its 66 settings."""
+    """lite, for a CPU; small, longer and with three learning rates to choose from; baseline, the original's six default
+    settings; full, its 66 settings."""
     seeds: int = 1
     """Runs of everything, with seeds that go up from --seed: other data, other starting weights."""
     seed: int = 0
