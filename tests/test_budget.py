@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from femixer import FreeEnergyMixer
 from femixer.budget import solve_widths
+from femixer.models import FEMConfig, FEMForCausalLM
 from femixer.priors import PRIORS
 
 PARTS = ["", "L", "G", "LT", "LG", "LTG", "C", "CL", "CG", "CLT", "CLG", "CLTG"]
+WITHOUT_KEYS = [prior for prior, kind in PRIORS.items() if not kind.queries_and_keys]
 SIZES = [(24, 3), (96, 4), (96, 12), (120, 5), (512, 8), (768, 12)]
 
 
@@ -25,8 +31,10 @@ def gates(parts: str) -> int:
     return ("T" in parts) + ("G" in parts)
 
 
-@pytest.mark.parametrize("prior", PRIORS)
-@pytest.mark.parametrize("budget", ["attention", "balanced"])
+@pytest.mark.parametrize(
+    ("prior", "budget"),
+    [(prior, "attention") for prior in PRIORS] + [(prior, "balanced") for prior in PRIORS if prior not in WITHOUT_KEYS],
+)
 @pytest.mark.parametrize("parts", ["", "LT", "CLTG"])  # all numbers of gates
 @pytest.mark.parametrize(("dim", "heads"), SIZES)
 def test_every_mixer_has_the_weights_of_attention(prior: str, budget: str, parts: str, dim: int, heads: int):
@@ -126,6 +134,35 @@ def test_priors_without_queries_and_keys_spend_their_budget_on_values(own_column
         widths = solve_widths(960, 4, 4, gates, "attention", None, False, own_columns)
         assert widths.key == 0
         assert widths.value * 4 == pytest.approx(fraction * 960, abs=2)
+
+
+@pytest.mark.parametrize("prior", WITHOUT_KEYS)
+def test_a_budget_of_queries_and_keys_is_refused_where_there_are_none(prior: str):
+    message = f"budget='balanced' does not fit prior='{prior}': it has no queries and keys; choose 'attention'"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        FreeEnergyMixer(24, 3, prior, budget="balanced")
+    with pytest.raises(ValueError, match="budget='large' is unknown"):
+        FreeEnergyMixer(24, 3, prior, budget="large")
+
+
+@pytest.mark.parametrize("prior", WITHOUT_KEYS)
+def test_a_hybrid_spends_a_budget_where_it_has_queries_and_keys(prior: str):
+    sizes = {"vocab_size": 11, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3}
+    for budget in ("attention", "balanced"):
+        model = FEMForCausalLM(FEMConfig(**sizes, prior=[prior, "softmax"], budget=budget))
+        found = [layer.mixer.widths for layer in model.model.layers]
+        assert found == [FreeEnergyMixer(24, 3, prior).widths, FreeEnergyMixer(24, 3, budget=budget).widths]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [*({"prior": prior} for prior in WITHOUT_KEYS), {"prior": ["aft", "ssm"]}, {"mixer": "attention"}],
+    ids=str,
+)
+def test_a_model_without_queries_and_keys_refuses_their_budget(options: dict[str, Any]):
+    FEMConfig(**options, budget="attention")
+    with pytest.raises(StrictDataclassError, match="budget='balanced' is not allowed; choose 'attention'"):
+        FEMConfig(**options, budget="balanced")
 
 
 @pytest.mark.parametrize(("dim", "heads"), [(256, 4), (512, 8), (768, 12)])

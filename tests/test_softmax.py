@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from matrix import assert_close, noise, oracle, stir, streamed, tokens
 from torch import Tensor, nn
 
-from femixer import FreeEnergyMixer
+from femixer import FreeEnergyMixer, use_backend
 from femixer.layout import Past
 from femixer.priors import Alibi
 from femixer.rotary import Rotation, rotated
@@ -292,20 +292,22 @@ class TestCache:
 
     @pytest.mark.parametrize("cache", ["value", "exp"])
     @pytest.mark.parametrize("jump", [1e2, 1e4, -1e4])
-    def test_a_stream_survives_a_value_far_away(self, cache: str, jump: float):
-        m = stir(FreeEnergyMixer(24, 3, parts="LT", prior_options={"cache": cache}))
+    @pytest.mark.parametrize("window", [None, 15])
+    @pytest.mark.parametrize("backend", ["auto", "plain"])
+    def test_a_stream_survives_a_value_far_away(self, cache: str, jump: float, window: int | None, backend: str):
+        m = stir(FreeEnergyMixer(24, 3, parts="LT", window=window, prior_options={"cache": cache}))
         values = m.kv_heads * m.widths.value
         with torch.no_grad():
             # Input channel 0 moves the values only.
             m.prior_proj.linear.weight[:, 0] = 0
             m.value_proj.linear.weight[:, 0] = 0
             m.value_proj.linear.weight[: values - 3, 0] = 1
-        exact = FreeEnergyMixer(24, 3, parts="LT", dtype=torch.float64)
+        exact = FreeEnergyMixer(24, 3, parts="LT", window=window, dtype=torch.float64)
         exact.load_state_dict(m.state_dict())
         x = tokens(length=40, dtype=torch.float32)
         x[:, 17, 0] = jump
         x[:, 29, 0] = -2 * jump
-        with torch.no_grad():
+        with torch.no_grad(), use_backend(backend):
             stream, wanted = streamed(m, x, [9] + [1] * 31), exact(x.double())
         error = (stream - wanted).abs().amax((0, 2)) / wanted.abs().amax((0, 2)).clamp(min=1)
         assert error.max() <= 1e-5

@@ -27,7 +27,7 @@ def solve_widths(
 ) -> Widths:
     """Widths per head. attention: queries and keys at dim. balanced: at d. value_dim given: they take what is left.
 
-    own_columns: of a prior without queries and keys, in all and per value channel.
+    own_columns: of a prior without queries and keys, in all and per value channel; there the budgets are one.
     """
     if budget not in BUDGETS:
         raise ValueError(f"budget={budget!r} is unknown; choose one of {', '.join(BUDGETS)}")

@@ -95,6 +95,10 @@ class FreeEnergyMixer(MixerLayer):
             raise ValueError(f"rope={rope} does not fit prior={prior!r}: it has no queries and keys")
         elif kv_heads != heads:
             raise ValueError(f"kv_heads={kv_heads} does not fit prior={prior!r}: it has no queries and keys")
+        elif budget == "balanced":
+            raise ValueError(
+                f"budget={budget!r} does not fit prior={prior!r}: it has no queries and keys; choose 'attention'"
+            )
         if window is not None:
             options["window"] = window
         options = kind.sized(dim, options)

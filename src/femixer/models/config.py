@@ -8,7 +8,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from femixer.models.fields import check_types
-from femixer.models.mixers import check_mixer
+from femixer.models.mixers import check_budget, check_mixer
 from femixer.options import check
 
 # Beyond any model: a larger number is a slip, and would be found out by what it takes to build.
@@ -105,6 +105,7 @@ class FEMConfig(PreTrainedConfig):
                 check(token is None or 0 <= token < self.vocab_size, name, token, known)
         for layer in range(min(self.num_hidden_layers, 64)):
             check_mixer(self, layer)
+        check_budget(self)
 
     def at(self, field: str, layer: int) -> str:
         """`mixer` or `prior` of a layer."""

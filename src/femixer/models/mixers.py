@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from femixer.baselines import BASELINES
+from femixer.budget import BUDGETS
 from femixer.mixer import READOUTS, STARTS, TEMPERATURES, FreeEnergyMixer, check_read
 from femixer.options import check
 from femixer.priors import SoftmaxPrior, prior_class
@@ -69,6 +70,17 @@ def check_mixer(config: FEMConfig, layer: int) -> None:
                 raise ValueError(f"mixer_options has {option!r} for mixer={mixer!r}; its options are {allowed}")
 
 
+def check_budget(config: FEMConfig) -> None:
+    """Raise a ValueError unless a layer has the queries and keys whose width the budget chooses."""
+    check(config.budget in BUDGETS, "budget", config.budget, f"one of {', '.join(BUDGETS)}")
+    with_keys = any(
+        config.at("mixer", layer) == "fem" and prior_class(config.at("prior", layer)).queries_and_keys
+        for layer in range(config.num_hidden_layers)
+    )
+    allowed = "'attention': no layer is a free energy mixer with queries and keys"
+    check(with_keys or config.budget == "attention", "budget", config.budget, allowed)
+
+
 def check_encoder(mixer: str) -> None:
     """Raise a ValueError unless the mixer can be that of an encoder."""
     encoders = ("fem", *(name for name, baseline in BASELINES.items() if baseline.encoder))
@@ -113,14 +125,13 @@ def build_mixer(config: FEMConfig, layer: int) -> nn.Module:
     options = dict((config.prior_options or {}).get(prior, {}))
     if prior_class(prior).queries_and_keys:
         options.setdefault("rope_base", config.rope_base)
-        shared.update(kv_heads=config.num_key_value_heads, rope=config.rope)
+        shared.update(kv_heads=config.num_key_value_heads, rope=config.rope, budget=config.budget)
     if has_window(prior):
         shared["window"] = config.window
     return FreeEnergyMixer(
         **shared,
         prior=prior,
         parts=config.parts,
-        budget=config.budget,
         start=config.start,
         readout=config.readout,
         temperature=config.mixer_temperature,

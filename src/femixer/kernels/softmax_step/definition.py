@@ -49,6 +49,7 @@ def examples() -> dict[str, tuple[Any, ...]]:
     def example(
         length: int = 67,
         size: float = 1.0,
+        above: float = 0.0,
         *,
         heads: int = 2,
         beta: bool = True,
@@ -59,6 +60,7 @@ def examples() -> dict[str, tuple[Any, ...]]:
         window: int | None = None,
     ) -> tuple[Any, ...]:
         q, k, v = noise(3, 1, heads, 6), noise(3, 1, 2, 6), size * noise(3, 1, 2, 5)
+        v[..., 0] += above
         keys, values = noise(3, 2, length + 3, 6), size * noise(3, 2, length + 3, 5)
         inverse = 0.5 + torch.rand(2, 5, generator=generator)
         shift = values[:, :, :length].amax(2, keepdim=True)
@@ -92,4 +94,6 @@ def examples() -> dict[str, tuple[Any, ...]]:
         "window": example(window=5),
         "bias and segments": example(bias=True, segments=True),
         "far apart": example(size=300.0),
+        "beyond its exponentials": example(above=1e3, exponentials=True, heads=4),
+        "padding beyond its exponentials": example(above=1e3, exponentials=True, segments=True),
     }

@@ -29,11 +29,17 @@ def forward(
     window: int | None,
 ) -> tuple[Tensor, ...]:
     shift, doubt = shift.detach(), torch.zeros(keys.shape[:2], dtype=torch.int8, device=q.device)
+    cached, top = data[:, :, :length], shift
     if k is not None and v is not None:
         keys[:, :, length - 1] = k[:, 0]
-        shift, doubt = _write(v.transpose(1, 2), data[:, :, length - 1 : length], shift, beta)
+        v = v.transpose(1, 2)
+        shift, doubt = _write(v, cached[:, :, -1:], shift, beta)
+        top = shift
+        # An exponential that is too large may be infinite; the values are not. Where nobody may ask, they serve always.
+        if cached.shape[3] > v.shape[3] and (not readable(q) or bool(doubt.any())):
+            cached, top = cached[..., : v.shape[3]], torch.maximum(shift, v)
     seen = Visibility(bias, segments_q, segments_k, True, window)
-    mean, free = _read(q, keys[:, :, :length], data[:, :, :length], shift, beta, seen)
+    mean, free = _read(q, keys[:, :, :length], cached, top, beta, seen)
     return mean, free, shift, doubt
 
 
