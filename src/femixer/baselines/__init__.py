@@ -1,6 +1,6 @@
 """The other mixers of the paper's tables, with FreeEnergyMixer's signature."""
 
-from femixer.baselines import attention, convolution, gsa, hyena
+from femixer.baselines import attention, convolution, fox, gsa, hyena, path, tnn
 from femixer.baselines.aft import AFT
 from femixer.baselines.attention import Attention
 from femixer.baselines.base import Baseline
@@ -26,7 +26,7 @@ from femixer.baselines.rwkv7 import RWKV7
 from femixer.baselines.tnn import TNN
 from femixer.trees import register_tuple
 
-for kind in (attention.Cache, convolution.Memory, gsa.Memory, hyena.Memory):
+for kind in (attention.Cache, *(each.Memory for each in (convolution, fox, gsa, hyena, path, tnn))):
     register_tuple(kind)
 
 BASELINES: dict[str, type[Baseline]] = {
