@@ -149,7 +149,8 @@ def test_flops_of_every_rival_are_counted_from_shapes(name: str) -> None:
         layer, x = BASELINES[name](24, 2, device=device), torch.randn(2, 13, 24, device=device)
         call = Call(layer, layer, x.requires_grad_(), torch.randn(2, 13, 24, device=device))
         counts.append((flops(call.forward), flops(call.train_and_clear)))
-    assert counts[0] == counts[1] or name == "laser"  # on a CPU queries and keys are padded
+    # Heads are padded, on a CPU to the wider of keys and values, elsewhere to multiples of eight.
+    assert counts[0] == counts[1] or name in ("laser", "fox")
     assert counts[1][0] >= 2 * 2 * 13 * 3 * 24**2
 
 

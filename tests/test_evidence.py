@@ -34,7 +34,7 @@ def comparison(folder, losses: dict[str, list[float]]) -> None:
     (folder / "config.json").write_text(json.dumps({"task": "lm compare", "experiment": {}, "text": "a text"}))
     for name, each in losses.items():
         for seed, loss in enumerate(each):
-            run = folder / "runs" / f"{name} seed {seed}"
+            run = folder / "runs" / (f"{name} seed {seed}" if seed % 2 else f"{name}-seed-{seed}")
             run.mkdir(parents=True)
             experiment = {"seed": seed, "lr": 0.1, "model": model}
             (run / "config.json").write_text(json.dumps({"task": "lm", "experiment": experiment}))

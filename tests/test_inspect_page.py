@@ -353,8 +353,8 @@ def test_the_command_refuses_too_large_a_page_before_any_work_and_keeps_the_old_
         assert main([*command, "abcdefghijk"]) == 2
     assert "a page of 11 tokens would have about" in capsys.readouterr().err
     monkeypatch.setattr(Inspection, "plot", lambda *args, **options: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        main([*command, "abcdefghijk"])
+    assert main([*command, "abcdefghijk"]) == 2
+    assert "ZeroDivisionError" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
     assert main([*command, "abc", "--out", str(checkpoint)]) == 2
     assert "a folder of its own: this one holds a run, a store of results or a model" in capsys.readouterr().err

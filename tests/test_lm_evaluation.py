@@ -348,5 +348,14 @@ def test_the_suite_has_the_shots_of_the_paper():
 
 def test_eval_results_go_straight_into_the_table(checkpoint, tmp_path, capsys):
     assert run(checkpoint, tmp_path / "out", "--tasks", "femixer_facts") == 0
-    assert main(["lm", "table", f"name={tmp_path / 'out'}", "--out", str(tmp_path / "table")]) == 0
+    table = ["lm", "table", f"name={tmp_path / 'out'}", "--out", str(tmp_path / "table")]
+    assert main(table) == 2  # a table without one number says nothing
+    assert "at least one task of the paper's table" in capsys.readouterr().err
+    file = tmp_path / "out" / "results.json"
+    results, column = json.loads(file.read_text()), COLUMNS[0]
+    own = results["tasks"]["femixer_facts"]
+    metrics = {column.metric: next(iter(own["metrics"].values()))}
+    results["tasks"][column.task] = {**own, "shots": column.shots, "metrics": metrics}
+    file.write_text(json.dumps(results))
+    assert main(table) == 0
     assert "\n| name | " in capsys.readouterr().out

@@ -294,7 +294,7 @@ def test_compared_models_see_the_same_batches_and_share_a_table(tmp_path, monkey
         a, b = ([record for record in run if record["split"] == "validation"][-1]["loss"] for run in each)
         best[name] = (a + b) / 2
         assert f"{(a + b) / 2:.4f}" in table and f" ± {abs(a - b) / math.sqrt(2):.4f} |" in table
-        model = FEMForCausalLM.from_pretrained(out / "runs" / f"{name} seed 5" / "model")
+        model = FEMForCausalLM.from_pretrained(out / "runs" / f"{name}-seed-5" / "model")
         assert f" | {model.num_parameters():,} | " in table
     winner = min(best, key=best.get)
     assert table.count("**") == 2 and f"| {winner} | **{best[winner]:.4f}**" in table
@@ -302,7 +302,7 @@ def test_compared_models_see_the_same_batches_and_share_a_table(tmp_path, monkey
     assert not [*out.glob("runs/*/checkpoints")] and (out / "figure.png").exists()
 
     (out / "table.md").unlink()
-    shutil.rmtree(out / "runs/custom seed 6")
+    shutil.rmtree(out / "runs/custom-seed-6")
     kept = {path: path.stat().st_mtime_ns for path in out.glob("runs/*/*")}
     with monkeypatch.context() as patch:
         runs = recorded(patch)

@@ -189,7 +189,11 @@ def main(args: Sequence[str]) -> int:
     config = model.config
     reading = as_trained(command.reading, config)
     told(command.data, ABOUT_PACKAGED)
-    series = read(command.data, reading)
+    try:
+        series = read(command.data, reading)
+    except ValueError as error:
+        told_by = "" if reading == command.reading else f" (read as {command.model} was trained)"
+        raise ValueError(f"{error}{told_by}") from error
     allowed = (
         f"a file with one row per date: the model was not trained on several series, told apart by {series.id_column}"
     )

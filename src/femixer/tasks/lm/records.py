@@ -1,6 +1,7 @@
 """`femixer lm export`: the finished runs of `femixer lm compare` as one small file, with their learning curves."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,8 +53,11 @@ def of_folder(folder: Path) -> list[Record]:
 
 
 def of_run(run: Path, text: str) -> Record:
-    """Of a run named `MODEL seed N`."""
-    model, _, seed = run.name.rpartition(" seed ")
+    """Of a run named `MODEL-seed-N`, or with spaces as they once were."""
+    named = re.fullmatch(r"(.+)[ -]seed[ -](\d+)", run.name)
+    check(named is not None, "results", str(run), "folders of runs named MODEL-seed-N")
+    assert named is not None
+    model, seed = named.groups()
     experiment = json.loads((run / CONFIG).read_text(encoding="utf-8"))["experiment"]
     lines = (run / METRICS).read_text(encoding="utf-8").splitlines()
     metrics = [json.loads(line) for line in lines]

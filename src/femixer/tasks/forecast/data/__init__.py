@@ -301,7 +301,7 @@ def chosen(rows: Rows, taken: Sequence[str], reading: Reading, long: bool) -> tu
     check(len(others) > 0, "data", str(rows.path), allowed)
     covariates = (*reading.known, *reading.past)
     for option, names in (("columns", columns), ("known", reading.known), ("past", reading.past)):
-        allowed = f"different ones of {', '.join(others)}"
+        allowed = f"different ones of {', '.join(others)}, the columns of {rows.path}"
         for name in names:
             check(name in others, option, name, allowed)
         check(len({*names}) == len(names), option, names, allowed)
