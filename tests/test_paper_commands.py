@@ -102,9 +102,14 @@ def test_a_reproduction_is_three_commands_and_the_table_has_the_rows_before(tmp_
     given = ["lm", "reproduce", "FEM-GLA", "--out", str(tmp_path), "--dry-run", "--", "--accumulate", "8"]
     assert main(given) == 0
     train, evaluate, table = map(shlex.split, capsys.readouterr().out.splitlines())
-    assert train[:5] == ["femixer", "lm", "train", "--recipe", "paper-340m"] and train[-1] == "--resume"
+    assert train[:5] == ["femixer", "lm", "train", "--recipe", "paper-340m"] and "--resume" not in train
     assert "--accumulate" in train and evaluate[2] == train[train.index("--out") + 1]
     assert table[3].endswith(f"/FEM-GLA={tmp_path / '340m-eval' / 'FEM-GLA'}") and table[4].endswith(f"/SMAttn={done}")
+    (tmp_path / "340m" / "FEM-GLA").mkdir(parents=True)
+    (tmp_path / "340m" / "FEM-GLA" / "config.json").write_text("{}")
+    assert main(given) == 0
+    train, evaluate, _ = map(shlex.split, capsys.readouterr().out.splitlines())
+    assert train[-1] == "--resume" and "--resume" not in evaluate  # only where there is something to go on from
     assert main(["lm", "reproduce", "HGRN"]) == 2
     assert "row='HGRN' is not allowed; choose one of DiffTrans, " in capsys.readouterr().err
 

@@ -15,11 +15,14 @@ from typing import NamedTuple
 from femixer.options import check, parse
 from femixer.reporting import Cell, Column, Group, Row, Score, Table, as_markdown, difference, write
 from femixer.reporting.paired import Difference
+from femixer.training import atomic
 from femixer.training.jobs.store import as_text
-from femixer.training.results import Record
+from femixer.training.results import Record, check_no_run, holds_run
 
 PRIORS = {"FEM-SM": "SMAttn", "FEM-GLA": "GLA", "FEM-AFT": "AFT", "FEM-Mamba": "Mamba"}
 """FEM with all parts -> its prior with the mean as read."""
+FEWEST = 3
+"""Pairs from which on an interval is taken seriously."""
 
 
 class Measured(NamedTuple):
@@ -56,7 +59,10 @@ def of_forecast(records: Sequence[Record]) -> Iterator[Measured]:
 def of_lm(records: Sequence[Record]) -> Iterator[Measured]:
     held: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for record in records:
-        held[as_text([record["text"], record["experiment"]]), record["model"]][record["seed"]] = record["loss"]
+        setting, seed = as_text([record["text"], record["experiment"]]), record["seed"]
+        known = held[setting, record["model"]].setdefault(seed, record["loss"])
+        named = f"{record['model']}, seed {seed}"
+        check(known == record["loss"], "results", named, f"one loss of it: there are {known} and {record['loss']}")
     names = [*dict.fromkeys(setting for setting, _ in held)]
     for (setting, model), losses in held.items():
         number = "" if len(names) == 1 else f", experiment {names.index(setting) + 1}"
@@ -97,8 +103,10 @@ class Evidence:
 
 def main(args: Sequence[str]) -> int:
     command = parse(Evidence, args, "evidence")
+    check_no_run(command.out)
     table = tabulate(load(command.results))
-    write(command.out, [table])
+    with atomic.replacing_files(command.out) as new:
+        write(new, [table])
     print(as_markdown(table))
     print(f"The table is in {command.out}/ as Markdown, LaTeX and CSV")
     return 0
@@ -113,6 +121,9 @@ def load(paths: Sequence[Path]) -> dict[str, list[Record]]:
     found: dict[str, list[Record]] = defaultdict(list)
     for path in paths:
         check(path.exists(), "results", str(path), "a store of results, or an exported file")
+        if holds_run(path):  # of a command that trains by itself
+            found["lm"] += lm.load(path)
+            continue
         for name, read in readers.items():
             with suppress(ValueError):
                 found[name] += read(path)
@@ -129,7 +140,9 @@ def tabulate(records: dict[str, list[Record]]) -> Table:
     notes = (
         "Mean of the differences between FEM and its prior with the mean as read, of the same setting and seed, above "
         "zero where FEM is better; in brackets its 95 % interval by Student's t, behind it the number of pairs. An "
-        "interval without zero is bold. All settings of a benchmark are pairs of one interval in its last row.",
+        f"interval of {FEWEST} pairs or more without zero is bold. All settings of a benchmark are pairs of one "
+        "interval in its last row; they share seeds and data, so that interval is rather too short. With this many "
+        "intervals, one in twenty leaves zero out by chance.",
     )
     return Table(columns, groups, notes=notes)
 
@@ -159,4 +172,5 @@ def cell(differences: Sequence[float], digits: int) -> Cell:
     if not differences:
         return Cell()
     found = Difference.of(differences)
-    return Cell(f"{found.text(digits)}, {found.count}", mark="best" if found.is_told_apart else "")
+    sure = found.count >= FEWEST and found.is_told_apart
+    return Cell(f"{found.text(digits)}, {found.count}", mark="best" if sure else "")

@@ -195,7 +195,7 @@ class Task:
             except ValueError as error:  # the jobs are done; that older ones do not fit is not their fault
                 print(f"no table: {error}")
         out = command.how.out
-        again = shlex.join(["femixer", self.name, "table", "--results", str(out)])
+        again = shlex.join(["femixer", *self.name.split(), "table", "--results", str(out)])
         print(f"Results are in {out}/; `{again}` makes files of them")
         return 1 if ran.failed else 0
 

@@ -25,8 +25,8 @@ from femixer.tasks.forecast.data.windows import Held
 from femixer.tasks.forecast.fit import WIDER, Fitted, calibrated, fitted, window_sums
 from femixer.tasks.forecast.model import Spec, check_possible
 from femixer.tasks.forecast.task import Train, prepared, simple
-from femixer.training import Results, RunOptions, atomic, distributed, show_table
-from femixer.training.results import Record
+from femixer.training import Results, RunOptions, atomic, distributed, locks, show_table
+from femixer.training.results import Record, holds_run
 
 FRAME = "cv.csv"
 
@@ -110,9 +110,12 @@ def validated(command: CV) -> Results:
         inner = results
         if command.refit:
             # The outer folder says whether this may be resumed; what is in it is its own.
-            run = replace(command.run, out=command.run.out / f"window-{number}", resume=True, overwrite=False)
-            inner = Results("forecast", spec, run)
+            out = command.run.out / f"window-{number}"
+            begun = distributed.on_main(lambda out=out: holds_run(out))  # type: ignore[misc]
+            inner = Results("forecast", spec, replace(command.run, out=out, resume=begun, overwrite=False))
         scored.append(score_windows(spec, part, windows, inner, command))
+        if command.refit and distributed.is_main():
+            locks.release(inner.folder)
     distributed.on_main(lambda: finish(results, whole, scored))
     return results
 

@@ -64,6 +64,9 @@ class Command:
 
     def validate(self) -> None:
         check(self.max_tokens > 0, "max_tokens", self.max_tokens, "a whole number above 0")
+        for name in ("layers", "heads", "channels", "query") if self.summary else ():
+            value = getattr(self, name)
+            check(value is None, name, value, "None with --summary, which sums up all of them")
         for name in ("layers", "heads", "channels"):
             chosen = getattr(self, name)
             check(chosen is None or (len(chosen) > 0 and min(chosen) >= 0), name, chosen, "numbers of at least 0")

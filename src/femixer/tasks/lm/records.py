@@ -48,11 +48,13 @@ def of_folder(folder: Path) -> list[Record]:
         config = {}
     if not isinstance(config, dict) or config.get("task") != "lm compare":
         raise ValueError(f"results={str(folder)!r} is no results folder of `femixer lm compare`")
+    given = config.get("experiment", {}).get("experiment", {})  # the options that all runs share
+    setting = {name: value for name, value in given.items() if name != "seed"}
     runs = sorted(path.parent for path in (folder / RUNS).glob(f"*/{TABLE}"))
-    return [of_run(run, str(config.get("text", ""))) for run in runs]
+    return [of_run(run, str(config.get("text", "")), setting) for run in runs]
 
 
-def of_run(run: Path, text: str) -> Record:
+def of_run(run: Path, text: str, setting: Record) -> Record:
     """Of a run named `MODEL-seed-N`, or with spaces as they once were."""
     named = re.fullmatch(r"(.+)[ -]seed[ -](\d+)", run.name)
     check(named is not None, "results", str(run), "folders of runs named MODEL-seed-N")
@@ -63,15 +65,13 @@ def of_run(run: Path, text: str) -> Record:
     metrics = [json.loads(line) for line in lines]
     end = last(metrics)
     curve = [[record["step"], record["loss"]] for record in metrics if record["split"] == "validation"]
-    shared = {name: value for name, value in experiment.items() if name not in ("seed", "model")}
-    sizes = {name: experiment["model"][name] for name in ("preset", "hidden_size", "layers", "heads")}
     return {
         "model": model,
         "seed": int(seed),
         "text": text,
         "loss": end["loss"],
         "bits_per_byte": end.get("bits_per_byte"),
-        "experiment": {**shared, **sizes},
+        "experiment": setting,
         "fields": experiment["model"],
         "curve": curve,
     }

@@ -14,6 +14,7 @@ from femixer.optional import require
 from femixer.options import check, parse
 from femixer.tasks.lm.evaluate import RESULTS
 from femixer.tasks.lm.model import described
+from femixer.training.results import holds_run
 
 tyro = require("tyro", "cli")
 
@@ -63,7 +64,8 @@ class Reproduce:
         several = ["torchrun", "--standalone", "--nproc-per-node", str(self.processes), "-m", "femixer"]
         train = several if self.processes > 1 else ["femixer"]
         train += ["lm", "train", "--recipe", f"paper-{self.size}", *model_arguments(self.row), *more]
-        evaluate = ["femixer", "eval", str(model), "--suite", "paper", "--out", str(scores / self.row), "--resume"]
+        evaluate = ["femixer", "eval", str(model), "--suite", "paper", "--out", str(scores / self.row)]
+        evaluate += ["--resume"] if holds_run(scores / self.row) else []
         evaluate += [] if self.limit is None else ["--limit", f"{self.limit:g}"]
         rows = [
             f"{GROUPS[size]}/{row}={folder}"
@@ -73,7 +75,8 @@ class Reproduce:
             if (folder / RESULTS).exists() or (size, row) == (self.size, self.row)
         ]
         table = ["femixer", "lm", "table", *rows, "--out", str(self.out / "table")]
-        return [[*train, "--out", str(model), "--resume"], evaluate, table]
+        again = ["--resume"] if holds_run(model) else []
+        return [[*train, "--out", str(model), *again], evaluate, table]
 
 
 def model_arguments(row: str) -> list[str]:

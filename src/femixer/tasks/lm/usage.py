@@ -26,6 +26,10 @@ LENGTH = 512
 def summarize(model: Any, ids: Sequence[int], inspected: int, out: Path) -> Path:
     """Write the figure and the table; the first `inspected` tokens are looked at, the loss is that of all."""
     check(len(ids) > 1, "text", f"{len(ids)} tokens", "at least two tokens")
+    writes = getattr(model, "lm_head", None) is not None and getattr(model.config, "causal", True)
+    check(
+        writes, "checkpoint", type(model).__name__, "a model that predicts next tokens, whose loss --summary compares"
+    )
     usages: list[LayerUsage] = []
     given = torch.tensor([[*ids[:inspected]]], device=model.device)
     for usage in layers_usage(inspect_model(model, given, use_cache=False)):
@@ -37,9 +41,9 @@ def summarize(model: Any, ids: Sequence[int], inspected: int, out: Path) -> Path
         with without(model, part):
             losses[part] = loss(model, ids, length)
         print(f"without {part}: {losses[part]:.4f}", file=sys.stderr)
-    out.mkdir(parents=True, exist_ok=True)
-    save(draw(usages), out / FIGURE)
-    atomic.write(out / TABLE, as_markdown(by_layer(usages, len(given[0])), by_part(losses, len(ids))))
+    with atomic.replacing_files(out) as new:
+        save(draw(usages), new / FIGURE)
+        atomic.write(new / TABLE, as_markdown(by_layer(usages, len(given[0])), by_part(losses, len(ids) - 1)))
     return out / TABLE
 
 
