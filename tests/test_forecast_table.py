@@ -9,7 +9,7 @@ from femixer.cli import main
 from femixer.reporting import Cell, as_csv, as_latex, as_markdown
 from femixer.tasks.forecast import TASK
 from femixer.tasks.forecast.data import LOOKBACKS
-from femixer.tasks.forecast.table import COLUMNS, MEANS, PER_HORIZON, tabulate
+from femixer.tasks.forecast.table import COLUMNS, MEANS, NO_SEASON, PER_HORIZON, tabulate
 from femixer.training.jobs import export
 
 
@@ -66,6 +66,12 @@ def test_a_mean_over_other_horizons_does_not_stand_beside_the_papers():
     part = found["ETTh1", "protocol", "mean of 96, 192", "DLinear"]
     assert (part.value, part.missing, part.best) == ("", "1 of 2 jobs", False)
     assert "| [1 of 2 jobs] |" in as_markdown(*tabulate([record(horizon=96), record(horizon=192), record("DLinear")]))
+
+
+def test_a_season_that_is_not_there_is_told():
+    naive, last = record("SeasonalNaive", mse=0.5), record("LastValue", mse=0.5)
+    assert NO_SEASON in tabulate([record(), naive, last])[-1].notes
+    assert NO_SEASON not in tabulate([record(), {**naive, "mse": 0.4}, last])[-1].notes
 
 
 def test_missing_seeds_are_marked_and_never_best():

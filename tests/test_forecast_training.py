@@ -349,6 +349,8 @@ def test_a_trained_model_forecasts_a_file_with_its_dates(tmp_path, file, capsys)
     shown = capsys.readouterr()
     assert "| FEM-SM |" in shown.out and "| SeasonalNaive | 0 |" in shown.out and "Writing" not in shown.err
     assert {"config.json", "metrics.jsonl", "figure.png", "table.md", "model"} < {p.name for p in run.iterdir()}
+    card = (run / "model" / "README.md").read_text(encoding="utf-8")
+    assert all(f"## {part}" in card for part in ("Sizes", "Data", "Metrics", "Citation")) and "test MSE" in card
     assert main([*TRAIN, "2", "--model", "FEM-SM", "--data", str(file), "--out", str(run), "--resume"]) == 0
     assert main(["forecast", "predict", "--model", str(run), "--data", str(file), "--out", str(out)]) == 0
     frame = pd.read_csv(file, index_col="date", parse_dates=True)

@@ -87,6 +87,8 @@ def records(folder):
 def test_a_training_leaves_everything_about_it_and_a_table_shows_it(trained, colours, tmp_path, capsys):
     files = {path.name for path in trained.iterdir()}
     assert {"config.json", "metrics.jsonl", "table.md", "model", "broken.jsonl"} <= files
+    card = (trained / "model" / "README.md").read_text(encoding="utf-8")
+    assert all(f"## {part}" in card for part in ("Sizes", "Data", "Metrics", "Citation")) and "test accuracy" in card
     for name in ("figure.png", "confusion.png", "predictions.png", "maps.png"):
         assert (trained / name).read_bytes().startswith(b"\x89PNG")
     found = records(trained)
