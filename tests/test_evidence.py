@@ -27,11 +27,12 @@ def test_quantiles_fall_towards_the_normal_ones() -> None:
     assert quantiles[-1] >= statistics.NormalDist().inv_cdf(0.975)
 
 
-def comparison(folder, losses: dict[str, list[float]]) -> None:
+def comparison(folder, losses: dict[str, list[float]], **mixing: str | None) -> None:
     """What `femixer lm compare` leaves: one folder per run, finished ones with a table."""
-    model = {"preset": "tiny", "hidden_size": 8, "layers": 1, "heads": 1}
+    model = {"preset": "tiny", "hidden_size": 8, "layers": 1, "heads": 1, "mixing": mixing}
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"task": "lm compare", "experiment": {}, "text": "a text"}))
+    config = {"task": "lm compare", "experiment": {"experiment": {"model": model}}, "text": "/home/me/a text"}
+    (folder / "config.json").write_text(json.dumps(config))
     for name, each in losses.items():
         for seed, loss in enumerate(each):
             run = folder / "runs" / (f"{name} seed {seed}" if seed % 2 else f"{name}-seed-{seed}")
@@ -61,6 +62,16 @@ def test_better_is_above_zero_whatever_the_measure(tmp_path) -> None:
     worse, better = table.rows[0][2], table.rows[0][1]
     assert str(better.value).startswith("+500") and not better.best  # type: ignore[union-attr]  # of two pairs
     assert str(worse.value).startswith("-1000")  # type: ignore[union-attr]
+
+
+def test_options_of_the_mixers_are_rows_with_the_same_priors(tmp_path) -> None:
+    comparison(tmp_path / "a", {"SMAttn": [1.0, 1.1], "FEM-SM": [0.5, 0.6]}, start=None)
+    comparison(tmp_path / "b", {"FEM-SM": [0.75, 0.85]}, start="prior")
+    assert main(["lm", "export", "--results", *(str(tmp_path / n) for n in "ab"), "--out", str(tmp_path / "c")]) == 0
+    assert "/home/me" not in (tmp_path / "c").read_text()  # a machine's folders are nobody's business
+    rows = {str(row[0]): str(row[1].value) for row in tabulate(load([tmp_path / "c"])).rows}  # type: ignore[union-attr]
+    assert rows["validation loss"].startswith("+500") and rows["validation loss, start=prior"].startswith("+250")
+    assert rows["all"].startswith("+375") and rows["all"].endswith(", 4")
 
 
 @pytest.mark.parametrize("content", [None, "{}", "not json"])

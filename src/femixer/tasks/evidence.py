@@ -57,6 +57,8 @@ def of_forecast(records: Sequence[Record]) -> Iterator[Measured]:
 
 
 def of_lm(records: Sequence[Record]) -> Iterator[Measured]:
+    """Models by the options of their mixers too, as in `FEM-SM, start=prior`: each set of options is a setting of its
+    own, with the models that have no such options in it."""
     held: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for record in records:
         setting, seed = as_text([record["text"], record["experiment"]]), record["seed"]
@@ -64,9 +66,12 @@ def of_lm(records: Sequence[Record]) -> Iterator[Measured]:
         named = f"{record['model']}, seed {seed}"
         check(known == record["loss"], "results", named, f"one loss of it: there are {known} and {record['loss']}")
     names = [*dict.fromkeys(setting for setting, _ in held)]
+    variants = {name: {model.partition(", ")[2] for setting, model in held if setting == name} for name in names}
     for (setting, model), losses in held.items():
-        number = "" if len(names) == 1 else f", experiment {names.index(setting) + 1}"
-        yield Measured(f"validation loss{number}", model, Score(losses, len(losses)))
+        row = "validation loss" + ("" if len(names) == 1 else f", experiment {names.index(setting) + 1}")
+        name, _, own = model.partition(", ")
+        for variant in {own} if own or name in PRIORS else sorted(variants[setting]):
+            yield Measured(", ".join(filter(None, (row, variant))), name, Score(losses, len(losses)))
 
 
 class Kind(NamedTuple):
