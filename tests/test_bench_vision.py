@@ -11,7 +11,7 @@ import torch
 from femixer.bench import cli, measure, vision
 from femixer.bench.steps import Report, StepCost, Training
 from femixer.bench.vision import Options, build, config, images, tables
-from femixer.models.parameters import parameter_count
+from femixer.models.named import parameter_count
 
 pytestmark = pytest.mark.usefixtures("little_garbage")
 TINY = Options(preset="digits", batch=3, rounds=2, warmup=0, threads=1, priors=("softmax",))

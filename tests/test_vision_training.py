@@ -20,7 +20,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, pi
 
 from femixer.cli import main
 from femixer.models import FEMImageProcessor
-from femixer.models.parameters import parameter_count
+from femixer.models.named import parameter_count
 from femixer.options import parse
 from femixer.reporting.figures import save
 from femixer.tasks.vision import TASK

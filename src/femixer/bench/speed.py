@@ -24,8 +24,7 @@ from femixer.bench.options import MeasureOptions, check_positive
 from femixer.bench.report import Report as BenchReport
 from femixer.bench.report import environment, held, place_of, ratio_cell
 from femixer.models import FEMConfig, FEMModel
-from femixer.models.named import NAMED, Fields, baseline, fem
-from femixer.models.parameters import parameters_of
+from femixer.models.named import NAMED, Fields, baseline, fem, parameters_of
 from femixer.optional import require
 from femixer.options import check, parse
 from femixer.reporting import Column, Row, Table, figures, show, write

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from femixer.bench.measure import Spread, Timing, stopwatch, timed
 from femixer.bench.options import BenchOptions
 from femixer.bench.report import Report as BenchReport
-from femixer.models.parameters import parameters_of
+from femixer.models.named import parameters_of
 from femixer.training.optimizer import adamw
 
 

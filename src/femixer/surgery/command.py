@@ -14,9 +14,8 @@ from torch import Tensor
 from femixer import command_line
 from femixer.damage import reading
 from femixer.finite import check_tensor
-from femixer.models.hub import only_local
+from femixer.models.loading import only_local, saved_tokenizer
 from femixer.models.saving import Card, write_card
-from femixer.models.tokenizers import saved_tokenizer
 from femixer.optional import require
 from femixer.options import check, parse
 from femixer.surgery.gates import PARTS

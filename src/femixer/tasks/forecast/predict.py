@@ -8,7 +8,7 @@ from typing import Any
 from femixer.models.forecast import ForecastConfig, Forecaster
 from femixer.models.forecast.frames import is_date_name, regular
 from femixer.models.forecast.intervals import Kind, chosen_kind, column_names
-from femixer.models.quiet import without_bars
+from femixer.models.loading import without_bars
 from femixer.optional import require
 from femixer.options import check, parse
 from femixer.reporting.escape import in_csv

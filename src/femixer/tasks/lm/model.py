@@ -8,7 +8,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from femixer.models import PRESETS, FEMConfig, FEMForCausalLM, preset
-from femixer.models.parameters import parameter_count
+from femixer.models.named import parameter_count
 from femixer.options import check, parse
 from femixer.priors import PRIORS
 from femixer.priors.parsing import parse_prior

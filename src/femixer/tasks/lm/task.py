@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-from femixer.models.named import NAMED
-from femixer.models.parameters import parameter_count
+from femixer.models.named import NAMED, parameter_count
 from femixer.options import check, expanded, parse
 from femixer.reporting import Row, Score, Table, as_markdown, marked
 from femixer.tasks.lm.data import DataOptions

@@ -11,7 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from femixer.mixer import FreeEnergyMixer
 from femixer.models import FEMConfig, FEMForCausalLM, FEMModel
-from femixer.models.norm import RMSNorm
+from femixer.models.block import RMSNorm
 from femixer.tasks.mad.data import TASKS
 from femixer.training import derive
 

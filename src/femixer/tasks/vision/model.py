@@ -13,10 +13,8 @@ from huggingface_hub.errors import StrictDataclassError
 
 from femixer.baselines import BASELINES
 from femixer.models import FEMForImageClassification, FEMVisionConfig, preset
-from femixer.models.named import NAMED
-from femixer.models.parameters import parameter_count
-from femixer.models.presets import VISION_PRESETS
-from femixer.models.quiet import without_bars
+from femixer.models.loading import without_bars
+from femixer.models.named import NAMED, VISION_PRESETS, parameter_count
 from femixer.options import check, given
 from femixer.tasks.mixing import Mixing
 from femixer.tasks.rivals import Rivals
