@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from femixer.bench.models import Report, StepCost, Training, race_of_steps
 from femixer.bench.options import BenchOptions, check_distinct, check_positive
 from femixer.bench.report import command, fits, measured, place_of, ratio_cell
-from femixer.bench.steps import Report, StepCost, Training, race_of_steps
 from femixer.models.forecast import ForecastConfig, build
 from femixer.models.named import NAMED
 from femixer.options import check

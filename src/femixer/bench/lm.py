@@ -12,15 +12,14 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from femixer.bench.contestants import ATTENTION, arguments, caches, check_priors, full_label
-from femixer.bench.generation import Generator
 from femixer.bench.measure import Spread, paired_ratio, timed, unlimited_compilation
+from femixer.bench.models import Generator, Training
 from femixer.bench.options import MixerOptions, check_distinct, check_positive
 from femixer.bench.report import Report as BenchReport
 from femixer.bench.report import bytes_cell, command, fits, heads_of, measured, place_of, ratio_cell
-from femixer.bench.steps import Training
 from femixer.models import FEMConfig, FEMForCausalLM
 from femixer.options import check
-from femixer.priors.parsing import parse_prior
+from femixer.priors import parse_prior
 from femixer.reporting import Column, Table, progress
 
 Measure = Literal["training", "decode"]

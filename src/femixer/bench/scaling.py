@@ -12,8 +12,8 @@ import torch
 
 from femixer.bench.calls import Call, Decoder
 from femixer.bench.contestants import ATTENTION, Mixer, check_priors, label
+from femixer.bench.cost import peak_memory
 from femixer.bench.measure import Spread, cpu_threads, paired_ratio, timed
-from femixer.bench.memory import peak_memory
 from femixer.bench.options import MixerOptions, check_distinct, check_positive
 from femixer.bench.report import Report as BenchReport
 from femixer.bench.report import environment, heads_of, held, place_of, ratio_cell

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from femixer.bench.calls import Call
-from femixer.bench.flops import flops
+from femixer.bench.cost import flops, peak_memory
 from femixer.bench.measure import Timing, cpu_threads, timed
-from femixer.bench.memory import peak_memory
 from femixer.bench.options import MeasureOptions, check_positive
 from femixer.bench.report import Report as BenchReport
 from femixer.bench.report import environment, held, place_of, ratio_cell

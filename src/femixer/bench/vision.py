@@ -12,14 +12,14 @@ from torch import Tensor
 
 from femixer.bench.contestants import ATTENTION, canonical, check_priors, full_label
 from femixer.bench.measure import unlimited_compilation
+from femixer.bench.models import Report, StepCost, Training, race_of_steps
 from femixer.bench.options import BenchOptions, check_positive
 from femixer.bench.report import command, fits, measured, place_of, ratio_cell
-from femixer.bench.steps import Report, StepCost, Training, race_of_steps
 from femixer.models import VISION_PRESETS, FEMForImageClassification, FEMVisionConfig, preset
 from femixer.models.named import parameter_count
 from femixer.models.vision.config import POSITIONS
 from femixer.options import check
-from femixer.priors.parsing import parse_prior
+from femixer.priors import parse_prior
 from femixer.reporting import Table
 
 

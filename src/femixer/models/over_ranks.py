@@ -26,7 +26,7 @@ from femixer.models.packing import PACKING, packed_segments
 from femixer.parallel.cut import Cut
 from femixer.parallel.exchange import summed
 from femixer.parallel.heads import cut_heads
-from femixer.parallel.swapping import swapped
+from femixer.parallel.weights import swapped
 
 
 def cut_model(model: Any, cut: Cut) -> None:

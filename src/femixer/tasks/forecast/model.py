@@ -14,8 +14,7 @@ from femixer.options import check, given
 from femixer.tasks.forecast.data import KNOWN, Series, default_lookback
 from femixer.tasks.forecast.data.files import frequency_of, season_of
 from femixer.tasks.forecast.data.windows import Held, Scaling, long_places, scaling_of, section_ends, wide_places
-from femixer.tasks.mixing import Mixing
-from femixer.tasks.rivals import Rivals
+from femixer.tasks.mixing import Mixing, Rivals
 from femixer.training import derive
 
 MODELS: dict[str, Fields] = {

@@ -10,10 +10,8 @@ from huggingface_hub.errors import StrictDataclassError
 from femixer.models import PRESETS, FEMConfig, FEMForCausalLM, preset
 from femixer.models.named import parameter_count
 from femixer.options import check, parse
-from femixer.priors import PRIORS
-from femixer.priors.parsing import parse_prior
-from femixer.tasks.mixing import Mixing
-from femixer.tasks.rivals import Rivals
+from femixer.priors import PRIORS, parse_prior
+from femixer.tasks.mixing import Mixing, Rivals
 from femixer.training import derive
 
 

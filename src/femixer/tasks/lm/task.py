@@ -16,7 +16,7 @@ from femixer.tasks.lm.data import DataOptions
 from femixer.tasks.lm.fit import Experiment, draw, last, rate, trained
 from femixer.tasks.lm.model import ModelOptions, described
 from femixer.tasks.lm.reproduce import ROWS
-from femixer.tasks.rivals import Rivals
+from femixer.tasks.mixing import Rivals
 from femixer.training import EngineOptions, Interrupted, Results, RunOptions, atomic, distributed, processes, show_table
 from femixer.training.recipe import with_recipe
 from femixer.training.results import CHECKPOINTS, Record, holds_run

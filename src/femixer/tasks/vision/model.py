@@ -16,8 +16,7 @@ from femixer.models import FEMForImageClassification, FEMVisionConfig, preset
 from femixer.models.loading import without_bars
 from femixer.models.named import NAMED, VISION_PRESETS, parameter_count
 from femixer.options import check, given
-from femixer.tasks.mixing import Mixing
-from femixer.tasks.rivals import Rivals
+from femixer.tasks.mixing import Mixing, Rivals
 from femixer.tasks.vision.data import Images
 from femixer.tasks.vision.data.augmentation import Augmentation
 from femixer.tasks.vision.data.pictures import PREPARATION, Preparation
