@@ -5,9 +5,12 @@ from __future__ import annotations
 import inspect
 import math
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Union, get_args, get_origin
 
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
 from femixer.damage import shown
@@ -169,3 +172,12 @@ MIXER_FIELDS = ("mixer", "prior", "parts", "budget", *READ_FIELDS, "mixer_option
 def mixer_fields(config: Any) -> dict[str, Any]:
     """MIXER_FIELDS of a configuration, for the FEMConfig of its layers."""
     return {name: getattr(config, name) for name in MIXER_FIELDS}
+
+
+@contextmanager
+def plain_refusals() -> Iterator[None]:
+    """What a configuration refuses as the ValueError that it raised, without what transformers wraps around it."""
+    try:
+        yield
+    except StrictDataclassError as error:
+        raise ValueError(str(error.__cause__ or error)) from error

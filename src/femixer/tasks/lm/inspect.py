@@ -36,7 +36,7 @@ from femixer.inspection.usage import (
     without,
 )
 from femixer.optional import require
-from femixer.options import check, parse
+from femixer.options import check, check_positive, parse
 from femixer.reporting import Row, Table, as_markdown
 from femixer.reporting.figures import save
 from femixer.tasks.lm.checkpoint import Placement, check_positions, given_text, load
@@ -137,7 +137,7 @@ class Command:
     loss of the text without each part (usage.md)."""
 
     def validate(self) -> None:
-        check(self.max_tokens > 0, "max_tokens", self.max_tokens, "a whole number above 0")
+        check_positive(max_tokens=self.max_tokens)
         for name in ("layers", "heads", "channels", "query") if self.summary else ():
             value = getattr(self, name)
             check(value is None, name, value, "None with --summary, which sums up all of them")

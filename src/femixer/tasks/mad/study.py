@@ -15,17 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from femixer.options import check
+from femixer.options import check, check_positive
 from femixer.reporting import Column, Group, Score, Table
 from femixer.tasks.mad.data.generators import IGNORE
 from femixer.tasks.mad.fit import Examples, MadJob, summed_cross_entropy
 from femixer.tasks.mad.protocol import PROTOCOLS
 from femixer.tasks.mad.variants import VARIANTS, Variant, begin, optimizer_of
 from femixer.tasks.runner import Run, Tabulate
-from femixer.training import Results, derive
+from femixer.training import Results
 from femixer.training.jobs import Jobs
 from femixer.training.jobs.store import as_text, distinct, same
 from femixer.training.results import Record
+from femixer.training.seeding import seeded
 
 TASKS = ("fuzzy-recall", "compression")
 LEVEL = 0.9
@@ -138,8 +139,7 @@ class StudyJob(MadJob):
 
     def built(self) -> nn.Module:
         model = super().built()
-        with torch.random.fork_rng():
-            torch.manual_seed(derive(self.seed, "study"))
+        with seeded(self.seed, "study"):
             begin(model, Variant(**self.variant))
         return model
 
@@ -186,8 +186,7 @@ class Experiment:
             check(0 < len(asked) == len({*asked}), name, asked, allowed)
             for one in asked:
                 check(one in known, name, one, allowed)
-        for name in ("seeds", "steps", "evaluate_every"):
-            check(getattr(self, name) > 0, name, getattr(self, name), "a whole number above 0")
+        check_positive(seeds=self.seeds, steps=self.steps, evaluate_every=self.evaluate_every)
         check(self.seed >= 0, "seed", self.seed, "a whole number of at least 0")
         check(0 < self.lr < math.inf, "lr", self.lr, "a number above 0")
         return [
