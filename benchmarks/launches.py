@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from femixer import FreeEnergyMixer
-from femixer.priors import PRIORS
-from femixer.priors.parsing import parse_prior
+from femixer.priors import PRIORS, parse_prior
 
 DIM, HEADS, LENGTH = 512, 8, 4096
 ATTENTION = "attention"

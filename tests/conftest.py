@@ -38,6 +38,17 @@ def little_garbage(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Jobs are carried out in this process."""
+    from femixer.training.jobs import engines
+
+    monkeypatch.setattr(engines, "local", lambda assignments, jobs: (engines.attempt(each) for each in assignments))
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def lines(tmp_path):
     """A JSON lines file of 97 texts."""
     return write_lines(tmp_path / "lines.jsonl", [{"text": text, "id": n} for n, text in enumerate(texts(97))])

@@ -14,78 +14,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parallel_layers import (
+    DIM,
+    GIVEN,
+    HEADS,
+    KINDS,
+    PAIRS,
+    RANKS,
+    STEPS,
+    TOKENS,
+    WORDS,
+    Errors,
+    disturbed,
+    meshes,
+    mixer,
+    relative,
+)
+from parallel_traffic import traffic
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from femixer import FreeEnergyMixer
-
-KINDS: dict[str, dict[str, Any]] = {
-    "softmax": {"kv_heads": 2},
-    "softmax, window": {"window": 5},
-    "softmax, bias": {"prior_options": {"score_bias": "alibi"}},
-    "fox": {"kv_heads": 2},
-    "linear": {"kv_heads": 2},
-    "gla": {"kv_heads": 2},
-    "gla, channel": {"prior_options": {"decay": "channel"}},
-    "aft": {},
-    "decay": {},
-    "ssm": {"prior_options": {"state_size": 3}},
-    "mamba": {"prior_options": {"state_size": 3}},
-    "mamba, not normalized": {"prior_options": {"state_size": 3, "normalize": False}},
-    "mamba-interactive": {"prior_options": {"state_size": 3}},
-}
-RANKS, DIM, HEADS, WORDS, STEPS = 4, 24, 4, 29, 20
-TOKENS = 24  # stretches of 3 tokens on four ranks
-Errors = dict[str, float]
-
-
-def meshes(names: tuple[str, ...] = ("cp", "tp", "rows")) -> dict[str, Any]:
-    """Of two ranks each: the four ranks are two pairs."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return {name: init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", name))[name] for name in names}
-
-
-PAIRS: dict[str, Any] = {}
-
-
-def mixer(kind: str, dtype: torch.dtype, **options: Any) -> FreeEnergyMixer:
-    from femixer.priors import Alibi
-
-    torch.manual_seed(0)
-    options = {**KINDS[kind], **options}
-    if "score_bias" in options.get("prior_options", {}):
-        options["prior_options"] = {"score_bias": Alibi(HEADS)}
-    layer = FreeEnergyMixer(DIM, HEADS, prior=kind.split(",")[0], dtype=dtype, **options)
-    return disturbed(layer)
-
-
-def disturbed(model: Any) -> Any:
-    """With every path in use: no parameter is zero."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape))
-    return model
-
-
-def ids() -> Tensor:
-    """Segments that end at cuts, before and behind them, some within one stretch; padding at both ends and inside."""
-    segments = torch.tensor([[0] * 7 + [1] * 2 + [2] * 11 + [3] * 4, [5] * TOKENS, [0] * 6 + [1] * 6 + [2] * 12])
-    for row, places in ((0, [3, 11, 12, 13]), (1, [*range(6), 9, *range(20, TOKENS)])):
-        segments[row, places] = -1
-    return segments
-
-
-GIVEN: dict[str, Callable[[], dict[str, Tensor]]] = {
-    "nothing": dict,
-    "mask": lambda: {"mask": ids() >= 0},
-    "segments": lambda: {"segments": ids()},
-}
-
-
-def relative(actual: Tensor, expected: Tensor, scale: float) -> float:
-    """Relative to the largest number, but to no less than `scale`: some gradients are zero but for rounding."""
-    return float((actual - expected).detach().abs().max() / max(float(expected.detach().abs().max()), scale))
 
 
 def same_as_alone(layer: FreeEnergyMixer, mesh: Any, given: dict[str, Tensor], ring: bool | None = None) -> Errors:
@@ -344,97 +292,6 @@ def planned_by_transformers(folder: Path) -> Errors:
             "logits": relative(divided(words).logits, alone(words).logits, 0),
             "gradient": relative(grad.full_tensor(), wanted, 0),
         }
-
-
-# Bytes
-
-
-class Sent(TorchDispatchMode):
-    """Bytes that this rank gives to exchanges."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d" and "recv" not in str(func):
-            given = args[1] if "allgather" in str(func) else args[0]  # a gather writes to its first argument
-            self.bytes += sum(x.nbytes for x in ([given] if isinstance(given, Tensor) else given))
-        return func(*args, **(kwargs or {}))
-
-
-def numbers(layer: FreeEnergyMixer) -> int:
-    """docs/scaling.md: numbers of float64 that a stretch of one sequence gives to the exchange of its prior's state."""
-    (key, value), heads, groups = layer.widths, layer.heads, layer.kv_heads
-    prior: Any = layer.prior
-    if layer.prior_name == "linear":
-        return groups * (key * (2 * value + 1) + value) + 1
-    if layer.prior_name == "gla":
-        return groups * (key * (2 * value + 1) + value + prior.gates)
-    if layer.prior_name in ("aft", "decay"):
-        return 4 * heads * value
-    if layer.prior_name == "mamba-interactive":
-        return heads * (4 * prior.state_size + 1)
-    return heads * value * (4 * prior.state_size + 1)
-
-
-def sent(kind: str, tokens: int) -> list[int]:
-    """Bytes that a rank gives in the forward pass on so many tokens per rank, and what the formula says."""
-    from femixer.parallel import parallelize
-
-    layer, batch = mixer(kind, torch.float32), 3
-    conditioner = 2 * layer.conditioner.channels  # type: ignore[union-attr]
-    if kind == "softmax":
-        stretches, of_prior = 2, 4 * batch * tokens * layer.kv_heads * sum(layer.widths)
-    else:
-        stretches, of_prior = 1, 8 * batch * numbers(layer)
-    segments = 8 * 4 * batch * stretches + (8 * batch * tokens if kind == "softmax" else 0)
-    parallelize(layer, PAIRS["cp"])
-    found = []
-    for given in ({}, {"segments": torch.zeros(batch, tokens, dtype=torch.long)}):
-        with Sent() as counted, torch.no_grad():
-            layer(torch.randn(batch, tokens, DIM), **given)
-        found.append(counted.bytes)
-    formula = of_prior + 8 * batch * stretches * conditioner
-    return [*found, formula, formula + segments]
-
-
-def sent_by_heads(tokens: int) -> list[int]:
-    """The same of tensor parallelism, forwards and backwards."""
-    from femixer.parallel import parallelize
-
-    layer, batch = mixer("gla", torch.float32), 3
-    channels = layer.conditioner.channels  # type: ignore[union-attr]
-    parallelize(layer, PAIRS["tp"])
-    with Sent() as forwards:
-        y = layer(torch.randn(batch, tokens, DIM, requires_grad=True))
-    with Sent() as backwards:
-        y.sum().backward()
-    return [forwards.bytes, backwards.bytes, 4 * batch * tokens * DIM, 4 * batch * tokens * (DIM + channels)]
-
-
-def sent_around(tokens: int) -> list[int]:
-    """The same of the keys and values of a softmax layer that go around a ring, forwards and backwards."""
-    from femixer.parallel import parallelize
-
-    layer, batch = mixer("softmax", torch.float32, parts=""), 3
-    numbers = batch * tokens * layer.kv_heads * sum(layer.widths)
-    parallelize(layer, PAIRS["cp"], ring=True)
-    with Sent() as forwards:
-        y = layer(torch.randn(batch, tokens, DIM, requires_grad=True))
-    weights = sum(p.nbytes for p in layer.parameters())  # whose gradients are added up
-    with Sent() as backwards:
-        y.sum().backward()
-    return [forwards.bytes, backwards.bytes, 4 * numbers, 4 * 3 * numbers + weights]
-
-
-def traffic(ranks: int) -> Iterator[tuple[str, Callable[[], list[int]]]]:
-    if ranks == 2:
-        yield "bytes ring", lambda: sent_around(10)
-        for kind in ("softmax", "linear", "gla", "gla, channel", "decay", "ssm", "mamba", "mamba-interactive"):
-            for tokens in (4, 10):
-                yield f"bytes {kind}, {tokens}", lambda kind=kind, tokens=tokens: sent(kind, tokens)  # type: ignore[misc]
-        yield "bytes heads", lambda: sent_by_heads(5)
 
 
 # Bad input

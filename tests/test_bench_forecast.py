@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from femixer.bench import cli
+from femixer import bench
 from femixer.bench.forecast import Options, run, tables
 
 pytestmark = pytest.mark.usefixtures("little_garbage")
@@ -37,4 +37,4 @@ def test_models_are_timed_side_by_side_and_an_epoch_has_all_windows(tmp_path: Pa
 )
 def test_what_cannot_be_measured_is_refused(given: list[str], message: str, tmp_path: Path):
     with pytest.raises(ValueError, match=message):
-        cli.main(["forecast", *given, "--out", str(tmp_path)])
+        bench.main(["forecast", *given, "--out", str(tmp_path)])

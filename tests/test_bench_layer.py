@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from femixer import FreeEnergyMixer
+from femixer import FreeEnergyMixer, bench
 from femixer.baselines import Attention
-from femixer.bench import cli
 from femixer.bench.contestants import Mixer, Parameters, canonical
+from femixer.bench.cost import peak_memory
 from femixer.bench.layer import (
     DECODE_SIZE,
     FLOPS_NOTE,
@@ -28,10 +28,8 @@ from femixer.bench.layer import (
     tables,
 )
 from femixer.bench.measure import Timing
-from femixer.bench.memory import peak_memory
 from femixer.layout import Layout
-from femixer.priors import PRIORS, Prior
-from femixer.priors.parsing import parse_prior
+from femixer.priors import PRIORS, Prior, parse_prior
 from femixer.projection import Columns
 
 pytestmark = pytest.mark.usefixtures("little_garbage")
@@ -132,7 +130,7 @@ def test_parameters_are_those_worked_out_by_hand() -> None:
 def test_the_command_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     size = ["--dim", "24", "--heads", "3", "--lengths", "13", "--context", "512", "--decode-steps", "2"]
     rounds = ["--modes", "eager", "--rounds", "2", "--warmup", "1", "--threads", "1", "--targets", "--out"]
-    assert cli.main(["layer", *size, *rounds, str(tmp_path)]) == 0
+    assert bench.main(["layer", *size, *rounds, str(tmp_path)]) == 0
     written = json.loads((tmp_path / "layer.json").read_text())
     assert set(written) == {"benchmark", "settings", "environment", "layers", "decode"}
     assert written["settings"]["lengths"] == [13]
@@ -207,7 +205,7 @@ def test_peak_memory_of_a_layer_repeats_to_the_byte() -> None:
 )
 def test_wrong_input_is_named(args: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        cli.main([*args, "--out", str(tmp_path)])
+        bench.main([*args, "--out", str(tmp_path)])
 
 
 def test_a_prior_has_its_options_after_a_colon() -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from femixer.bench import cli, measure
-from femixer.bench.generation import Clock, cache_bytes
+from femixer import bench
+from femixer.bench import measure
 from femixer.bench.lm import (
     DECODE_SIZE,
     TRAINING_SIZE,
@@ -28,6 +28,7 @@ from femixer.bench.lm import (
     tables,
     training_of,
 )
+from femixer.bench.models import Clock, cache_bytes
 from femixer.models import FEMCache, preset
 
 pytestmark = pytest.mark.usefixtures("little_garbage")
@@ -178,7 +179,7 @@ def test_ratios_are_of_speeds_against_the_right_rival(monkeypatch: pytest.Monkey
 
 def test_the_command_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rounds = ["--rounds", "2", "--warmup", "0", "--threads", "1", "--targets", "--out", str(tmp_path)]
-    assert cli.main(["lm", *SIZE, "--priors", "softmax", "aft", *rounds]) == 0
+    assert bench.main(["lm", *SIZE, "--priors", "softmax", "aft", *rounds]) == 0
     written = json.loads((tmp_path / "lm.json").read_text())
     assert set(written) == {"benchmark", "settings", "environment", "training", "decode"}
     assert written["environment"]["transformers"]
@@ -193,7 +194,7 @@ def test_the_command_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_one_measurement_alone_has_only_its_tables(tmp_path: Path) -> None:
     options = ["--priors", "aft", "--rounds", "1", "--warmup", "0", "--measure", "decode", "--out", str(tmp_path)]
-    cli.main(["lm", *SIZE, "--contexts", "5", *options])
+    bench.main(["lm", *SIZE, "--contexts", "5", *options])
     assert json.loads((tmp_path / "lm.json").read_text())["training"] == []
     text = (tmp_path / "lm.md").read_text()
     assert "Training" not in text and "Growth" not in text and "Greedy" in text
@@ -270,5 +271,5 @@ def test_targets_are_for_their_size_only(changes: dict[str, object]) -> None:
 )
 def test_wrong_input_is_named_before_anything_is_measured(args: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        cli.main(["lm", *args, "--out", str(tmp_path)])
+        bench.main(["lm", *args, "--out", str(tmp_path)])
     assert not any(tmp_path.iterdir())

@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from femixer.baselines import BASELINES
-from femixer.bench.busy import busy
 from femixer.bench.calls import Call
 from femixer.bench.contestants import Mixer
-from femixer.bench.flops import flops
+from femixer.bench.cost import flops, held_bytes, highest_sum, peak_memory
 from femixer.bench.layer import Options, Report, contestants, counted
-from femixer.bench.measure import Spread, paired_ratio, race, unlimited_compilation
-from femixer.bench.memory import held_bytes, highest_sum, peak_memory
+from femixer.bench.measure import Spread, busy, paired_ratio, race, unlimited_compilation
 from femixer.bench.report import ratio_cell
 from femixer.priors import PRIORS
 from femixer.reporting import as_csv, as_html, as_latex, as_markdown
@@ -205,7 +203,9 @@ def test_a_busy_process_that_ends_early_is_an_error() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_busy_processes_end_with_the_command(number: signal.Signals) -> None:
-    code = "import time; from femixer.bench.busy import busy\nwith busy(1) as x: print(*x, flush=True); time.sleep(60)"
+    code = (
+        "import time; from femixer.bench.measure import busy\nwith busy(1) as x: print(*x, flush=True); time.sleep(60)"
+    )
     command = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_bench_layer import Running
 
-from femixer.bench import cli
+from femixer import bench
 from femixer.bench import scaling as command
 from femixer.bench.calls import Decoder
 from femixer.bench.contestants import Mixer
@@ -108,7 +108,7 @@ def test_the_command_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFi
     size = ["--dim", "24", "--heads", "3", "--lengths", "8", "16", "--positions", "3", "9", "--decode-steps", "2"]
     rounds = ["--rounds", "2", "--warmup", "0", "--threads", "1", "--training", "--targets"]
     priors = ["--priors", "attention", "softmax", "running", "running:decay=channel", "--parts", "LTG"]
-    assert cli.main(["scaling", *size, *rounds, *priors, "--out", str(tmp_path)]) == 0
+    assert bench.main(["scaling", *size, *rounds, *priors, "--out", str(tmp_path)]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["scaling.json", "scaling.md", "scaling.png"]
     written = json.loads((tmp_path / "scaling.json").read_text())
     assert set(written) == {"benchmark", "settings", "environment", "sequences", "decode"}
@@ -175,7 +175,7 @@ def test_an_interrupted_command_says_how_to_go_on(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "measure", interrupted)
-    assert cli.main(["scaling", "--out", str(tmp_path)]) == 130
+    assert bench.main(["scaling", "--out", str(tmp_path)]) == 130
     assert "the same command without --overwrite goes on" in capsys.readouterr().err
 
 
@@ -213,7 +213,7 @@ def test_points_of_other_settings_are_not_mixed_in(tmp_path: Path) -> None:
 )
 def test_wrong_input_is_named_before_anything_is_measured(args: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        cli.main(["scaling", *args, "--out", str(tmp_path)])
+        bench.main(["scaling", *args, "--out", str(tmp_path)])
     assert not any(tmp_path.iterdir())
 
 

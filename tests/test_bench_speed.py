@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from femixer.bench import cli, speed
-from femixer.bench.memory import peak_memory
+from femixer import bench
+from femixer.bench import speed
+from femixer.bench.cost import peak_memory
 from femixer.bench.speed import LATENCY, NAIVE, OWN, PAPER, RIVAL, Options, counted, read, run, tables
 from femixer.models.named import NAMED
 
@@ -88,12 +89,12 @@ def test_the_table_and_quick_give_the_defaults() -> None:
 )
 def test_what_cannot_be_measured_is_refused(given: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        cli.main(["speed", *given, "--out", str(tmp_path)])
+        bench.main(["speed", *given, "--out", str(tmp_path)])
 
 
 def test_an_unknown_table_is_told_the_two_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        cli.main(["speed", "--table", "gpt3"])
+        bench.main(["speed", "--table", "gpt3"])
     assert stop.value.code == 2 and "latency" in (told := capsys.readouterr().err) and "gpt2" in told
 
 

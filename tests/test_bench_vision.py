@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from femixer.bench import cli, measure, vision
-from femixer.bench.steps import Report, StepCost, Training
+from femixer import bench
+from femixer.bench import measure, vision
+from femixer.bench.models import Report, StepCost, Training
 from femixer.bench.vision import Options, build, config, images, tables
-from femixer.models.parameters import parameter_count
+from femixer.models.named import parameter_count
 
 pytestmark = pytest.mark.usefixtures("little_garbage")
 TINY = Options(preset="digits", batch=3, rounds=2, warmup=0, threads=1, priors=("softmax",))
@@ -80,7 +81,7 @@ def test_the_target_is_an_upper_limit_for_softmax_at_its_size_only() -> None:
 
 def test_the_command_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     size = ["--preset", "digits", "--batch", "3", "--rounds", "2", "--warmup", "0", "--threads", "1"]
-    assert cli.main(["vision", *size, "--priors", "softmax", "gla", "--targets", "--out", str(tmp_path)]) == 0
+    assert bench.main(["vision", *size, "--priors", "softmax", "gla", "--targets", "--out", str(tmp_path)]) == 0
     written = json.loads((tmp_path / "vision.json").read_text())
     assert set(written) == {"benchmark", "settings", "environment", "training"}
     assert written["settings"]["image_size"] == 8
@@ -109,5 +110,5 @@ def test_the_command_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFi
 )
 def test_wrong_input_is_named_before_anything_is_measured(args: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        cli.main(["vision", *args, "--out", str(tmp_path)])
+        bench.main(["vision", *args, "--out", str(tmp_path)])
     assert not any(tmp_path.iterdir())

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from femixer import cli
-from femixer.bench.cli import BENCHES
+from femixer.bench import BENCHES
 from femixer.cli import main
 from femixer.optional import MissingExtra, require
 from femixer.tasks import TASKS, forecast, lm, mad, vision

@@ -175,7 +175,7 @@ def test_a_model_reads_the_covariates_of_each_patch_and_the_known_ones_of_the_ne
 
 
 def model_covariates(model, history, known, past):
-    from femixer.models.forecast.covariates import covariates_of
+    from femixer.models.forecast.window import covariates_of
 
     return covariates_of(model.config, history, known, past)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from femixer.models import FEMForecaster
 from femixer.models.forecast import FORECASTERS, KINDS, DLinear, ForecastConfig, Forecaster, SeasonalNaive
-from femixer.models.forecast.dropout import Dropout
+from femixer.models.forecast.forecaster import Dropout
 from femixer.models.named import NAMED
 from femixer.priors import PRIORS
 

@@ -5,14 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+from forecast_series import hourly
 
 from femixer.tasks.forecast.data import Reading, Series, read
 from femixer.tasks.forecast.data.files import frequency_of, season_of
 from femixer.tasks.forecast.model import Sizes, Training, specified
-
-
-def hourly(rows):
-    return pd.date_range("2016-07-01", periods=rows, freq="h")
 
 
 def test_a_series_comes_with_an_installed_package():

@@ -15,7 +15,7 @@ from torch import nn
 from femixer import FreeEnergyMixer, posterior
 from femixer.cli import main
 from femixer.inspection import Inspection, inspect_model, page, write_page
-from femixer.inspection.model import Layer
+from femixer.inspection.inspection import Layer
 from femixer.inspection.tokens import labels, readable
 from femixer.priors import PRIORS
 

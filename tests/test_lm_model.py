@@ -6,7 +6,7 @@ import pytest
 
 from femixer.cli import main
 from femixer.models import PRESETS, preset
-from femixer.models.parameters import parameter_count
+from femixer.models.named import parameter_count
 from femixer.options import parse
 from femixer.tasks.lm import model
 from femixer.tasks.lm.data import DataOptions

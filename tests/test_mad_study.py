@@ -12,8 +12,8 @@ from femixer.cli import main
 from femixer.mixer import FreeEnergyMixer
 from femixer.models.named import fem
 from femixer.tasks.mad.model import build
-from femixer.tasks.mad.study.table import average, learned
-from femixer.tasks.mad.study.variants import VARIANTS, Variant, begin, columns, optimizer_of
+from femixer.tasks.mad.study import average, learned
+from femixer.tasks.mad.variants import VARIANTS, Variant, begin, columns, optimizer_of
 from femixer.training.jobs import engines
 from femixer.training.jobs.engines import attempt
 

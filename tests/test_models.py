@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfi
 
 from femixer import FreeEnergyMixer
 from femixer.models import PRESETS, FEMCache, FEMConfig, FEMForCausalLM, FEMModel, preset
-from femixer.models.norm import RMSNorm
+from femixer.models.block import RMSNorm
 
 MODELS = {
     "attention": {"mixer": "attention"},

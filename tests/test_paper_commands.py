@@ -19,7 +19,7 @@ from femixer.tasks.lm.reproduce import ROWS, model_arguments
 from femixer.tasks.lm.task import MODELS, Comparison
 from femixer.tasks.mad.table import FIGURES
 from femixer.tasks.mad.task import MadRun
-from femixer.tasks.rivals import Rivals
+from femixer.tasks.mixing import Rivals
 from femixer.tasks.vision.model import ENCODERS
 from femixer.tasks.vision.task import VisionRun
 

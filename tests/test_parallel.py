@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from femixer.parallel.carrying import carried_energies, carried_reads, carried_sums
+from femixer.parallel.summaries import carried_energies, carried_reads, carried_sums
 
 CASES = Path(__file__).parent / "parallel_cases.py"
 

@@ -36,9 +36,9 @@ from femixer.reporting import (
     show,
     write,
 )
-from femixer.reporting.escape import in_csv, in_latex, in_markdown, one_line
 from femixer.reporting.figures import COLOURS, figure, looks, plain_log, quiet, save
 from femixer.reporting.scores import number, transposed
+from femixer.reporting.writers import in_csv, in_latex, in_markdown, one_line
 
 # Any text, and texts that are made of what some format takes for more than text.
 PIECES = [*"\\`*_|~$<>[]()!#&+-=@%{}^:.\"' \n\t1aé±–≤µ↑", "&amp;", "](", "<b>", "--"]

@@ -12,8 +12,7 @@ from transformers import (
 
 from femixer import free_energy
 from femixer.surgery import FAMILIES, upgrade
-from femixer.surgery.attention import fem_attention
-from femixer.surgery.gates import ReadGates
+from femixer.surgery.attention import ReadGates, fem_attention
 
 DECODERS = tuple(family for family in FAMILIES if family not in VISION + ENCODERS)
 

@@ -24,8 +24,7 @@ from transformers import (
 
 from femixer.cli import main
 from femixer.surgery import load, upgrade
-from femixer.surgery.attention import fem_attention
-from femixer.surgery.gates import Bounded
+from femixer.surgery.attention import Bounded, fem_attention
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

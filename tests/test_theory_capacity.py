@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from femixer import FreeEnergyMixer
-from femixer.bench.flops import flops
+from femixer.bench.cost import flops
 from femixer.cli import main
 from femixer.free_energy import free_energy
 from femixer.free_energy import posterior as tilted

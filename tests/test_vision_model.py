@@ -12,10 +12,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
 from femixer.adapters.timm import timm_attention
 from femixer.baselines import Attention
 from femixer.models import FEMForImageClassification, FEMVisionConfig, FEMVisionModel, preset
-from femixer.models.named import NAMED
-from femixer.models.parameters import parameter_count
+from femixer.models.named import NAMED, parameter_count
 from femixer.models.vision import patch_maps
-from femixer.models.vision.depth import StochasticDepth, rising
+from femixer.models.vision.model import StochasticDepth, rising
 from femixer.rotary import Grid, Rotation, on_grid, rotated
 
 PATCH, CHANNELS = 2, 3

@@ -20,7 +20,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, pi
 
 from femixer.cli import main
 from femixer.models import FEMImageProcessor
-from femixer.models.parameters import parameter_count
+from femixer.models.named import parameter_count
 from femixer.options import parse
 from femixer.reporting.figures import save
 from femixer.tasks.vision import TASK
@@ -34,8 +34,6 @@ from femixer.tasks.vision.maps import map_figure
 from femixer.tasks.vision.model import ENCODERS, Classifier, config_of, specified
 from femixer.tasks.vision.task import Train, VisionRun, with_recipe_of_data, within_epochs
 from femixer.training import adamw
-from femixer.training.jobs import engines
-from femixer.training.jobs.engines import attempt
 
 COLOURS = {"blue": (30, 40, 200), "green": (40, 200, 30), "red": (200, 30, 40)}
 SIZES = "--image-size 8 --patch-size 4 --width 8 --layers 1 --heads 2 --batch 8 --lr 0.005 --warmup-epochs 0 --epochs 4"
@@ -257,15 +255,6 @@ def test_maps_are_drawn_of_named_pictures(tmp_path, trained, colours, capsys):
     ):
         assert main([*command, *options]) == 2
         assert told in capsys.readouterr().err
-
-
-@pytest.fixture
-def here(monkeypatch):
-    """Jobs are carried out in this process."""
-    monkeypatch.setattr(engines, "local", lambda assignments, jobs: (attempt(each) for each in assignments))
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_finished_jobs_are_not_repeated_and_have_equal_parameters(tmp_path, colours, capsys, here, monkeypatch):

@@ -9,10 +9,10 @@ import traceback
 from collections.abc import Sequence
 
 from femixer import command_line
+from femixer.command_line import dispatch
 from femixer.damage import in_one_line
 from femixer.kernels.dispatch import BackendError
 from femixer.optional import MissingExtra
-from femixer.subcommands import dispatch
 from femixer.tasks import TASKS
 from femixer.training.processes import Interrupted
 
@@ -22,7 +22,7 @@ COMMANDS = {
     "upgrade": ("femixer.surgery.command", "put FEM into a transformers model that you already have"),
     "inspect": ("femixer.tasks.lm.inspect", "what a trained model reads: figures and a page to look around in"),
     "evidence": ("femixer.tasks.evidence", "what FEM gains over its priors: paired differences of recorded results"),
-    "bench": ("femixer.bench.cli", "speed and memory, as ratios measured in one run"),
+    "bench": ("femixer.bench", "speed and memory, as ratios measured in one run"),
     "paper": ("femixer.paper", "every table and figure of the paper: its command, its cost, what has been run"),
     "theory": ("femixer.theory.command", "what the paper proves, in numbers: tangent kernels, capacities, costs"),
     "doctor": ("femixer.doctor", "versions, backends, and whether every operator computes what its definition says"),

@@ -45,6 +45,12 @@ def check(fits: bool, name: str, value: object, allowed: str) -> None:
         raise ValueError(f"{name}={value!r} is not allowed; choose {allowed}")
 
 
+def check_positive(**values: float | None) -> None:
+    """Raise a ValueError that names the first number which is not above zero; None is one that is not given."""
+    for name, value in values.items():
+        check(value is None or value > 0, name, value, "a whole number above 0")
+
+
 def expanded(names: Sequence[str], groups: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """The names, with the members of a group in the place of its name; what a group repeats is there once."""
     found: list[str] = []

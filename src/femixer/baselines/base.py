@@ -1,15 +1,54 @@
-"""The interface of a baseline: projections and a recurrence of its own behind FreeEnergyMixer's signature."""
+"""The interface of a baseline: projections and a recurrence of its own behind FreeEnergyMixer's signature.
+
+Beside it what several of them have: norms, the start of steps, checks.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from femixer.conditioner import inverse_softplus
 from femixer.layer import MixerLayer
 from femixer.layout import Layout, arrange
+from femixer.options import check
 from femixer.state import State, usable
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / rms(x) * weight over the last dim."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class HeadNorm(nn.GroupNorm):
+    """(x - mean) / std * weight + bias with mean and std per token and head: x [B, T, H, D] -> [B, T, H D]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        # torch.compile has wrong strides for the gradient of other layouts.
+        normed = F.layer_norm(x.contiguous(), x.shape[3:], eps=self.eps).flatten(2)
+        return torch.addcmul(self.bias.to(x.dtype), normed, self.weight.to(x.dtype))
+
+
+SHORTEST, LONGEST = 1e-3, 1e-1  # steps of Mamba and its kin at the start
+
+
+def random_steps_(bias: Tensor) -> Tensor:
+    """Fill a bias b so that softplus(b) is random, evenly in log, between 0.001 and 0.1."""
+    with torch.no_grad():
+        logs = torch.empty_like(bias, dtype=torch.float64).uniform_(math.log(SHORTEST), math.log(LONGEST))
+        return bias.copy_(inverse_softplus(logs.exp()))
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise a ValueError that names the first option that is not a positive integer."""
+    for name, size in sizes.items():
+        check(isinstance(size, int) and size >= 1, name, size, "a positive integer")
 
 
 class Baseline(MixerLayer):

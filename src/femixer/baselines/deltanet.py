@@ -1,4 +1,6 @@
-"""DeltaNet as published: linear attention that writes by the delta rule, behind short convolutions."""
+"""Linear attention that writes by the delta rule, as published: DeltaNet; Gated DeltaNet, with Mamba2's decay;
+Kimi delta attention, with a decay for every key channel.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from femixer.baselines.base import Baseline
+from femixer.baselines.base import Baseline, RMSNorm, check_sizes, random_steps_
 from femixer.baselines.convolution import Memory, ShortConvolution
 from femixer.baselines.kernels.delta_rule import delta_rule, unit
-from femixer.baselines.norm import RMSNorm
 from femixer.kernels.precision import without_autocast
 from femixer.layout import Layout
 from femixer.options import check
@@ -40,7 +41,7 @@ class DeltaNet(Baseline):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(dim, heads, causal, dropout)
-        check(isinstance(conv_width, int) and conv_width >= 1, "conv_width", conv_width, "a positive integer")
+        check_sizes(conv_width=conv_width)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.in_proj = nn.Linear(dim, 3 * dim + heads, bias=bias, **made)
         self.convolution = ShortConvolution(3 * dim, conv_width, **made)
@@ -59,4 +60,135 @@ class DeltaNet(Baseline):
             q, k = unit(q), unit(k)
             read, state = delta_rule(q, k, beta * v, beta * k, None, None, layout.marks(), state)
             y = self.norm(read).flatten(2)
+        return self.out_proj(self.dropout(y.to(x.dtype))), Memory(recent, state) if keep else None
+
+
+# As published: rates A start below this; those of Gated DeltaNet anywhere above zero, but not at it, KDA's above one.
+FASTEST, SLOWEST = 16.0, 1.0
+
+
+class GatedDeltaNet(Baseline):
+    """y_t = [RMSNorm(S_tᵀ q_t) * silu(x_t W_g)] W_o per head, with
+
+        S_t = alpha_t S_{t-1} + beta_t k_t (v_t - alpha_t S_{t-1}ᵀ k_t)ᵀ
+        alpha_t = exp(-A softplus(x_t W_alpha + bias)),    beta_t = sigmoid(x_t W_beta),    one number per head each
+
+    [q, k, v] = silu(conv(x W)), q and k divided by their length in every head. Keys have expand_k * dim channels,
+    values and gates expand_v * dim. Published values are twice as wide as keys: that is 4 dim² parameters at the
+    default 1/2 and 1, and 6 dim² at the publication's own 3/4 and 3/2; dim (2 heads + 2 conv_width) more by default.
+    Yang, Kautz and Hatamizadeh 2024, arXiv 2412.06464.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        causal: bool = True,
+        bias: bool = False,
+        dropout: float = 0.0,
+        *,
+        expand_k: float = 0.5,
+        expand_v: float = 1.0,
+        conv_width: int = 4,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, heads, causal, dropout)
+        check_sizes(conv_width=conv_width)
+        for name, factor in (("expand_k", expand_k), ("expand_v", expand_v)):
+            check(factor > 0, name, factor, "a positive factor of dim / heads channels")
+        keys, values = (heads * max(1, round(factor * dim / heads)) for factor in (expand_k, expand_v))
+        self.streams = (keys, keys, values)
+        self.widths = (sum(self.streams), values, heads, heads)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.in_proj = nn.Linear(dim, sum(self.widths), bias=bias, **made)
+        self.convolution = ShortConvolution(sum(self.streams), conv_width, **made)
+        self.step_bias = nn.Parameter(torch.empty(heads, **made))
+        self.log_rate = nn.Parameter(torch.empty(heads, **made))  # A = exp(log_rate)
+        self.norm = RMSNorm(values // heads, eps=1e-5, **made)
+        self.out_proj = nn.Linear(values, dim, bias=bias, **made)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        with torch.no_grad():
+            random_steps_(self.step_bias)
+            self.log_rate.copy_(torch.empty_like(self.log_rate).uniform_(1e-3, FASTEST).log())
+
+    def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
+        recent, state = (None, None) if memory is None else memory
+        qkv, g, *logits = self.in_proj(x).split(self.widths, -1)
+        qkv, recent = self.convolution(qkv, layout, recent)
+        dtype = torch.promote_types(qkv.dtype, torch.float32)
+        with without_autocast(x.device):
+            streams = F.silu(qkv.to(dtype)).split(self.streams, -1)
+            q, k, v = (stream.unflatten(-1, (self.heads, -1)) for stream in streams)
+            alpha, beta = (part.to(dtype) for part in logits)
+            gate = -self.log_rate.to(dtype).exp() * F.softplus(alpha + self.step_bias.to(dtype))
+            beta = torch.sigmoid(beta)[..., None]
+            q, k = unit(q), unit(k)
+            read, state = delta_rule(q, k, beta * v, beta * k, None, gate, layout.marks(), state)
+            y = self.norm(read).flatten(2) * F.silu(g.to(dtype))
+        return self.out_proj(self.dropout(y.to(x.dtype))), Memory(recent, state) if keep else None
+
+
+class KDA(Baseline):
+    """y_t = [RMSNorm(S_tᵀ q_t) * sigmoid(x_t W_1 W_2 + b)] W_o per head, with
+
+        S_t = (1 - beta_t k_t k_tᵀ) diag(alpha_t) S_{t-1} + beta_t k_t v_tᵀ
+        alpha_t = exp(-A softplus(x_t W_3 W_4 + bias)) per key channel, A per head;    beta_t = sigmoid(x_t W_beta)
+
+    [q, k, v] = silu(conv(x W)), q and k divided by their length in every head; keys and values have dim / heads
+    channels. rank: of both low-rank maps, published as a head's 128 channels at dim 2048, so dim / 16 by default.
+    4 dim² parameters, and dim (4 rank + heads + 3 conv_width) more. Kimi Team 2025, arXiv 2510.26692.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        causal: bool = True,
+        bias: bool = False,
+        dropout: float = 0.0,
+        *,
+        rank: int | None = None,
+        conv_width: int = 4,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, heads, causal, dropout)
+        rank = max(1, dim // 16) if rank is None else rank
+        check_sizes(rank=rank, conv_width=conv_width)
+        self.widths = (3 * dim, heads, rank, rank)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.in_proj = nn.Linear(dim, sum(self.widths), bias=bias, **made)
+        self.convolution = ShortConvolution(3 * dim, conv_width, **made)
+        self.decay_proj = nn.Linear(rank, dim, bias=False, **made)
+        self.gate_proj = nn.Linear(rank, dim, **made)
+        self.step_bias = nn.Parameter(torch.empty(dim, **made))
+        self.log_rate = nn.Parameter(torch.empty(heads, **made))  # A = exp(log_rate)
+        self.norm = RMSNorm(dim // heads, eps=1e-5, **made)
+        self.out_proj = nn.Linear(dim, dim, bias=bias, **made)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.zeros_(self.step_bias)
+        with torch.no_grad():
+            self.log_rate.copy_(torch.empty_like(self.log_rate).uniform_(SLOWEST, FASTEST).log())
+
+    def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
+        recent, state = (None, None) if memory is None else memory
+        qkv, beta, decay, gate = self.in_proj(x).split(self.widths, -1)
+        qkv, recent = self.convolution(qkv, layout, recent)
+        decay, gate = self.decay_proj(decay), self.gate_proj(gate)
+        dtype = torch.promote_types(qkv.dtype, torch.float32)
+        with without_autocast(x.device):
+            q, k, v = F.silu(qkv.to(dtype)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+            steps = F.softplus(decay.to(dtype) + self.step_bias.to(dtype)).unflatten(-1, (self.heads, -1))
+            alpha = -self.log_rate.to(dtype).exp()[:, None] * steps
+            beta = torch.sigmoid(beta.to(dtype))[..., None]
+            q, k = unit(q), unit(k)
+            read, state = delta_rule(q, k, beta * v, beta * k, None, alpha, layout.marks(), state, steep=True)
+            y = self.norm(read).flatten(2) * torch.sigmoid(gate.to(dtype))
         return self.out_proj(self.dropout(y.to(x.dtype))), Memory(recent, state) if keep else None

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from femixer.baselines.base import Baseline
-from femixer.baselines.norm import RMSNorm
+from femixer.baselines.base import Baseline, RMSNorm
 from femixer.kernels.softmax import reading_dtype
 from femixer.layout import Layout
 from femixer.options import check

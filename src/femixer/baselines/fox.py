@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.baselines.attention import head_width
-from femixer.baselines.base import Baseline
+from femixer.baselines.base import Baseline, RMSNorm
 from femixer.baselines.convolution import token_before
-from femixer.baselines.norm import RMSNorm
 from femixer.layout import Layout
 from femixer.options import check
 from femixer.priors.base import Widths

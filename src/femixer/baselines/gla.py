@@ -8,12 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from femixer.baselines.base import Baseline
+from femixer.baselines.base import Baseline, RMSNorm, check_sizes
 from femixer.baselines.kernels.linear_attention import linear_attention
-from femixer.baselines.norm import RMSNorm
 from femixer.kernels.precision import without_autocast
 from femixer.layout import Layout
-from femixer.options import check
 
 # Log decays are divided by this: a sigmoid of one half keeps 0.96 of a channel.
 CALM = 16.0
@@ -41,7 +39,7 @@ class GLA(Baseline):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(dim, heads, causal, dropout)
-        check(isinstance(rank, int) and rank >= 1, "rank", rank, "a positive integer")
+        check_sizes(rank=rank)
         self.width = -(-dim // (2 * heads))
         keys = heads * self.width
         self.widths = (keys, keys, dim, dim, rank)

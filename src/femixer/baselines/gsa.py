@@ -8,12 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from femixer.baselines.base import Baseline
+from femixer.baselines.base import Baseline, RMSNorm, check_sizes
 from femixer.baselines.kernels.linear_attention import linear_attention
-from femixer.baselines.norm import RMSNorm
 from femixer.kernels.precision import without_autocast
 from femixer.layout import Layout
-from femixer.options import check
 
 # Log decays are divided by this, as published.
 CALM = 8.0
@@ -50,7 +48,7 @@ class GSA(Baseline):
     ) -> None:
         super().__init__(dim, heads, causal, dropout)
         slots = dim // heads if slots is None else slots
-        check(isinstance(slots, int) and slots >= 1, "slots", slots, "a positive integer")
+        check_sizes(slots=slots)
         self.slots = slots
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.in_proj = nn.Linear(dim, 3 * dim + heads * slots, bias=bias, **made)

@@ -1,4 +1,6 @@
-"""Mamba as published: a selective state space between a short convolution and a gate."""
+"""As published: Mamba, a selective state space between a short convolution and a gate, and Mamba2, one decay per head
+between a short convolution and a gated norm (state space duality).
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from femixer.baselines.base import Baseline
+from femixer.baselines.base import Baseline, RMSNorm, check_sizes, random_steps_
 from femixer.baselines.convolution import Memory, ShortConvolution
+from femixer.baselines.kernels.linear_attention import linear_attention
 from femixer.baselines.kernels.selective_scan import selective_scan
-from femixer.baselines.steps import random_steps_
+from femixer.kernels.precision import without_autocast
 from femixer.layout import Layout
 from femixer.options import check
 
@@ -43,8 +46,7 @@ class Mamba(Baseline):
     ) -> None:
         super().__init__(dim, heads, causal, dropout)
         rank = -(-dim // 16) if rank is None else rank
-        for name, size in (("state_size", state_size), ("conv_width", conv_width), ("rank", rank)):
-            check(isinstance(size, int) and size >= 1, name, size, "a positive integer")
+        check_sizes(state_size=state_size, conv_width=conv_width, rank=rank)
         check(round(expand * dim) >= 1, "expand", expand, "a positive factor of dim")
         self.inner, self.state_size, self.rank = round(expand * dim), state_size, rank
         made: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -79,3 +81,74 @@ class Mamba(Baseline):
         y = (y + self.skip.to(dtype) * u) * F.silu(z.to(dtype))
         y = self.out_proj(self.dropout(y.to(x.dtype)))
         return y, Memory(recent, modes) if keep else None
+
+
+# As published: rates A start between these.
+RATES = (1.0, 16.0)
+STATE_SIZE = 128
+
+
+class Mamba2(Baseline):
+    """y_t = RMSNorm([S_tᵀ c_t + D u_t] * silu(z_t)) W_o, the norm over all heads, with
+
+        S_t = exp(-A delta_t) S_{t-1} + delta_t b_t u_tᵀ,    delta_t = softplus(x_t W_delta + bias)
+
+    A, delta and D are one number per head; [u, b, c] = silu(conv(x W)); b and c of width state_size = N are shared by
+    all heads. state_size: by default dim / 4 up to the published 128. u has expand * dim channels. 6 dim² parameters at
+    the published expansion of 2, and dim (2 N + heads) more: about 6.5 dim² by default.
+    Dao and Gu 2024, arXiv 2405.21060.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        causal: bool = True,
+        bias: bool = False,
+        dropout: float = 0.0,
+        *,
+        state_size: int | None = None,
+        expand: float = 2.0,
+        conv_width: int = 4,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, heads, causal, dropout)
+        state_size = max(1, min(STATE_SIZE, dim // 4)) if state_size is None else state_size
+        check_sizes(state_size=state_size, conv_width=conv_width)
+        check(round(expand * dim / heads) >= 1, "expand", expand, "a positive factor of dim / heads channels")
+        self.state_size, inner = state_size, heads * round(expand * dim / heads)
+        self.widths = (inner, inner + 2 * state_size, heads)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.in_proj = nn.Linear(dim, sum(self.widths), bias=bias, **made)
+        self.convolution = ShortConvolution(self.widths[1], conv_width, bias=True, **made)
+        self.step_bias = nn.Parameter(torch.empty(heads, **made))
+        self.log_rate = nn.Parameter(torch.empty(heads, **made))  # A = exp(log_rate)
+        self.skip = nn.Parameter(torch.empty(heads, **made))  # D
+        self.norm = RMSNorm(inner, eps=1e-5, **made)
+        self.out_proj = nn.Linear(inner, dim, bias=bias, **made)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        with torch.no_grad():
+            random_steps_(self.step_bias)
+            self.log_rate.copy_(torch.empty_like(self.log_rate).uniform_(*RATES).log())
+            self.skip.fill_(1)
+
+    def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
+        z, u, logits = self.in_proj(x).split(self.widths, -1)
+        recent, state = (None, None) if memory is None else memory
+        u, recent = self.convolution(u, layout, recent)
+        inner, size = self.widths[0], self.state_size
+        dtype = torch.promote_types(u.dtype, torch.float32)
+        with without_autocast(x.device):
+            u, b, c = F.silu(u.to(dtype)).split((inner, size, size), -1)
+            u = u.unflatten(-1, (self.heads, -1))
+            step = F.softplus(logits.to(dtype) + self.step_bias.to(dtype))
+            gate = -self.log_rate.to(dtype).exp() * step
+            b, c, v = b[:, :, None], c[:, :, None], step[..., None] * u
+            read, state = linear_attention(c, b, v, gate, layout.marks(), state, keep=keep)
+            y = (read + self.skip.to(dtype)[:, None] * u).flatten(2)
+            y = self.norm(y * F.silu(z.to(dtype)))
+        return self.out_proj(self.dropout(y.to(x.dtype))), None if state is None else Memory(recent, state)

@@ -8,12 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from femixer.baselines.base import Baseline
+from femixer.baselines.base import Baseline, check_sizes
 from femixer.baselines.convolution import ShortConvolution
 from femixer.baselines.kernels.delta_rule import unit
 from femixer.kernels.precision import without_autocast
 from femixer.layout import Layout, segments_together
-from femixer.options import check
 
 # Tokens whose maps are multiplied at once.
 CHUNK = 64
@@ -56,8 +55,7 @@ class PaTH(Baseline):
     ) -> None:
         super().__init__(dim, heads, causal, dropout)
         rank = max(1, min(RANK, dim // 16)) if rank is None else rank
-        for name, size in (("rank", rank), ("conv_width", conv_width)):
-            check(isinstance(size, int) and size >= 1, name, size, "a positive integer")
+        check_sizes(rank=rank, conv_width=conv_width)
         self.widths = (3 * dim, rank)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.in_proj = nn.Linear(dim, sum(self.widths), bias=bias, **made)

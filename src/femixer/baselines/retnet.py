@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from femixer.baselines.base import Baseline
+from femixer.baselines.base import Baseline, HeadNorm
 from femixer.baselines.kernels.linear_attention import linear_attention
-from femixer.baselines.norm import HeadNorm
 from femixer.kernels.precision import without_autocast
 from femixer.layout import Layout
 from femixer.options import check

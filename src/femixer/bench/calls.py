@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from femixer.bench.cost import held_bytes
 from femixer.bench.measure import stopwatch
-from femixer.bench.memory import held_bytes
 from femixer.bench.options import MixerOptions
 
 

@@ -12,8 +12,7 @@ from torch import nn
 from femixer.baselines import Attention
 from femixer.bench.options import MixerOptions, check_distinct
 from femixer.mixer import FreeEnergyMixer
-from femixer.priors import prior_class
-from femixer.priors.parsing import parse_prior
+from femixer.priors import parse_prior, prior_class
 from femixer.priors.softmax import CACHES
 
 ATTENTION = "attention"

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from femixer.bench.options import BenchOptions, check_distinct, check_positive
+from femixer.bench.models import Report, StepCost, Training, race_of_steps
+from femixer.bench.options import BenchOptions, check_distinct
 from femixer.bench.report import command, fits, measured, place_of, ratio_cell
-from femixer.bench.steps import Report, StepCost, Training, race_of_steps
 from femixer.models.forecast import ForecastConfig, build
 from femixer.models.named import NAMED
-from femixer.options import check
+from femixer.options import check, check_positive
 from femixer.reporting import Table
 
 RIVAL = "SMAttn"
@@ -46,8 +46,7 @@ class Options(BenchOptions):
 
     def validate(self) -> None:
         super().validate()
-        for name in ("channels", "lookback", "horizon", "windows"):
-            check_positive(name, getattr(self, name))
+        check_positive(channels=self.channels, lookback=self.lookback, horizon=self.horizon, windows=self.windows)
         check_distinct("models", self.models)
         others = [name for name in NAMED if name != RIVAL]
         for model in self.models:

@@ -27,7 +27,7 @@ from femixer.kernels import dispatch
 from femixer.kernels.triton_launch import aimed_at
 from femixer.kernels.triton_trace import Step, traced
 from femixer.options import check, parse
-from femixer.priors.parsing import parse_prior
+from femixer.priors import parse_prior
 from femixer.training import atomic
 
 ATTENTION = "attention"

@@ -8,17 +8,15 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from femixer.bench.busy import busy
 from femixer.bench.calls import Call, Decoder
 from femixer.bench.contestants import ATTENTION, Mixer, Parameters, caches, canonical, check_priors
-from femixer.bench.flops import flops
-from femixer.bench.measure import Spread, Timing, timed, unlimited_compilation
-from femixer.bench.memory import peak_memory
-from femixer.bench.options import MixerOptions, check_distinct, check_positive
+from femixer.bench.cost import flops, peak_memory
+from femixer.bench.measure import Spread, Timing, busy, timed, unlimited_compilation
+from femixer.bench.options import MixerOptions, check_distinct
 from femixer.bench.report import Report as BenchReport
 from femixer.bench.report import bytes_cell, command, fits, heads_of, measured, place_of, ratio_cell
-from femixer.options import check
-from femixer.priors.parsing import parse_prior
+from femixer.options import check, check_positive
+from femixer.priors import parse_prior
 from femixer.reporting import Column, Table, progress
 
 
@@ -57,12 +55,11 @@ class Options(MixerOptions):
 
     def validate(self) -> None:
         super().validate()
-        for name in ("context", "decode_batch"):
-            check_positive(name, getattr(self, name))
+        check_positive(context=self.context, decode_batch=self.decode_batch)
         check(self.busy >= 0, "busy", self.busy, "a whole number of at least 0")
         for name in ("lengths", "forward_lengths"):
             for length in getattr(self, name):
-                check_positive(name, length)
+                check_positive(**{name: length})
         check_distinct("lengths with forward_lengths", (*self.lengths, *self.forward_lengths))
         check_priors(self.priors)
         for name in ("parts", "modes"):

@@ -12,15 +12,14 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from femixer.bench.contestants import ATTENTION, arguments, caches, check_priors, full_label
-from femixer.bench.generation import Generator
 from femixer.bench.measure import Spread, paired_ratio, timed, unlimited_compilation
-from femixer.bench.options import MixerOptions, check_distinct, check_positive
+from femixer.bench.models import Generator, Training
+from femixer.bench.options import MixerOptions, check_distinct
 from femixer.bench.report import Report as BenchReport
 from femixer.bench.report import bytes_cell, command, fits, heads_of, measured, place_of, ratio_cell
-from femixer.bench.steps import Training
 from femixer.models import FEMConfig, FEMForCausalLM
-from femixer.options import check
-from femixer.priors.parsing import parse_prior
+from femixer.options import check, check_positive
+from femixer.priors import parse_prior
 from femixer.reporting import Column, Table, progress
 
 Measure = Literal["training", "decode"]
@@ -72,8 +71,13 @@ class Options(MixerOptions):
 
     def validate(self) -> None:
         super().validate()
-        for name in ("dim", "heads", "layers", "vocabulary", "decode_batch"):
-            check_positive(name, getattr(self, name))
+        check_positive(
+            dim=self.dim,
+            heads=self.heads,
+            layers=self.layers,
+            vocabulary=self.vocabulary,
+            decode_batch=self.decode_batch,
+        )
         even = 2 * self.heads  # the rivals rotate pairs of channels
         allowed = f"a multiple of {even}: an even number for each of {self.heads} heads"
         check(self.dim % even == 0, "dim", self.dim, allowed)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from femixer.options import check
+from femixer.options import check, check_positive
 from femixer.state import SPARE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -48,10 +48,9 @@ class MeasureOptions:
 
     def validate(self) -> None:
         """Raise a ValueError that names the first value that makes no sense; the layers check their own."""
-        for name in ("batch", "rounds"):
-            check_positive(name, getattr(self, name))
+        check_positive(batch=self.batch, rounds=self.rounds)
         check(self.warmup >= 0, "warmup", self.warmup, "a whole number of at least 0")
-        check(self.threads is None or self.threads > 0, "threads", self.threads, "a whole number above 0")
+        check_positive(threads=self.threads)
         check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         usable = self.device == "cpu" or (self.device == "cuda" and torch.cuda.is_available())
         check(usable, "device", self.device, "cpu, or cuda where torch finds one")
@@ -82,10 +81,6 @@ class MixerOptions(BenchOptions):
     def validate(self) -> None:
         super().validate()
         check(0 < self.decode_steps <= SPARE, "decode_steps", self.decode_steps, f"a whole number from 1 to {SPARE}")
-
-
-def check_positive(name: str, value: int) -> None:
-    check(value > 0, name, value, "a whole number above 0")
 
 
 def check_distinct(name: str, given: Sequence[object]) -> None:

@@ -12,13 +12,13 @@ import torch
 
 from femixer.bench.calls import Call, Decoder
 from femixer.bench.contestants import ATTENTION, Mixer, check_priors, label
+from femixer.bench.cost import peak_memory
 from femixer.bench.measure import Spread, cpu_threads, paired_ratio, timed
-from femixer.bench.memory import peak_memory
-from femixer.bench.options import MixerOptions, check_distinct, check_positive
+from femixer.bench.options import MixerOptions, check_distinct
 from femixer.bench.report import Report as BenchReport
 from femixer.bench.report import environment, heads_of, held, place_of, ratio_cell
 from femixer.optional import require
-from femixer.options import check, parse
+from femixer.options import check, check_positive, parse
 from femixer.priors import PRIORS
 from femixer.reporting import Row, Table, as_markdown, figures, progress, show
 from femixer.training import atomic
@@ -77,10 +77,10 @@ class Options(MixerOptions):
 
     def validate(self) -> None:
         super().validate()
-        check_positive("quadratic_limit", self.quadratic_limit)
+        check_positive(quadratic_limit=self.quadratic_limit)
         for name in ("lengths", "positions"):
             for value in getattr(self, name):
-                check_positive(name, value)
+                check_positive(**{name: value})
         for name in ("priors", "lengths", "positions"):
             check_distinct(name, getattr(self, name))
         shortest = min(self.lengths)

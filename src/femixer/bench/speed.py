@@ -12,22 +12,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from femixer.bench.calls import Call
-from femixer.bench.flops import flops
+from femixer.bench.cost import flops, peak_memory
 from femixer.bench.measure import Timing, cpu_threads, timed
-from femixer.bench.memory import peak_memory
-from femixer.bench.options import MeasureOptions, check_positive
+from femixer.bench.options import MeasureOptions
 from femixer.bench.report import Report as BenchReport
 from femixer.bench.report import environment, held, place_of, ratio_cell
 from femixer.models import FEMConfig, FEMModel
-from femixer.models.named import NAMED, Fields, baseline, fem
-from femixer.models.parameters import parameters_of
+from femixer.models.config import plain_refusals
+from femixer.models.named import NAMED, Fields, baseline, fem, parameters_of
 from femixer.optional import require
-from femixer.options import check, parse
+from femixer.options import check, check_positive, parse
 from femixer.reporting import Column, Row, Table, figures, show, write
 from femixer.training import atomic
 
@@ -162,8 +160,7 @@ class Options(MeasureOptions):
     def validate(self) -> None:
         super().validate()
         check(self.table in PAPER, "table", self.table, f"one of {', '.join(PAPER)}")
-        for name in ("layers", "dim", "heads", "tokens"):
-            check_positive(name, getattr(self, name))
+        check_positive(layers=self.layers, dim=self.dim, heads=self.heads, tokens=self.tokens)
         even = 2 * self.heads  # rotary positions turn pairs of channels
         check(self.dim % even == 0, "dim", self.dim, f"a multiple of {even}: an even number for each of the heads")
         for row in self.rows:
@@ -210,12 +207,10 @@ def call_of(row: str, options: Options, layers: int | None = None, device: str |
     }
     made = {**options.tensors, **({} if device is None else {"device": device})}
     torch.manual_seed(options.seed)
-    try:
+    with plain_refusals():
         config = FEMConfig(**sizes, **fields_of(row))
         with torch.device(made["device"]):
             model = FEMModel(config).to(made["dtype"])
-    except StrictDataclassError as error:  # how transformers wraps what the configuration says
-        raise ValueError(str(error.__cause__ or error)) from error
     shape = (options.batch, options.tokens, options.dim)
     x, gradient = (torch.randn(shape, **made) for _ in range(2))
     return Call(stack(model, row == NAIVE), model, x.requires_grad_(), gradient)

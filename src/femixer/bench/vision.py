@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from femixer.bench.contestants import ATTENTION, canonical, check_priors, full_label
 from femixer.bench.measure import unlimited_compilation
-from femixer.bench.options import BenchOptions, check_positive
+from femixer.bench.models import Report, StepCost, Training, race_of_steps
+from femixer.bench.options import BenchOptions
 from femixer.bench.report import command, fits, measured, place_of, ratio_cell
-from femixer.bench.steps import Report, StepCost, Training, race_of_steps
 from femixer.models import VISION_PRESETS, FEMForImageClassification, FEMVisionConfig, preset
-from femixer.models.parameters import parameter_count
+from femixer.models.config import plain_refusals
+from femixer.models.named import parameter_count
 from femixer.models.vision.config import POSITIONS
-from femixer.options import check
-from femixer.priors.parsing import parse_prior
+from femixer.options import check, check_positive
+from femixer.priors import parse_prior
 from femixer.reporting import Table
 
 
@@ -59,8 +59,7 @@ class Options(BenchOptions):
         super().validate()
         check(self.preset in VISION_PRESETS, "preset", self.preset, f"one of {', '.join(VISION_PRESETS)}")
         check(self.positions in POSITIONS, "positions", self.positions, f"one of {', '.join(POSITIONS)}")
-        if self.image_size is not None:
-            check_positive("image_size", self.image_size)
+        check_positive(image_size=self.image_size)
         check_priors(self.priors)
 
 
@@ -144,11 +143,9 @@ def _row(cost: StepCost, report: Report, targets: bool) -> list[str]:
 
 def run(options: Options) -> Report:
     options.validate()
-    try:
+    with plain_refusals():
         for prior in options.contestants:  # an option that does not fit shows now, not after the models before it
             parameter_count(config(prior, options))
-    except StrictDataclassError as error:  # how transformers wraps what the configuration says
-        raise ValueError(str(error.__cause__ or error)) from error
     size = {"image_size": config(ATTENTION, options).image_size}
     return measured("vision", options, lambda: measure(options), Report, tables, settings=size)
 

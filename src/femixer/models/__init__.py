@@ -5,7 +5,7 @@ Importing this package registers them with transformers' Auto classes.
 
 from femixer.optional import require
 
-require("transformers", "lm")
+transformers = require("transformers", "lm")
 
 from femixer.models.cache import FEMCache  # noqa: E402
 from femixer.models.config import FEMConfig  # noqa: E402
@@ -16,9 +16,8 @@ from femixer.models.heads import (  # noqa: E402
     FEMForTokenClassification,
 )
 from femixer.models.language import FEMForCausalLM, FEMModel  # noqa: E402
-from femixer.models.presets import PRESETS, VISION_PRESETS, preset  # noqa: E402
-from femixer.models.registration import register  # noqa: E402
-from femixer.models.saving import Card  # noqa: E402
+from femixer.models.named import PRESETS, VISION_PRESETS, preset  # noqa: E402
+from femixer.models.saving import CLASSES, Card  # noqa: E402
 from femixer.models.vision import (  # noqa: E402
     FEMForImageClassification,
     FEMImageProcessor,
@@ -28,7 +27,18 @@ from femixer.models.vision import (  # noqa: E402
     patch_maps,
 )
 
-register()
+for _names in CLASSES.values():
+    _config = globals()[_names["AutoConfig"]]
+    for _auto, _name in _names.items():
+        _kind, _register = globals()[_name], getattr(transformers, _auto).register
+        if _auto == "AutoConfig":
+            _register(_config.model_type, _config, exist_ok=True)
+        elif _auto == "AutoImageProcessor":
+            _register(_config, slow_image_processor_class=_kind, exist_ok=True)
+        else:
+            _register(_config, _kind, exist_ok=True)
+# `transformers serve` asks no Auto class for its model, but the package for the architecture's name (docs/lm.md).
+transformers.FEMForCausalLM = FEMForCausalLM  # type: ignore[attr-defined]
 
 __all__ = [
     "PRESETS",

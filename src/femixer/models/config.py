@@ -2,14 +2,65 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+import math
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Union, get_args, get_origin
 
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
-from femixer.models.fields import check_types
+from femixer.damage import shown
 from femixer.models.mixers import check_budget, check_mixer
 from femixer.options import check
+
+WORDS = {int: "a whole number", float: "a finite number", str: "a text", bool: "true or false", types.NoneType: "null"}
+
+
+def check_types(config: Any) -> None:
+    """Raise a ValueError that names the first field of `config` whose value is not of its type.
+
+    transformers checks types too, but not those of classes whose annotations are texts, as ours are.
+    """
+    for name, kind in declared(type(config)).items():
+        value = getattr(config, name)
+        if not fits(value, kind):
+            raise ValueError(f"{name}={shown(value)} is not allowed; choose {described(kind)}")
+
+
+def declared(kind: Any) -> dict[str, Any]:
+    """Name -> type of the fields that a class itself declares."""
+    return inspect.get_annotations(kind, eval_str=True)
+
+
+def fits(value: Any, kind: Any) -> bool:
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return True
+    if origin in (Union, types.UnionType):
+        return any(fits(value, each) for each in inner)
+    if origin is list:
+        return isinstance(value, list | tuple) and all(fits(each, inner[0]) for each in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+    return isinstance(value, kind)
+
+
+def described(kind: Any) -> str:
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(described, inner))
+    if origin is list:
+        return f"a list ({described(inner[0])} each)"
+    return WORDS.get(kind, "an object")
+
 
 # Beyond any model: a larger number is a slip, and would be found out by what it takes to build.
 LARGEST, MOST_LAYERS = 2**31 - 1, 10_000
@@ -30,7 +81,7 @@ class FEMConfig(PreTrainedConfig):
 
     model_type = "fem"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  transformers adds to it
-    # Tensor parallelism by transformers; femixer.models.tensor_parallel has the style of the mixers.
+    # Tensor parallelism by transformers; femixer.models.over_ranks has the style of the mixers.
     base_model_tp_plan = {  # noqa: RUF012
         "layers.*.mixer": HEADS_STYLE,
         "layers.*.mlp.gate_proj": "colwise",
@@ -111,3 +162,22 @@ class FEMConfig(PreTrainedConfig):
         """`mixer` or `prior` of a layer."""
         names = getattr(self, field)
         return names if isinstance(names, str) else names[layer % len(names)]
+
+
+# What the configurations of all models have: which mixers, and how these read.
+READ_FIELDS = ("start", "readout", "mixer_temperature")
+MIXER_FIELDS = ("mixer", "prior", "parts", "budget", *READ_FIELDS, "mixer_options", "prior_options")
+
+
+def mixer_fields(config: Any) -> dict[str, Any]:
+    """MIXER_FIELDS of a configuration, for the FEMConfig of its layers."""
+    return {name: getattr(config, name) for name in MIXER_FIELDS}
+
+
+@contextmanager
+def plain_refusals() -> Iterator[None]:
+    """What a configuration refuses as the ValueError that it raised, without what transformers wraps around it."""
+    try:
+        yield
+    except StrictDataclassError as error:
+        raise ValueError(str(error.__cause__ or error)) from error

@@ -14,13 +14,11 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from femixer.models.block import FEMBlock
-from femixer.models.cache import FEMCache
+from femixer.models.block import FEMBlock, RMSNorm
+from femixer.models.cache import FEMCache, FEMGeneration
 from femixer.models.config import FEMConfig
-from femixer.models.generation import FEMGeneration
 from femixer.models.loading import load_all
 from femixer.models.mixers import build_mixer
-from femixer.models.norm import RMSNorm
 from femixer.models.packing import PACKING, check_arguments, packed_segments, taken_for_loss
 from femixer.models.saving import Card, check_whole, mapped, write_beside
 from femixer.ownership import new_number
@@ -55,7 +53,7 @@ class FEMPreTrainedModel(PreTrainedModel):
         load = functools.partial(super().from_pretrained, *args)
         divided = any(kwargs.get(name) is not None for name in ("distributed_config", "tp_plan", "tp_size"))
         if divided:
-            from femixer.models.tensor_parallel import divide_mixers, register_heads
+            from femixer.models.over_ranks import divide_mixers, register_heads
 
             register_heads()
         model, info = load_all(load, pretrained_model_name_or_path, cls, allow_missing, kwargs)
@@ -65,7 +63,7 @@ class FEMPreTrainedModel(PreTrainedModel):
 
     def cut_sequence(self, cut: Any) -> None:
         """From now on each rank of a `femixer.parallel` cut computes its part of the tokens."""
-        from femixer.models.cut import cut_model
+        from femixer.models.over_ranks import cut_model
 
         cut_model(self, cut)
 

@@ -1,21 +1,80 @@
-"""Weights from a folder, all of them: what transformers would fill with random numbers, or leave out, is an error."""
+"""Weights and tokenizers from a folder or the Hugging Face hub, all of them.
+
+What transformers would fill with random numbers, or leave out, is an error, and nobody waits for a network that is not
+there.
+"""
 
 from __future__ import annotations
 
 import fnmatch
+import functools
+import importlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants
 from safetensors import safe_open
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import AutoTokenizer, PreTrainedConfig
+from transformers.utils import logging
 
 from femixer.damage import Damaged, read_json, reading
-from femixer.models.quiet import without_reports
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """transformers draws a bar for every file it writes or reads, which would break up ours."""
+    was = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def without_reports() -> Iterator[None]:
+    """transformers reports at length what it could not load, where we raise one line."""
+    was = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(was)
+
+
+SECONDS = 5.0
+hub_utils: Any = importlib.import_module("huggingface_hub.utils")
+
+
+@functools.lru_cache(maxsize=1)
+def is_offline() -> bool:
+    """Whether the hub does not answer. transformers would ask it for one file after another, each several times."""
+    if constants.HF_HUB_OFFLINE:
+        return True
+    try:
+        hub_utils.get_session().head(constants.ENDPOINT, timeout=SECONDS)
+    except Exception:  # each version of the hub's client has other errors
+        return True
+    return False
+
+
+def only_local(source: Any) -> dict[str, Any]:
+    """Options of from_pretrained: a folder is all there is, and an offline machine has what it has loaded before."""
+    return {"local_files_only": Path(source).is_dir() or is_offline(), "trust_remote_code": False}
+
+
+def why_not_found(name: Any) -> str:
+    """Why a name gave nothing."""
+    asked = "the hub does not answer, and it is not among what was loaded before" if is_offline() else "the hub says no"
+    return f"there is no folder {str(name)!r}, and as a name on the hub: {asked}"
+
 
 # Modules over a text model's body, by the names they have in one model or the other.
 HEADS = ("lm_head", "score")
@@ -135,3 +194,22 @@ def check_finite(model: nn.Module, path: Any) -> None:
             continue  # elsewhere (offloaded), or not numbers but codes (quantized)
         if not bool(torch.isfinite(weight).all()):
             raise Damaged(f"{path}: the weight {name} is not finite (NaN or infinite)")
+
+
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+
+
+def saved_tokenizer(source: str | Path) -> Any:
+    """The tokenizer of a folder, or of a name on the hub; a ValueError where there is none.
+
+    Of a folder without one, or with half of one, transformers makes a tokenizer that knows no word.
+    """
+    folder = Path(source)
+    if folder.is_dir() and not any((folder / name).is_file() for name in FILES):
+        raise Damaged(f"{folder} has no tokenizer: tokenizer.json is missing")
+    with reading(source):
+        tokenizer = AutoTokenizer.from_pretrained(source, **only_local(source))
+        words = {*tokenizer.get_vocab()} - {*tokenizer.all_special_tokens}
+    if not words:
+        raise Damaged(f"{source}: the tokenizer knows no word; save it again beside the model")
+    return tokenizer

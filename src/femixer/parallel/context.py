@@ -1,12 +1,12 @@
 """Context parallelism of a mixer: every rank has some stretches of the sequence and reads them as one rank would.
 
-The mixer's own code runs on the stretches. What lies before them comes from the other ranks: positions and segments
-(places.py), the states of conditioner and prior (summaries.py), and for the softmax prior all keys and values.
+The mixer's own code runs on the stretches. What lies before them comes from the other ranks: padding, segments and
+positions, the states of conditioner and prior (summaries.py), and for the softmax prior all keys and values.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +17,76 @@ from femixer.kernels.conditioner import condition
 from femixer.kernels.marks import is_end, is_padding, is_start, reversed_marks
 from femixer.kernels.reading import Reading
 from femixer.kernels.recurrence import linear_recurrence
-from femixer.layout import Layout, Past
+from femixer.layout import Layout, Past, arrange
 from femixer.mixer import FreeEnergyMixer
-from femixer.parallel.carrying import carried_sums
 from femixer.parallel.cut import Cut
-from femixer.parallel.places import cut_layout
-from femixer.parallel.summaries import Stretch, has_summary, prior_before, state_before, total_decay
-from femixer.parallel.swapping import swapped
+from femixer.parallel.exchange import gathered
+from femixer.parallel.summaries import Stretch, carried_sums, has_summary, prior_before, state_before, total_decay
+from femixer.parallel.weights import swapped
 from femixer.priors.directed import DirectedPrior
 from femixer.state import State
+
+
+class _Ends(NamedTuple):
+    """Of a stretch by itself, [B] each: ids of its first and last real token (-1: none), number of its segments, and
+    how many real tokens the last of them has."""
+
+    first: Tensor
+    last: Tensor
+    segments: Tensor
+    tokens: Tensor
+
+
+def cut_layout(cut: Cut, x: Tensor, mask: Tensor | None, segments: Tensor | None) -> Layout:
+    """The layout of this rank's stretches x [B stretches, T, ...], with mask and segments as in `arrange`.
+
+    Either is given on all ranks or on none. One exchange of four numbers per stretch, none without both.
+    """
+    batch, length = x.shape[:2]
+    rows = batch // cut.stretches
+    if mask is None and segments is None:
+        begins = [torch.full((rows if cut.zigzag else 1,), place * length, device=x.device) for place in cut.places]
+        return Layout(None, cut.of_stretches(begins)[:, None] + torch.arange(length, device=x.device))
+    nothing = torch.full((batch,), -1, device=x.device)
+    own, last = arrange(x, mask, segments, Past(0, nothing, nothing, torch.zeros_like(nothing)))
+    ids = mask.long() - 1 if segments is None and mask is not None else segments
+    assert own.segment is not None and ids is not None
+    assert last.identity is not None and last.segment is not None and last.tokens is not None
+    begins_at = (own.segment >= 0).long().argmax(1, keepdim=True) if length else None
+    first = nothing if begins_at is None else ids.long().gather(1, begins_at)[:, 0].clamp_min(-1)
+    ends = torch.stack([first, last.identity, last.segment + 1, last.tokens], -1)
+    stretches = [_Ends(*stretch.unbind(-1)) for stretch in cut.in_order(gathered(ends, cut.group))]
+    start = (nothing[:rows], nothing[:rows], torch.zeros_like(nothing[:rows]))
+    past = [_after(start, stretches[:place]) for place in cut.places]
+    following = [_following(_after(start, stretches[: place + 1]), stretches[place + 1 :]) for place in cut.places]
+    layout, _ = arrange(x, mask, segments, Past(0, *(cut.of_stretches([*part]) for part in zip(*past, strict=True))))
+    return layout._replace(following=cut.of_stretches(following))
+
+
+Place = tuple[Tensor, Tensor, Tensor]
+
+
+def _after(place: Place, stretches: list[_Ends]) -> Place:
+    """Id of the last real token, number of its segment, and its real tokens so far, as in `Past`, after stretches."""
+    identity, segment, tokens = place
+    for stretch in stretches:
+        real = stretch.segments > 0
+        goes_on = real & (stretch.first == identity)
+        before = torch.where(goes_on & (stretch.segments == 1), tokens, 0)
+        tokens = torch.where(real, stretch.tokens + before, tokens)
+        segment = segment + stretch.segments - goes_on.long()
+        identity = torch.where(real, stretch.last, identity)
+    return identity, segment, tokens
+
+
+def _following(place: Place, stretches: list[_Ends]) -> Tensor:
+    """The segment of the first real token in the stretches after a place; larger than any if there is none."""
+    identity, segment, _ = place
+    following = torch.full_like(segment, torch.iinfo(segment.dtype).max)
+    for stretch in reversed(stretches):
+        its = torch.where(stretch.first == identity, segment, segment + 1)
+        following = torch.where(stretch.segments > 0, its, following)
+    return following
 
 
 def cut_mixer(mixer: FreeEnergyMixer, cut: Cut) -> None:

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from femixer.kernels.modulation import modulation
 from femixer.mixer import FreeEnergyMixer, Projected
 from femixer.parallel.exchange import shared, summed
-from femixer.parallel.local import Dimension, distributed_parameter, divide
-from femixer.parallel.swapping import swapped
+from femixer.parallel.weights import Dimension, distributed_parameter, divide, swapped
 from femixer.priors.softmax import SoftmaxPrior
 from femixer.projection import KINDS, Projection
 

@@ -16,7 +16,7 @@ from femixer.parallel.context import cut_mixer
 from femixer.parallel.cut import Cut
 from femixer.parallel.exchange import summed
 from femixer.parallel.heads import check_heads, cut_heads, cut_width
-from femixer.parallel.local import divide
+from femixer.parallel.weights import divide
 from femixer.priors.softmax import SoftmaxPrior
 
 # Dimensions of the batch, from the outermost; accelerate's ParallelismConfig has the last two.

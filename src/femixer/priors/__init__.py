@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from typing import Any
 
+from femixer.options import check
 from femixer.priors.aft import AFTPrior
 from femixer.priors.base import Prior, Widths
 from femixer.priors.decay import DecayPrior
@@ -56,4 +58,41 @@ def build_prior(
     return prior_class(name)(heads, kv_heads, widths, causal=causal, **made, **options)
 
 
-__all__ = ["PRIORS", "Alibi", "Prior", "SoftmaxPrior", "Widths", "build_prior", "options_of", "prior_class"]
+_WORDS = {"true": True, "false": False, "none": None}
+
+
+def parse_prior(text: str, argument: str = "prior") -> tuple[str, dict[str, Any]]:
+    """Name and options of a prior, from "name" or "name:option=value,option=value", given as `argument`."""
+    name, colon, rest = text.partition(":")
+    check(name in PRIORS, argument, text, f"one of {', '.join(PRIORS)}, alone or with options as in name:option=value")
+    options = {}
+    for item in rest.split(",") if colon else []:
+        option, equals, value = item.partition("=")
+        allowed = f"option=value after the colon; the options of {name} are: {', '.join(options_of(name)) or 'none'}"
+        check(bool(equals and value) and option in options_of(name) and option not in options, argument, text, allowed)
+        options[option] = value_of(value)
+    return name, options
+
+
+def value_of(text: str) -> bool | int | float | str | None:
+    """What an option's value says: true, false, none, a number, or itself."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    for number in (int, float):
+        with suppress(ValueError):
+            return number(text)
+    return text
+
+
+__all__ = [
+    "PRIORS",
+    "Alibi",
+    "Prior",
+    "SoftmaxPrior",
+    "Widths",
+    "build_prior",
+    "options_of",
+    "parse_prior",
+    "prior_class",
+    "value_of",
+]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from femixer.optional import require
-from femixer.reporting.escape import one_line
+from femixer.reporting.writers import one_line
 from femixer.training import atomic
 
 BLUE, VERMILION, GREY = "#0072B2", "#D55E00", "0.45"

@@ -14,12 +14,11 @@ from torch import Tensor
 from femixer import command_line
 from femixer.damage import reading
 from femixer.finite import check_tensor
-from femixer.models.hub import only_local
+from femixer.models.loading import only_local, saved_tokenizer
 from femixer.models.saving import Card, write_card
-from femixer.models.tokenizers import saved_tokenizer
 from femixer.optional import require
 from femixer.options import check, parse
-from femixer.surgery.gates import PARTS
+from femixer.surgery.attention import PARTS
 from femixer.surgery.upgrading import check_parts, check_upgradable, load, upgrade
 from femixer.training import atomic
 from femixer.training.results import model_folder

@@ -19,7 +19,7 @@ from femixer.damage import Damaged
 from femixer.models.loading import OtherKind, load_all
 from femixer.options import check
 from femixer.surgery import attention
-from femixer.surgery.gates import PARTS, ReadGates
+from femixer.surgery.attention import PARTS, ReadGates
 
 # model type: class of its self-attention
 FAMILIES = {

@@ -11,19 +11,18 @@ import transformers
 from transformers import AutoConfig, PreTrainedModel
 
 from femixer.damage import reading
-from femixer.models.hub import only_local, why_not_found
 from femixer.models.language import FEMPreTrainedModel
-from femixer.models.loading import load_all
+from femixer.models.loading import load_all, only_local, why_not_found
 from femixer.options import check
 from femixer.surgery import attention, families
-from femixer.surgery.gates import PARTS
+from femixer.surgery.attention import PARTS
 
 
 def upgrade(model: Any, parts: str = "LT", rank: int = 16) -> Any:
     """Replace the attention's read in `model` by FEM, in place, and return it. Its function stays as it was.
 
-    All trained weights are kept; every self-attention gains the parameters of `femixer.surgery.gates.ReadGates` as its
-    child `fem`. parts: "LT" free energy and temperature gate, "LTG" also the outer gate. rank: of the maps from hidden
+    All trained weights are kept; every self-attention gains the parameters of `attention.ReadGates` as its child `fem`.
+    parts: "LT" free energy and temperature gate, "LTG" also the outer gate. rank: of the maps from hidden
     states to gates.
     """
     check_upgradable(model)

@@ -18,7 +18,7 @@ from torch.nn import functional
 from femixer.gates import inverse_temperature
 from femixer.kernels.softmax import softmax_read
 from femixer.optional import require
-from femixer.options import check, parse
+from femixer.options import check, check_positive, parse
 from femixer.reporting import Table, as_markdown
 from femixer.reporting.figures import figure, looks, plain_log, quiet
 from femixer.training import Fit, Part, Results, RunOptions, TrainOptions, adamw, generator, show_table, train
@@ -62,8 +62,14 @@ class Experiment:
 
     def validate(self) -> None:
         """Raise a ValueError that names the first value that makes no sense."""
-        for name in ("channels", "heads", "batch", "steps", "validation", "evaluate_every"):
-            check(getattr(self, name) > 0, name, getattr(self, name), "a whole number above 0")
+        check_positive(
+            channels=self.channels,
+            heads=self.heads,
+            batch=self.batch,
+            steps=self.steps,
+            validation=self.validation,
+            evaluate_every=self.evaluate_every,
+        )
         for name in ("margin", "noise", "lr"):
             check(0 < getattr(self, name) < float("inf"), name, getattr(self, name), "a number above 0")
         fixed = self.fixed_data

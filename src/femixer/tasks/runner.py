@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from femixer import command_line
+from femixer.command_line import Commands, dispatch, named
 from femixer.damage import Fields
 from femixer.options import check, parse
 from femixer.reporting import Table, as_markdown, write
 from femixer.reporting.figures import save
-from femixer.subcommands import Commands, dispatch, named
 from femixer.training import atomic, distributed, jobs
 from femixer.training.jobs import RECORD, Job, Jobs, Kind
 from femixer.training.results import Record, RunOptions, check_no_run

@@ -1,8 +1,7 @@
 """The paper's theory as functions: the tangent kernel of a mixer, the geometry of its read, what a read can select, and
 the costs of the ways to read. `femixer theory` prints the tables of docs/theory.md and draws its figures.
 
-tangent     the neural tangent kernel, by group of parameters and by path
-geometry    derivatives of the read in the prior
+tangent     the neural tangent kernel, by group of parameters and by path, and derivatives of the read in the prior
 capacity    patterns, hulls, ranks, finitely many features
 nodes       general map, additive map, attention, FEM, fixed state: operations and bytes
 """
@@ -19,13 +18,14 @@ from femixer.theory.capacity import (
     per_dimension_cost,
     value_ranks,
 )
-from femixer.theory.geometry import log_weight_hessian, logit_gradient
 from femixer.theory.tangent import (
     MixerRead,
     beta_kernel,
     gate_kernel,
     group_of,
     jacobians,
+    log_weight_hessian,
+    logit_gradient,
     output_kernel,
     prior_kernel,
     read_of,

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from femixer.bench.flops import flops
-from femixer.bench.memory import held_bytes
+from femixer.bench.cost import flops, held_bytes
 from femixer.kernels.dispatch import use_backend
 from femixer.mixer import FreeEnergyMixer
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from femixer.options import check
+from femixer.options import check, check_positive
 from femixer.training import checkpoint, distributed
 from femixer.training.checkpoint import Position
 from femixer.training.distributed import Part
@@ -70,9 +70,7 @@ class TrainOptions:
     """Class names of what is sharded one by one, by default the model's `_no_split_modules`."""
 
     def validate(self) -> None:
-        check(self.steps > 0, "steps", self.steps, "a whole number above 0")
-        check(self.evaluate_every > 0, "evaluate_every", self.evaluate_every, "a whole number above 0")
-        check(self.log_every is None or self.log_every > 0, "log_every", self.log_every, "a whole number above 0")
+        check_positive(steps=self.steps, evaluate_every=self.evaluate_every, log_every=self.log_every)
         check(self.clip is None or self.clip > 0, "clip", self.clip, "a number above 0")
 
 

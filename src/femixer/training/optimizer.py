@@ -6,7 +6,7 @@ from collections.abc import Callable
 from torch import nn
 from torch.optim import AdamW
 
-from femixer.options import check
+from femixer.options import check, check_positive
 
 
 def adamw(
@@ -45,7 +45,7 @@ def constant(step: int) -> float:
 
 def cosine(steps: int, warmup: int = 0, floor: float = 0.0) -> Schedule:
     """A linear rise to 1 at step `warmup`, then half a cosine down to `floor` at the last of `steps` steps."""
-    check(steps > 0, "steps", steps, "a whole number above 0")
+    check_positive(steps=steps)
     check(0 <= warmup <= steps, "warmup", warmup, f"between 0 and steps={steps}")
     check(0 <= floor <= 1, "floor", floor, "a fraction of the learning rate, between 0 and 1")
 
@@ -67,7 +67,7 @@ def one_cycle(steps: int, warmup: float = 0.05) -> Schedule:
 
     torch's OneCycleLR(pct_start=warmup, anneal_strategy="linear", cycle_momentum=False), as a function of the step.
     """
-    check(steps > 0, "steps", steps, "a whole number above 0")
+    check_positive(steps=steps)
     check(0 <= warmup <= 1, "warmup", warmup, "a share of the steps, between 0 and 1")
     peak = max(warmup * steps - 1, 0.0)
 

@@ -3,7 +3,8 @@
 import functools
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -20,6 +21,14 @@ def derive(seed: int, *purpose: str | int) -> int:
 def generator(seed: int, *purpose: str | int) -> torch.Generator:
     """A generator for one purpose: equal arguments give equal numbers, other arguments unrelated ones."""
     return torch.Generator().manual_seed(derive(seed, *purpose))
+
+
+@contextmanager
+def seeded(seed: int, *purpose: str | int) -> Iterator[None]:
+    """Inside, torch's own generator is one for this purpose: what is built depends on nothing that was drawn before."""
+    with torch.random.fork_rng():
+        torch.manual_seed(derive(seed, *purpose))
+        yield
 
 
 class Epochs:

@@ -3,14 +3,11 @@
 FEMForecaster with any mixer, and the rivals that every table of forecasts should have, behind one interface.
 """
 
+from femixer.models.forecast.classical import ETS, LastValue, SeasonalNaive
 from femixer.models.forecast.config import KINDS, ForecastConfig
-from femixer.models.forecast.ets import ETS
 from femixer.models.forecast.fem import FEMForecaster
 from femixer.models.forecast.forecaster import Forecaster
-from femixer.models.forecast.itransformer import ITransformer
-from femixer.models.forecast.linear import DLinear, NLinear
-from femixer.models.forecast.naive import LastValue, SeasonalNaive
-from femixer.models.forecast.patchtst import PatchTST
+from femixer.models.forecast.rivals import DLinear, ITransformer, NLinear, PatchTST
 
 FORECASTERS: dict[str, type[Forecaster]] = {
     made.kind: made for made in (FEMForecaster, DLinear, NLinear, PatchTST, ITransformer, LastValue, SeasonalNaive, ETS)

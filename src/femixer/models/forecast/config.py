@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from femixer.models.config import LARGEST, FEMConfig
-from femixer.models.fields import check_types
+from femixer.models.config import LARGEST, FEMConfig, check_types, mixer_fields
 from femixer.options import check
 
 KINDS = ("fem", "dlinear", "nlinear", "patchtst", "itransformer", "last-value", "seasonal-naive", "ets")
@@ -164,17 +163,9 @@ class ForecastConfig(PreTrainedConfig):
             num_hidden_layers=sizes.layers,
             num_attention_heads=sizes.heads,
             intermediate_size=sizes.intermediate,
-            mixer=self.mixer,
-            prior=self.prior,
-            parts=self.parts,
-            budget=self.budget,
-            start=self.start,
-            readout=self.readout,
-            mixer_temperature=self.mixer_temperature,
-            mixer_options=self.mixer_options,
-            prior_options=self.prior_options,
             rope=self.rope,
             mixer_bias=True,
+            **mixer_fields(self),
         )
 
 

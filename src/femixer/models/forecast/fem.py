@@ -8,16 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from femixer.models.block import GELUMLP, FEMBlock
+from femixer.models.block import GELUMLP, FEMBlock, RMSNorm
 from femixer.models.forecast.config import ForecastConfig
-from femixer.models.forecast.covariates import Covariates
-from femixer.models.forecast.covariates import patched as covariate_patches
-from femixer.models.forecast.dropout import Dropout
-from femixer.models.forecast.forecaster import Forecaster, squared_error
-from femixer.models.forecast.quantiles import ascending, pinball_error
-from femixer.models.forecast.window import Normalised, normalised_to_recent
+from femixer.models.forecast.forecaster import Dropout, Forecaster, squared_error
+from femixer.models.forecast.intervals import ascending, pinball_error
+from femixer.models.forecast.window import Covariates, Normalised, normalised_to_recent
+from femixer.models.forecast.window import patched as covariate_patches
 from femixer.models.mixers import build_mixer
-from femixer.models.norm import RMSNorm
 
 EPS = 1e-5
 

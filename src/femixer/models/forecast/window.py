@@ -1,15 +1,25 @@
-"""Windows of series: cut to the look-back, gaps, and normalisation over what was observed.
+"""What forecasts are made of: windows of series, gaps, normalisation over what was observed, scales, covariates.
 
-Here and in all forecasters: B windows, L points, C channels; `observed` bool, None where everything was.
+Here and in all forecasters: B windows, L points, C channels; `observed` bool, None where everything was. Covariates are
+columns that are not forecast but tell about what is, scaled; NaN is missing and read as 0, the mean of the training
+rows:
+
+known  K columns whose values are known ahead (calendar, prices, plans): [B, L + horizon, K], the history's rows first
+past   P columns that are known up to now only: [B, L, P]
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from femixer.models.forecast.config import ForecastConfig
+from femixer.options import check
 
 
 def fitted(history: Tensor, observed: Tensor | None, lookback: int) -> tuple[Tensor, Tensor | None]:
@@ -114,3 +124,122 @@ def _moments(window: Tensor, observed: Tensor | None) -> Moments:
     mean = values.sum(-1, keepdim=True) / count
     around = (values - mean).masked_fill(missing, 0)
     return Moments(values, reference, mean, around.square().sum(-1, keepdim=True), count)
+
+
+class Window(NamedTuple):
+    """What one forecast is made of, in the user's units, NaN where missing."""
+
+    values: np.ndarray
+    """[L, C]"""
+    covariates: np.ndarray | None = None
+    """[L, K + P], known and then past."""
+    to_come: np.ndarray | None = None
+    """[horizon, K]"""
+    name: str | None = None
+    """Of one of many series."""
+    following: Any = None
+    """Time stamps of the forecast."""
+
+
+BATCH = 256
+"""Windows that are forecast at once."""
+
+
+def batches(windows: Sequence[Window]) -> Iterator[Sequence[Window]]:
+    return (windows[first : first + BATCH] for first in range(0, len(windows), BATCH))
+
+
+def stacked(windows: Sequence[Window], config: ForecastConfig) -> np.ndarray:
+    """The last rows of each [B, L, C], the same L for all, NaN before the first; checked."""
+    length = min(config.lookback, max(len(window.values) for window in windows))
+    out = np.full((len(windows), length, config.channels), np.nan)
+    for number, (window, row) in enumerate(zip(windows, out, strict=True)):
+        values = window.values[-length:].astype(np.float64) if length else window.values[:0]
+        check(not np.isinf(values).any(), "history", "inf", "finite numbers, or NaN for missing ones")
+        if config.missing_below is not None:
+            values[values <= config.missing_below] = np.nan
+        named = f" in {window.name}" if window.name is not None else f" in window {number}" if len(windows) > 1 else ""
+        allowed = f"at least one of the last {config.lookback} that is not missing"
+        check(not np.isnan(values).all(), "history", f"{len(values)} points{named}", allowed)
+        row[length - len(values) :] = values
+    return out
+
+
+def scales(windows: Sequence[Window], config: ForecastConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and std by which the windows are scaled, [B or 1, 1, C]: the model's; of a model of many series those of the
+    series, or of the window's own values if training did not know it."""
+    if config.series_scale is None:
+        channels = config.channels
+        mean, std = config.scaler_mean or [0.0] * channels, config.scaler_std or [1.0] * channels
+        return np.array(mean)[None, None], np.array(std)[None, None]
+    own = [config.series_scale.get(str(w.name)) or mean_and_std(w.values) for w in windows]
+    mean, std = np.array(own).T
+    return mean[:, None, None], std[:, None, None]
+
+
+def mean_and_std(values: np.ndarray) -> list[float]:
+    """Of the values that are there; a constant keeps its scale, as scikit-learn's StandardScaler has it."""
+    seen = values[~np.isnan(values)]
+    if not len(seen):
+        return [0.0, 1.0]
+    eps = len(seen) * np.finfo(np.float64).eps
+    constant = seen.var() <= eps * seen.var() + (eps * seen.mean()) ** 2
+    return [float(seen[0]), 1.0] if constant else [float(seen.mean()), float(seen.std())]
+
+
+def scaled_covariates(windows: Sequence[Window], config: ForecastConfig) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """known [B, L + horizon, K] and past [B, L, P] for `forward`, of the same L as `stacked`; None without any."""
+    count, known = len(config.covariates), len(config.known_covariates or ())
+    if not count:
+        return None, None
+    length = min(config.lookback, max(len(window.values) for window in windows))
+    mean, std = np.array(config.covariate_mean or [0.0] * count), np.array(config.covariate_std or [1.0] * count)
+    both = np.full((len(windows), length + config.horizon, count), np.nan)
+    for window, rows in zip(windows, both, strict=True):
+        assert window.covariates is not None
+        held = window.covariates[-length:]
+        rows[length - len(held) : length] = held
+        if window.to_come is not None:
+            rows[length:, :known] = window.to_come
+    scaled = (both - mean) / std
+    return scaled[..., :known] if known else None, scaled[:, :length, known:] if count > known else None
+
+
+class Covariates(NamedTuple):
+    """Of windows of exactly the look-back: known [B, lookback + horizon, K], past [B, lookback, P]; K or P may be 0."""
+
+    known: Tensor
+    past: Tensor
+
+
+def covariates_of(
+    config: ForecastConfig, history: Tensor, known: Tensor | None, past: Tensor | None
+) -> Covariates | None:
+    """Checked against the history [B, L, C] and cut to the look-back as it is; None for a model without any."""
+    if not config.known_covariates and not config.past_covariates:
+        for name, given in (("known", known), ("past", past)):
+            if given is not None:
+                raise ValueError(f"{name} has shape {tuple(given.shape)}; this model was made without covariates")
+        return None
+    batch, length = history.shape[:2]
+    horizon = config.horizon
+    both = []
+    for name, given, columns, ahead in (
+        ("known", known, config.known_covariates, horizon),
+        ("past", past, config.past_covariates, 0),
+    ):
+        shape = (batch, length + ahead, len(columns or ()))
+        given = history.new_zeros(shape) if given is None and not columns else given
+        if given is None or given.shape != shape:
+            has = "is missing" if given is None else f"has shape {tuple(given.shape)}"
+            raise ValueError(f"{name} {has}; allowed is {shape}: {', '.join(columns or ()) or 'no column'}")
+        given = given.masked_fill(given.isnan(), 0)
+        missing = config.lookback - length
+        both.append(F.pad(given, (0, 0, missing, 0)) if missing > 0 else given[:, -config.lookback - ahead :])
+    return Covariates(*both)
+
+
+def patched(values: Tensor, patches: int, patch: int) -> Tensor:
+    """[B, T, K] -> [B, patches, K patch]: patches that end with the last row, the first filled with zeros."""
+    rows = F.pad(values.transpose(1, 2), (patches * patch - values.shape[1], 0))
+    return torch.movedim(rows.unflatten(-1, (patches, patch)), 1, 2).flatten(2)

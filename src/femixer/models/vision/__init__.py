@@ -2,7 +2,7 @@
 
 from femixer.models.vision.config import FEMVisionConfig
 from femixer.models.vision.model import FEMForImageClassification, FEMVisionModel
-from femixer.models.vision.processing import FEMImageProcessor
+from femixer.models.vision.pictures import FEMImageProcessor
 from femixer.models.vision.reading import PatchMaps, patch_maps
 
 __all__ = [

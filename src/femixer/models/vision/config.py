@@ -8,8 +8,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from femixer.models.config import LARGEST, FEMConfig
-from femixer.models.fields import check_types
+from femixer.models.config import LARGEST, FEMConfig, check_types, mixer_fields
 from femixer.models.mixers import check_encoder, takes_rope
 from femixer.options import check
 from femixer.priors import prior_class
@@ -118,18 +117,10 @@ class FEMVisionConfig(PreTrainedConfig):
             num_hidden_layers=self.num_hidden_layers,
             num_attention_heads=self.num_attention_heads,
             intermediate_size=self.intermediate_size,
-            mixer=self.mixer,
-            prior=self.prior,
-            parts=self.parts,
             causal=False,
-            budget=self.budget,
-            start=self.start,
-            readout=self.readout,
-            mixer_temperature=self.mixer_temperature,
-            mixer_options=self.mixer_options,
-            prior_options=self.prior_options,
             rope=self.positions == "rotary",
             rope_base=self.rope_base,
             mixer_bias=self.mixer_bias,
             mixer_dropout=self.mixer_dropout,
+            **mixer_fields(self),
         )

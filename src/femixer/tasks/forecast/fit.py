@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from femixer.models.forecast import Forecaster
-from femixer.models.forecast.intervals import LEVELS, conformal_widths, enough_for, pair, quantile_levels
-from femixer.models.forecast.quantiles import pinball
-from femixer.models.parameters import parameters_of
+from femixer.models.forecast.intervals import LEVELS, conformal_widths, enough_for, pair, pinball, quantile_levels
+from femixer.models.named import parameters_of
 from femixer.optional import require
 from femixer.reporting.figures import BLUE, GREY, VERMILION, figure, label, quiet
 from femixer.tasks.forecast.data import Series

@@ -6,17 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 
+from femixer.models.config import plain_refusals
 from femixer.models.forecast import ForecastConfig, Forecaster, build
 from femixer.models.named import NAMED, Fields
 from femixer.options import check, given
 from femixer.tasks.forecast.data import KNOWN, Series, default_lookback
 from femixer.tasks.forecast.data.files import frequency_of, season_of
 from femixer.tasks.forecast.data.windows import Held, Scaling, long_places, scaling_of, section_ends, wide_places
-from femixer.tasks.mixing import Mixing
-from femixer.tasks.rivals import Rivals
-from femixer.training import derive
+from femixer.tasks.mixing import Mixing, Rivals
+from femixer.training.seeding import seeded
 
 MODELS: dict[str, Fields] = {
     **{name: {"kind": "fem", **fields} for name, fields in NAMED.items()},
@@ -164,27 +163,23 @@ def build_model(spec: Spec, series: Series, scaling: Scaling, held: Held | None 
     if series.covariates is not None and MODELS[spec.model]["kind"] == "fem":
         scales["covariate_mean"] = scaling.covariate_mean.tolist()
         scales["covariate_std"] = scaling.covariate_std.tolist()
-    with torch.random.fork_rng():
-        torch.manual_seed(derive(spec.seed, "weights"))
-        try:
-            return build(
-                ForecastConfig(
-                    **spec.fields,
-                    channels=len(series.columns),
-                    lookback=spec.lookback,
-                    horizon=spec.horizon,
-                    season=spec.season,
-                    **scales,
-                    label=spec.model,
-                    columns=[*series.columns],
-                    date_column=series.date_column,
-                    frequency=frequency_of(series.clock),
-                    date_format=series.date_format,
-                    missing_below=series.missing_below,
-                )
+    with seeded(spec.seed, "weights"), plain_refusals():
+        return build(
+            ForecastConfig(
+                **spec.fields,
+                channels=len(series.columns),
+                lookback=spec.lookback,
+                horizon=spec.horizon,
+                season=spec.season,
+                **scales,
+                label=spec.model,
+                columns=[*series.columns],
+                date_column=series.date_column,
+                frequency=frequency_of(series.clock),
+                date_format=series.date_format,
+                missing_below=series.missing_below,
             )
-        except StrictDataclassError as error:  # how transformers wraps what the configuration says
-            raise ValueError(str(error.__cause__ or error)) from error
+        )
 
 
 def check_possible(spec: Spec, series: Series, held: Held | None = None) -> None:

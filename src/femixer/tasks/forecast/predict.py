@@ -8,11 +8,11 @@ from typing import Any
 from femixer.models.forecast import ForecastConfig, Forecaster
 from femixer.models.forecast.frames import is_date_name, regular
 from femixer.models.forecast.intervals import Kind, chosen_kind, column_names
-from femixer.models.quiet import without_bars
+from femixer.models.loading import without_bars
 from femixer.optional import require
 from femixer.options import check, parse
-from femixer.reporting.escape import in_csv
 from femixer.reporting.figures import save
+from femixer.reporting.writers import in_csv
 from femixer.tasks.forecast.data import ABOUT_PACKAGED, PACKAGED, Reading, Series, read, read_future
 from femixer.tasks.forecast.fit import PANELS, Panel, forecast_figure
 from femixer.tasks.runner import told

@@ -11,7 +11,7 @@ import torch
 
 from femixer import command_line
 from femixer.models import Card
-from femixer.models.quiet import without_bars
+from femixer.models.loading import without_bars
 from femixer.optional import MissingExtra
 from femixer.options import check, expanded, parse
 from femixer.reporting import Table, as_markdown

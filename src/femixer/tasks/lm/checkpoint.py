@@ -62,7 +62,7 @@ def given_text(text: str | None, file: Path | None, name: str, file_name: str, e
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a model folder."""
     _transformers()
-    from femixer.models.tokenizers import saved_tokenizer
+    from femixer.models.loading import saved_tokenizer
 
     if (folder / "preparation.json").is_file():
         raise ValueError(f"checkpoint={str(folder)!r} is a model of pictures; see `femixer vision maps`")

@@ -15,8 +15,8 @@ from transformers import GenerationConfig
 
 from femixer import command_line
 from femixer.models import Card, FEMForCausalLM, preset
-from femixer.models.parameters import parameter_count
-from femixer.models.quiet import without_bars
+from femixer.models.loading import without_bars
+from femixer.models.named import parameter_count
 from femixer.optional import require
 from femixer.options import check
 from femixer.parallel import own_tokens, parallelize, summed_over_cut

@@ -3,6 +3,11 @@
 inspect.html   everything, for a browser; needs nothing else
 figures/       per layer and head: prior, posteriors, gates and temperatures
 summary.md     means per layer; it is written last
+
+With --summary, what the read does in it, as one figure and one table:
+
+usage.png      histograms of lambda, hidden temperature and KL by layer
+usage.md       channels that leave the prior, and the loss without each part; it is written last
 """
 
 import sys
@@ -14,16 +19,85 @@ from typing import Annotated, Any
 
 import torch
 
-from femixer.inspection.model import Layer, inspect_model, mixers_of
+from femixer.inspection.inspection import Layer, inspect_model, mixers_of
 from femixer.inspection.page import check_size, write_page
-from femixer.inspection.summary import HEADING, channels_by_kl, table_row
 from femixer.inspection.tokens import labels
+from femixer.inspection.usage import (
+    HEADING,
+    LEAVES,
+    PARTS,
+    LayerUsage,
+    channels_by_kl,
+    draw,
+    layers_usage,
+    loss,
+    parts_of,
+    table_row,
+    without,
+)
 from femixer.optional import require
-from femixer.options import check, parse
+from femixer.options import check, check_positive, parse
+from femixer.reporting import Row, Table, as_markdown
+from femixer.reporting.figures import save
 from femixer.tasks.lm.checkpoint import Placement, check_positions, given_text, load
-from femixer.tasks.lm.usage import FIGURE, summarize
 from femixer.training import atomic
 from femixer.training.results import check_no_run, model_folder, name_of
+
+FIGURE, TABLE = "usage.png", "usage.md"
+LENGTH = 512
+"""Tokens that are read at a time where the model does not say how many it was trained on."""
+
+
+def summarize(model: Any, ids: Sequence[int], inspected: int, out: Path) -> Path:
+    """Write the figure and the table; the first `inspected` tokens are looked at, the loss is that of all."""
+    check(len(ids) > 1, "text", f"{len(ids)} tokens", "at least two tokens")
+    writes = getattr(model, "lm_head", None) is not None and getattr(model.config, "causal", True)
+    check(
+        writes, "checkpoint", type(model).__name__, "a model that predicts next tokens, whose loss --summary compares"
+    )
+    usages: list[LayerUsage] = []
+    given = torch.tensor([[*ids[:inspected]]], device=model.device)
+    for usage in layers_usage(inspect_model(model, given, use_cache=False)):
+        print(f"{usage.name}: {usage.leaving:.0%} of the channels leave the prior", file=sys.stderr)
+        usages.append(usage)
+    length = getattr(model.config, "max_position_embeddings", None) or LENGTH
+    losses = {"": loss(model, ids, length)}
+    for part in parts_of(model):
+        with without(model, part):
+            losses[part] = loss(model, ids, length)
+        print(f"without {part}: {losses[part]:.4f}", file=sys.stderr)
+    with atomic.replacing_files(out) as new:
+        save(draw(usages), new / FIGURE)
+        atomic.write(new / TABLE, as_markdown(by_layer(usages, len(given[0])), by_part(losses, len(ids) - 1)))
+    return out / TABLE
+
+
+def by_layer(usages: Sequence[LayerUsage], tokens: int) -> Table:
+    rows: list[Row] = [
+        [
+            usage.name,
+            usage.parts or "none",
+            f"{float(usage.lam.mean()):.3f}",
+            f"{float(usage.temperature.mean()):.3f}",
+            f"{float(usage.kl.mean()):.4f}",
+            f"{float(usage.kl_of_channels.max()):.3f}",
+            f"{100 * usage.leaving:.0f}",
+        ]
+        for usage in usages
+    ]
+    columns = ("layer", "parts", "lambda", "hidden beta / beta_max", "KL (nats)", "largest of a channel", "leaving (%)")
+    note = f"Means over {tokens} tokens, heads and channels. A channel leaves its prior with a mean KL above {LEAVES}."
+    return Table.of(columns, rows, "", note)
+
+
+def by_part(losses: dict[str, float], tokens: int) -> Table:
+    rows: list[Row] = [
+        [f"without {part}: {PARTS[part]}" if part else "the model", f"{value:.4f}", f"{value - losses['']:+.4f}"]
+        for part, value in losses.items()
+    ]
+    note = f"Nats per token over {tokens} tokens; parts are switched off after training, so nothing could adapt."
+    return Table.of(("read", "loss", "change"), rows, "", note)
+
 
 tyro = require("tyro", "cli")
 
@@ -63,7 +137,7 @@ class Command:
     loss of the text without each part (usage.md)."""
 
     def validate(self) -> None:
-        check(self.max_tokens > 0, "max_tokens", self.max_tokens, "a whole number above 0")
+        check_positive(max_tokens=self.max_tokens)
         for name in ("layers", "heads", "channels", "query") if self.summary else ():
             value = getattr(self, name)
             check(value is None, name, value, "None with --summary, which sums up all of them")

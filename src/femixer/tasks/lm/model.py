@@ -4,17 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from huggingface_hub.errors import StrictDataclassError
-
 from femixer.models import PRESETS, FEMConfig, FEMForCausalLM, preset
-from femixer.models.parameters import parameter_count
-from femixer.options import check, parse
-from femixer.priors import PRIORS
-from femixer.priors.parsing import parse_prior
-from femixer.tasks.mixing import Mixing
-from femixer.tasks.rivals import Rivals
-from femixer.training import derive
+from femixer.models.config import plain_refusals
+from femixer.models.named import parameter_count
+from femixer.options import check, check_positive, parse
+from femixer.priors import PRIORS, parse_prior
+from femixer.tasks.mixing import Mixing, Rivals
+from femixer.training.seeding import seeded
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ class ModelOptions:
         }
         self.rivals.validate({"mixer": self.mixer})
         self.mixing.validate(self.row)
-        try:
+        with plain_refusals():
             return preset(
                 self.preset,
                 **self.rivals.fields({"mixer": self.mixer}),
@@ -85,8 +81,6 @@ class ModelOptions:
                 max_position_embeddings=context,
                 **tokens,
             )
-        except StrictDataclassError as error:  # how transformers wraps what the configuration says
-            raise ValueError(str(error.__cause__ or error)) from error
 
 
 def described(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,8 +102,7 @@ def one_or_all(names: Sequence[str]) -> str | list[str]:
 
 def build(config: FEMConfig, seed: int) -> FEMForCausalLM:
     """A model with starting weights that depend on the seed alone."""
-    with torch.random.fork_rng():
-        torch.manual_seed(derive(seed, "weights"))
+    with seeded(seed, "weights"):
         return FEMForCausalLM(config)
 
 
@@ -125,7 +118,7 @@ class Presets:
 
 def presets(args: Sequence[str]) -> int:
     command = parse(Presets, args, "lm presets")
-    check(command.vocab_size > 0, "vocab_size", command.vocab_size, "a whole number above 0")
+    check_positive(vocab_size=command.vocab_size)
     for line in preset_lines(command):
         print(line, flush=True)
     return 0

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from femixer.models.named import NAMED
 from femixer.optional import require
-from femixer.options import check, parse
+from femixer.options import check, check_positive, parse
 from femixer.tasks.lm.evaluate import RESULTS
 from femixer.tasks.lm.model import described
 from femixer.training.results import holds_run
@@ -54,7 +54,7 @@ class Reproduce:
     def validate(self) -> None:
         check(self.size in ROWS, "size", self.size, f"one of {', '.join(ROWS)}")
         check(self.row in ROWS[self.size], "row", self.row, f"one of {', '.join(ROWS[self.size])} for {self.size}")
-        check(self.processes > 0, "processes", self.processes, "a whole number above 0")
+        check_positive(processes=self.processes)
         world = int(os.environ.get("WORLD_SIZE", "1"))
         check(world == 1, "WORLD_SIZE", world, "1: --processes starts those of the training")
 

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import torch
 
-from femixer.models.named import NAMED
-from femixer.models.parameters import parameter_count
+from femixer.models.named import NAMED, parameter_count
 from femixer.options import check, expanded, parse
 from femixer.reporting import Row, Score, Table, as_markdown, marked
 from femixer.tasks.lm.data import DataOptions
 from femixer.tasks.lm.fit import Experiment, draw, last, rate, trained
 from femixer.tasks.lm.model import ModelOptions, described
 from femixer.tasks.lm.reproduce import ROWS
-from femixer.tasks.rivals import Rivals
+from femixer.tasks.mixing import Rivals
 from femixer.training import EngineOptions, Interrupted, Results, RunOptions, atomic, distributed, processes, show_table
 from femixer.training.recipe import with_recipe
 from femixer.training.results import CHECKPOINTS, Record, holds_run

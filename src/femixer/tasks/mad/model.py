@@ -5,15 +5,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from femixer.mixer import FreeEnergyMixer
 from femixer.models import FEMConfig, FEMForCausalLM, FEMModel
-from femixer.models.norm import RMSNorm
+from femixer.models.block import RMSNorm
+from femixer.models.config import plain_refusals
 from femixer.tasks.mad.data import TASKS
-from femixer.training import derive
+from femixer.training.seeding import seeded
 
 
 class Autoencoder(nn.Module):
@@ -59,12 +59,9 @@ def build(task: str, fields: Mapping[str, Any], seed: int, gates: str = "own") -
 
     gates="torch": also gates, decays and conditioners start as torch starts linear maps, which no mixer asks for.
     """
-    with torch.random.fork_rng():
-        torch.manual_seed(derive(seed, "weights"))
-        try:
+    with seeded(seed, "weights"):
+        with plain_refusals():
             config = FEMConfig(**fields)
-        except StrictDataclassError as error:  # how transformers wraps what the configuration says
-            raise ValueError(str(error.__cause__ or error)) from error
         model: nn.Module
         if TASKS[task].last_position_only:
             model = Autoencoder(config)

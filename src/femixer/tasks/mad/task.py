@@ -15,8 +15,7 @@ from femixer.tasks.mad.fit import MadJob
 from femixer.tasks.mad.model import build
 from femixer.tasks.mad.protocol import PROTOCOLS, Protocol
 from femixer.tasks.mad.table import FIGURES, tabulate
-from femixer.tasks.mixing import Mixing
-from femixer.tasks.rivals import Rivals
+from femixer.tasks.mixing import Mixing, Rivals
 from femixer.tasks.runner import Run
 from femixer.training.jobs import Jobs
 from femixer.training.results import Record

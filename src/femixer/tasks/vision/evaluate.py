@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from femixer.models.vision.pictures import Picture
-from femixer.options import check, parse
+from femixer.options import check, check_positive, parse
 from femixer.reporting.figures import BLUE, GREY, VERMILION, figure, quiet, save
 from femixer.tasks.runner import told
 from femixer.tasks.vision.data import ABOUT_DIGITS, DIGITS, Broken, Images, Reading, found
@@ -215,8 +215,7 @@ def renamed(images: Images, classes: Sequence[str], pictures: Pictures) -> Pictu
 
 
 def run(command: Command) -> tuple[Predictions, Views]:
-    check(command.batch > 0, "batch", command.batch, "a whole number above 0")
-    check(command.threads is None or command.threads > 0, "threads", command.threads, "a whole number above 0")
+    check_positive(batch=command.batch, threads=command.threads)
     check_no_run(command.out)
     if command.threads is not None:
         torch.set_num_threads(command.threads)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from femixer.finite import check_tensor
-from femixer.models.parameters import parameters_of
+from femixer.models.named import parameters_of
 from femixer.options import check
 from femixer.tasks.vision.data import Images
 from femixer.tasks.vision.data.views import Ahead, Batch, Batches, Collected, Views

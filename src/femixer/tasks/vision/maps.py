@@ -13,7 +13,7 @@ from torch import Tensor
 from femixer.finite import check_tensor
 from femixer.models.vision.pictures import Unreadable, as_tensor
 from femixer.models.vision.reading import PatchMaps, patch_maps
-from femixer.options import check, parse
+from femixer.options import check, check_positive, parse
 from femixer.reporting.figures import figure, save
 from femixer.tasks.runner import told
 from femixer.tasks.vision.data import ABOUT_DIGITS, DIGITS, Reading
@@ -134,7 +134,7 @@ def caption(classifier: Classifier, predicted: int, label: int | None) -> str:
 def run(command: Command) -> None:
     classifier = Classifier.load(command.model)
     preparation = classifier.preparation
-    check(command.count > 0, "count", command.count, "a whole number above 0")
+    check_positive(count=command.count)
     check(command.out.suffix.lower() == ".png", "out", str(command.out), "a file that ends in .png")
     labels: list[int] | None = None
     if command.images:

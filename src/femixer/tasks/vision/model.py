@@ -8,23 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from huggingface_hub.errors import StrictDataclassError
-
 from femixer.baselines import BASELINES
 from femixer.models import FEMForImageClassification, FEMVisionConfig, preset
-from femixer.models.named import NAMED
-from femixer.models.parameters import parameter_count
-from femixer.models.presets import VISION_PRESETS
-from femixer.models.quiet import without_bars
-from femixer.options import check, given
-from femixer.tasks.mixing import Mixing
-from femixer.tasks.rivals import Rivals
+from femixer.models.config import plain_refusals
+from femixer.models.loading import without_bars
+from femixer.models.named import NAMED, VISION_PRESETS, parameter_count
+from femixer.options import check, check_positive, given
+from femixer.tasks.mixing import Mixing, Rivals
 from femixer.tasks.vision.data import Images
 from femixer.tasks.vision.data.augmentation import Augmentation
 from femixer.tasks.vision.data.pictures import PREPARATION, Preparation
-from femixer.training import derive
 from femixer.training.results import MODEL, new_model
+from femixer.training.seeding import seeded
 
 ENCODERS = {
     name: fields for name, fields in NAMED.items() if fields["mixer"] == "fem" or BASELINES[fields["mixer"]].encoder
@@ -58,8 +53,7 @@ class Training:
     """Decay of a moving average of the weights, which is evaluated too; 0 keeps none."""
 
     def validate(self) -> None:
-        for name in ("epochs", "batch"):
-            check(getattr(self, name) > 0, name, getattr(self, name), "a whole number above 0")
+        check_positive(epochs=self.epochs, batch=self.batch)
         check(0 <= self.warmup_epochs <= self.epochs, "warmup_epochs", self.warmup_epochs, f"0 to {self.epochs} epochs")
         check(0 < self.lr < math.inf, "lr", self.lr, "a number above 0")
         check(0 <= self.min_lr_fraction <= 1, "min_lr_fraction", self.min_lr_fraction, "a number from 0 to 1")
@@ -147,7 +141,7 @@ def specified(
 ) -> Spec:
     check(model in ENCODERS, "model", model, f"one of {', '.join(ENCODERS)}")
     check(seed >= 0, "seed", seed, "a whole number of at least 0")
-    check(sizes.parameters is None or sizes.parameters > 0, "parameters", sizes.parameters, "a whole number above 0")
+    check_positive(parameters=sizes.parameters)
     deviation = sizes.initializer_range
     check(deviation is None or 0 < deviation < math.inf, "initializer_range", deviation, "a number above 0")
     check(0 < sizes.eval_crop <= 1, "eval_crop", sizes.eval_crop, "a share above 0 and up to 1")
@@ -169,8 +163,7 @@ def specified(
 def build_model(spec: Spec, images: Images) -> Any:
     """Starting weights depend on the seed alone."""
     config = config_of(spec, images)
-    with torch.random.fork_rng():
-        torch.manual_seed(derive(spec.seed, "weights"))
+    with seeded(spec.seed, "weights"):
         return FEMForImageClassification(config)
 
 
@@ -191,10 +184,8 @@ def configured(spec: Spec, images: Images, **changes: Any) -> Any:
     check(spec.preset in VISION_PRESETS, "preset", spec.preset, f"one of {', '.join(VISION_PRESETS)}")
     names = dict(enumerate(images.classes))
     about = {"id2label": names, "label2id": {name: label for label, name in names.items()}}
-    try:
+    with plain_refusals():
         return preset(spec.preset, **{**spec.fields, **changes, "num_labels": len(names)}, **about)
-    except StrictDataclassError as error:  # how transformers wraps what the configuration says
-        raise ValueError(str(error.__cause__ or error)) from error
 
 
 def preparation_of(spec: Spec, images: Images) -> Preparation:

@@ -8,7 +8,7 @@ from typing import Self, TypeVar
 
 from femixer import command_line
 from femixer.models import Card
-from femixer.models.parameters import parameter_count
+from femixer.models.named import parameter_count
 from femixer.options import check, expanded, parse
 from femixer.reporting import Table, as_markdown
 from femixer.reporting.figures import save

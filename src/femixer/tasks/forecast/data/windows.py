@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from femixer.models.forecast.history import mean_and_std
+from femixer.models.forecast.window import mean_and_std
 from femixer.options import check
 from femixer.tasks.forecast.data import KNOWN, RATIOS, Series
 from femixer.tasks.forecast.data.long import Section

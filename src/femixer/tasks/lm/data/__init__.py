@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from femixer.options import check, parse
+from femixer.options import check, check_positive, parse
 from femixer.tasks.lm.data.building import prepare
 from femixer.tasks.lm.data.corpus import SPLITS, STANDARD_LIBRARY, Corpus, open_corpus
 from femixer.tasks.lm.data.shards import Shards, incomplete, open_shards, read_index
@@ -141,7 +141,7 @@ def train_tokenizer(args: Sequence[str]) -> int:
     free = not command.out.exists() or (command.out.is_dir() and not any(command.out.iterdir()))
     check(free, "out", str(command.out), "a folder that does not exist yet")
     check(str(command.out) != BYTES, "out", BYTES, "another name: 'bytes' is the built-in tokenizer")
-    check(command.megabytes > 0, "megabytes", command.megabytes, "a whole number above 0")
+    check_positive(megabytes=command.megabytes)
     reading = Counted(command.corpus.corpus(), command.megabytes * 10**6)
     tokenizer = train_bpe(reading, command.vocab_size, progress=sys.stderr.isatty())
     if not reading.bytes:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from femixer.options import check
+from femixer.options import check, check_positive
 from femixer.tasks.lm.data import tokenizer as tokenizers
 from femixer.tasks.lm.data.corpus import SPLITS, TRAIN, VALIDATION, Corpus, Part
 from femixer.tasks.lm.data.shards import (
@@ -95,8 +95,7 @@ def prepare(
     tokens      stop after the part with which training has this many tokens; by default take the whole corpus
     workers     processes, by default as many as there are cores to use and work to share
     """
-    check(tokens is None or tokens > 0, "tokens", tokens, "a whole number above 0")
-    check(workers is None or workers > 0, "workers", workers, "a whole number above 0")
+    check_positive(tokens=tokens, workers=workers)
     identity = {"corpus": corpus.identity, "tokenizer": tokenizers.identity(tokenizer), "tokens": tokens}
     fingerprint = fingerprint_of(identity)
     place = CACHE / f"{corpus.name[:60]}-{fingerprint}" if folder is None else Path(folder)

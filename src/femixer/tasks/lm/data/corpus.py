@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from femixer.options import check
+from femixer.options import check, check_positive
 from femixer.tasks.lm.data.sources import (
     LINES_ENDINGS,
     PACKED_ENDINGS,
@@ -98,7 +98,7 @@ def open_corpus(
     """
     check(len(data) > 0, "data", data, "at least one file, folder, 'python' or datasets:NAME")
     check(0 < validation_fraction < 1, "validation_fraction", validation_fraction, "a number between 0 and 1")
-    check(part_bytes is None or part_bytes > 0, "part_bytes", part_bytes, "a whole number above 0")
+    check_positive(part_bytes=part_bytes)
     training = [Source.find(str(one), text_field, "data") for one in data]
     held_out = [Source.find(str(one), text_field, "validation") for one in validation]
     total = sum(source.size for source in (*training, *held_out))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from femixer.damage import Damaged, check_fields, read_json
-from femixer.options import check
+from femixer.options import check, check_positive
 from femixer.tasks.lm.data.corpus import SPLITS
 from femixer.tasks.lm.data.tokenizer import identity, load_tokenizer
 from femixer.training.seeding import derive
@@ -215,8 +215,7 @@ class Batches:
     """Training batches: `stream(step)`, or the share of process `rank` of `world` with `stream(step, rank, world)`."""
 
     def __init__(self, shards: Shards, context: int, batch: int, seed: int = 0) -> None:
-        check(context > 0, "context", context, "a whole number above 0")
-        check(batch > 0, "batch", batch, "a whole number above 0")
+        check_positive(context=context, batch=batch)
         self.shards, self.context, self.batch, self.seed = shards, context, batch, seed
         self.windows = (shards.train.tokens - 1) // context
         """Windows per epoch."""
@@ -258,9 +257,7 @@ class Validation:
     """
 
     def __init__(self, shards: Shards, context: int, batch: int, windows: int | None = None) -> None:
-        check(context > 0, "context", context, "a whole number above 0")
-        check(batch > 0, "batch", batch, "a whole number above 0")
-        check(windows is None or windows > 0, "windows", windows, "a whole number above 0")
+        check_positive(context=context, batch=batch, windows=windows)
         self.shards, self.split, self.context, self.batch = shards, shards.validation, context, batch
         whole = -(-(self.split.tokens - 1) // context)
         self.windows = whole if windows is None else min(windows, whole)

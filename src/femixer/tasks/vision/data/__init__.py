@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from femixer.optional import require
-from femixer.options import check
+from femixer.options import check, check_positive
 from femixer.tasks.vision.data.pictures import Arrays, Pictures, Some
 from femixer.training import generator
 
@@ -82,7 +82,7 @@ class Reading:
 
     def validate(self) -> None:
         check(0 < self.share < 1, "validation", self.validation, "a share between 0 and 1")
-        check(self.buffer > 0, "buffer", self.buffer, "a whole number above 0")
+        check_positive(buffer=self.buffer)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from femixer.models.vision.pictures import Picture, middle
-from femixer.options import check
+from femixer.options import check, check_positive
 from femixer.tasks.vision.data.operations import (
     FULL,
     beta,
@@ -144,7 +144,7 @@ class Augmentation:
         check(0 <= self.randaugment <= FULL, "randaugment", self.randaugment, f"a number from 0 to {FULL:.0f}")
         for name in ("shift", "turn", "mixup", "cutmix"):
             check(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "a number of at least 0")
-        check(self.repeats > 0, "repeats", self.repeats, "a whole number above 0")
+        check_positive(repeats=self.repeats)
 
     @property
     def of_pictures(self) -> bool:

@@ -1,4 +1,4 @@
-"""The variants: a mixer, how it starts, and how its gates and temperatures are trained."""
+"""The variants of `femixer mad study`: a mixer, how it starts, and how its gates and temperatures are trained."""
 
 import math
 from collections.abc import Callable, Sequence

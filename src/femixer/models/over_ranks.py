@@ -1,8 +1,12 @@
-"""Language models whose sequences are cut over ranks.
+"""Language models over several ranks: sequences that are cut (`femixer.parallel`), heads by transformers' own plan.
 
-Every rank of a cut is called with the same whole batch: tokens are small, and with all of them a rank knows paddings,
-documents and labels beyond its own. It computes hidden states and logits of its own tokens only; the loss is that of
-all.
+Sequences: every rank of a cut is called with the same whole batch: tokens are small, and with all of them a rank knows
+paddings, documents and labels beyond its own. It computes hidden states and logits of its own tokens only; the loss is
+that of all.
+
+Heads, from_pretrained(..., tp_plan="auto"): transformers makes a model, says which ranks divide which module, and fills
+in the weights. A mixer's projections hold several names side by side, which no placement of a tensor can cut, so it is
+loaded whole and divided afterwards.
 """
 
 from __future__ import annotations
@@ -10,13 +14,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+from transformers.distributed.tensor_parallel import TensorParallelLayer
 
+from femixer.mixer import FreeEnergyMixer
+from femixer.models.config import HEADS_STYLE
 from femixer.models.language import FEMForCausalLM, FEMModel, padding_mask, within_documents
 from femixer.models.packing import PACKING, packed_segments
 from femixer.parallel.cut import Cut
 from femixer.parallel.exchange import summed
-from femixer.parallel.swapping import swapped
+from femixer.parallel.heads import cut_heads
+from femixer.parallel.weights import swapped
 
 
 def cut_model(model: Any, cut: Cut) -> None:
@@ -94,3 +104,27 @@ class CutLanguageModel(FEMForCausalLM):
         out = super().forward(**given, shift_labels=self.cut.take(after), num_items_in_batch=count, **options)
         out.loss = summed(out.loss, self.cut.group)
         return out.to_tuple() if wanted is False else out
+
+
+class HeadsOverRanks(TensorParallelLayer):
+    """The style of a mixer in a plan: it notes the ranks."""
+
+    def install_forward(self, module: Any, mesh: Any) -> Any:
+        module.heads_over = mesh
+        return module
+
+
+def register_heads() -> None:
+    styles: Any = ALL_PARALLEL_STYLES  # whose annotations say functions, and whose entries are styles
+    styles.register(HEADS_STYLE, HeadsOverRanks())
+
+
+def divide_mixers(model: nn.Module) -> None:
+    """Divide the mixers that a plan named; rivals, and what is divided already (FSDP), stay as they are."""
+    known: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        mesh = module.__dict__.pop("heads_over", None)
+        if mesh is None or not isinstance(module, FreeEnergyMixer):
+            continue
+        if not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            cut_heads(module, mesh, known)

@@ -1,7 +1,13 @@
-"""`femixer mad study run`: variants x tasks x seeds, as jobs of a store."""
+"""What decides how early a free energy mixer learns a task? `femixer mad study` trains variants of its start.
+
+`run` is variants x tasks x seeds, as jobs of a store, `table` at which step each variant has learned. Every job is
+trained until it has learned or for 4,000 steps, at the sizes and settings of the protocol `lite`, with one learning
+rate. Variants of the same parts start, seed by seed, from the same weights where the variant does not say otherwise,
+and see the same batches.
+"""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,17 +15,104 @@ from typing import Any
 import torch
 from torch import nn
 
-from femixer.options import check
-from femixer.reporting import Table
+from femixer.options import check, check_positive
+from femixer.reporting import Column, Group, Score, Table
 from femixer.tasks.mad.data.generators import IGNORE
 from femixer.tasks.mad.fit import Examples, MadJob, summed_cross_entropy
 from femixer.tasks.mad.protocol import PROTOCOLS
-from femixer.tasks.mad.study.table import TASKS, learned, tabulate
-from femixer.tasks.mad.study.variants import VARIANTS, Variant, begin, optimizer_of
-from femixer.tasks.runner import Run
-from femixer.training import Results, derive
+from femixer.tasks.mad.variants import VARIANTS, Variant, begin, optimizer_of
+from femixer.tasks.runner import Run, Tabulate
+from femixer.training import Results
 from femixer.training.jobs import Jobs
+from femixer.training.jobs.store import as_text, distinct, same
 from femixer.training.results import Record
+from femixer.training.seeding import seeded
+
+TASKS = ("fuzzy-recall", "compression")
+LEVEL = 0.9
+"""A model has learned a task at the first evaluation with a larger accuracy."""
+
+
+def curve(record: Record) -> Iterator[tuple[int, float]]:
+    """Steps and accuracies."""
+    for at in record["evaluations"]:
+        yield at["step"], at["validation"]["accuracy"]
+
+
+def learned(record: Record) -> int | None:
+    """The step of the first evaluation above LEVEL, if there is one."""
+    return next((step for step, accuracy in curve(record) if accuracy > LEVEL), None)
+
+
+def average(record: Record) -> float:
+    """The mean accuracy over all steps; that of the last evaluation stands for those that were not needed."""
+    points = [*curve(record)]
+    last = (record["steps"], points[-1][1])
+    pairs = zip(points, [*points[1:], last], strict=True)
+    area = sum((after - before) * (a + b) / 2 for (before, a), (after, b) in pairs)
+    return area / record["steps"]
+
+
+def tabulate(records: Sequence[Record]) -> list[Table]:
+    """A table per task: variants in the order of VARIANTS."""
+    same(
+        records,
+        "ways of training",
+        lambda record: as_text([record["lr"], record["steps"], record["parameters"]]),
+        "task",
+    )
+    same(records, "variants of one name", lambda record: as_text(record["variant"]), "model")
+    records = distinct(records, lambda record: as_text(record["evaluations"]), ("model", "task", "seed"))
+    return [table(task, of_task) for task in TASKS if (of_task := [r for r in records if r["task"] == task])]
+
+
+def training(record: Record) -> str:
+    """What variants that are compared must agree in."""
+    return as_text([record["lr"], record["steps"], record["parameters"], record["training"]["evaluate_every"]])
+
+
+def table(task: str, records: Sequence[Record]) -> Table:
+    steps, seeds = records[0]["steps"], sorted({record["seed"] for record in records})
+    rows = []
+    for name in [*VARIANTS, *dict.fromkeys(r["model"] for r in records if r["model"] not in VARIANTS)]:
+        own = sorted((record for record in records if record["model"] == name), key=lambda record: record["seed"])
+        if own:
+            when = [learned(record) for record in own]
+            each = ", ".join(f"> {steps}" if step is None else str(step) for step in when)
+            middle = sorted(math.inf if step is None else step for step in when)[len(when) // 2]
+            shown = f"> {steps}" if middle == math.inf else f"{middle:g}"
+            scores = Score({record["seed"]: average(record) for record in own}, len(seeds))
+            rows.append([name, shown, each, scores.cell(1, 100), str(own[0]["parameter_count"])])
+    every, lr, numbers = records[0]["training"]["evaluate_every"], records[0]["lr"], ", ".join(map(str, seeds))
+    title = (
+        f"{task}: step of the first evaluation (one every {every} steps) with more than {LEVEL:.0%} of the scored "
+        f"tokens right; lr {lr:g}, seeds {numbers}."
+    )
+    heads = (
+        Column("variant"),
+        Column("median step", align="right"),
+        Column("step of each seed"),
+        Column("mean accuracy", key="average", scores=True),
+        Column("parameters", align="right"),
+    )
+    note = (
+        f"Mean accuracy: in percent, over all {steps} steps (a job that has learned keeps its last); ± standard error."
+    )
+    return Table(heads, [Group(rows)], title=title, notes=[note])
+
+
+@dataclass(frozen=True)
+class StudyTabulate(Tabulate):
+    """When each variant has learned, over seeds. Writes table.md, which it prints, table.tex and table.csv."""
+
+    results: tuple[Path, ...]
+    """Stores of `femixer mad study run`, or files of `femixer mad study export`."""
+    out: Path = Path("results/mad-study-table")
+    """Folder of the files."""
+
+    def tables(self, records: Sequence[Record]) -> list[Table]:
+        return tabulate(records)
+
 
 ENOUGH = 0.95
 """Training ends after two evaluations in a row with a larger accuracy."""
@@ -46,8 +139,7 @@ class StudyJob(MadJob):
 
     def built(self) -> nn.Module:
         model = super().built()
-        with torch.random.fork_rng():
-            torch.manual_seed(derive(self.seed, "study"))
+        with seeded(self.seed, "study"):
             begin(model, Variant(**self.variant))
         return model
 
@@ -94,8 +186,7 @@ class Experiment:
             check(0 < len(asked) == len({*asked}), name, asked, allowed)
             for one in asked:
                 check(one in known, name, one, allowed)
-        for name in ("seeds", "steps", "evaluate_every"):
-            check(getattr(self, name) > 0, name, getattr(self, name), "a whole number above 0")
+        check_positive(seeds=self.seeds, steps=self.steps, evaluate_every=self.evaluate_every)
         check(self.seed >= 0, "seed", self.seed, "a whole number of at least 0")
         check(0 < self.lr < math.inf, "lr", self.lr, "a number above 0")
         return [
