@@ -1,6 +1,7 @@
 """Large inputs through the real commands: time, peak memory and what they say meanwhile.
 
     python benchmarks/limits.py text          # a corpus of 1 GB: lm data, lm train, generate, eval
+    python benchmarks/limits.py prompt        # prompts of 1, 10 and 100 MB: generate, with a state that does not grow
     python benchmarks/limits.py csv           # 5 million rows of 7 channels: forecast train, forecast predict
     python benchmarks/limits.py pictures      # 200,000 PNG files: vision train, vision eval
     python benchmarks/limits.py vocabulary    # 256,000 tokens: lm data, lm train, generate, eval, inspect
@@ -26,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-SIZES = {"text": 10**9, "csv": 5 * 10**6, "pictures": 200_000, "vocabulary": 256_000}
+SIZES = {"text": 10**9, "prompt": 10**8, "csv": 5 * 10**6, "pictures": 200_000, "vocabulary": 256_000}
 TRAINING = (
     "--prior gla --hidden-size 64 --layers 2 --heads 4 --context 256 --batch-tokens 1024 --steps 10 --warmup-steps 0 "
     "--evaluate-every 5 --validation-tokens 4096 --sample-tokens 0"
@@ -132,6 +133,20 @@ def of_text(folder: Path, size: int) -> Iterator[Measured]:
     yield measured(folder, "eval run --tasks limits --include-path . --limit 100 --out eval")
 
 
+def of_prompt(folder: Path, size: int) -> Iterator[Measured]:
+    """One layer, so that reading the prompt and not the model is what is measured; three sizes, to see what grows."""
+    vocabulary = words(50_000)
+    write_text(folder / "corpus.txt", max(size // 100, 10**6), vocabulary)
+    measured(folder, "lm tokenizer --data corpus.txt --vocab-size 4096 --out tokenizer")
+    sizes = "--prior decay --hidden-size 16 --layers 1 --heads 2 --context 256 --batch-tokens 1024"
+    short = "--steps 10 --warmup-steps 0 --evaluate-every 10 --validation-tokens 4096 --sample-tokens 0"
+    measured(folder, f"lm train --data corpus.txt --tokenizer ./tokenizer --out run {sizes} {short}")
+    for share in (100, 10, 1):
+        write_text(folder / "prompt.txt", size // share, vocabulary)
+        done = measured(folder, "generate run --prompt-file prompt.txt --max-tokens 20")
+        yield done._replace(command=f"{done.command} ({size // share:,} bytes)")
+
+
 def of_csv(folder: Path, rows: int) -> Iterator[Measured]:
     import pyarrow
     from pyarrow import csv
@@ -185,6 +200,7 @@ def of_vocabulary(folder: Path, size: int) -> Iterator[Measured]:
 
 SUBJECTS: dict[str, Callable[[Path, int], Iterator[Measured]]] = {
     "text": of_text,
+    "prompt": of_prompt,
     "csv": of_csv,
     "pictures": of_pictures,
     "vocabulary": of_vocabulary,
@@ -200,9 +216,9 @@ def main() -> None:
     size = int(SIZES[options.subject] * options.scale)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="limits-") as folder:
         rows = [*SUBJECTS[options.subject](Path(folder), size)]
-    print("| command | seconds | CPU seconds | GB | lines |\n|---|---:|---:|---:|---:|")
+    print("| `femixer` | seconds | CPU seconds | GB | lines |\n|---|---:|---:|---:|---:|")
     for row in rows:
-        print(f"| `femixer {row.command}` | {row.seconds:.0f} | {row.cpu:.0f} | {row.gigabytes:.2f} | {row.lines} |")
+        print(f"| {row.command} | {row.seconds:.0f} | {row.cpu:.0f} | {row.gigabytes:.2f} | {row.lines} |")
 
 
 if __name__ == "__main__":

@@ -166,6 +166,18 @@ def test_a_run_that_breaks_off_keeps_what_is_finished(tmp_path: Path, monkeypatc
     report = command.run(replace(TINY, out=tmp_path))
     assert [p.samples for p in report.sequences[:4]] == [p["samples"] for p in kept["sequences"]]
     assert report.mixers == list(TINY.priors)
+    # A whole measurement stays until the one that overwrites it is whole, too.
+    file, options = tmp_path / "scaling.json", replace(TINY, priors=("attention", "softmax"), out=tmp_path)
+    whole = file.read_text()
+    monkeypatch.setattr(command, "measure_decode", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        command.run(replace(options, overwrite=True))
+    assert file.read_text() == whole
+    begun = json.loads((tmp_path / "scaling.new.json").read_text())
+    monkeypatch.setattr(command, "measure_decode", true)
+    report = command.run(options)
+    assert [p.samples for p in report.sequences] == [p["samples"] for p in begun["sequences"]]
+    assert command.Report.read(file) == report and not (tmp_path / "scaling.new.json").exists()
 
 
 def test_an_interrupted_command_says_how_to_go_on(

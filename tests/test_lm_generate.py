@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -15,7 +16,9 @@ from femixer.cli import main
 from femixer.models import FEMConfig, FEMForCausalLM
 from femixer.surgery import upgrade
 from femixer.tasks.lm import generate as command
+from femixer.tasks.lm import prompt as prompts
 from femixer.tasks.lm.checkpoint import Placement, fingerprint, load
+from femixer.tasks.lm.data import sources
 from femixer.tasks.lm.data.tokenizer import byte_tokenizer
 from femixer.tasks.lm.generate import UNFINISHED, TextStream
 from femixer.training.results import model_folder, name_of
@@ -156,7 +159,7 @@ def test_the_prompt_comes_from_an_option_a_file_or_standard_input(checkpoint, tm
     file.write_text("Ünter\nder\n", encoding="utf-8")
     shown = set()
     for source in (["--prompt", "Ünter\nder"], ["--prompt-file", file], ["--prompt-file", "-"], []):
-        monkeypatch.setattr("sys.stdin", io.StringIO("Ünter\nder\n"))
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("Ünter\nder\n".encode())))
         assert run(checkpoint, "--max-tokens", 3, "--echo", *source) == 0
         shown.add(capfd.readouterr().out)
     assert len(shown) == 1 and shown.pop().startswith("Ünter\nder")
@@ -300,13 +303,26 @@ def test_the_fingerprint_changes_with_weights_and_tokenizer(checkpoint, copy):
     assert fingerprint(copy) != fingerprint(checkpoint)
 
 
-def test_a_long_prompt_is_read_in_pieces_to_the_same_continuation(checkpoint, monkeypatch, capsys):
-    prompt = "".join(chr(97 + i % 23) for i in range(53))
-    assert run(checkpoint, "--prompt", prompt, "--max-tokens", "7", "--ignore-end") == 0
-    whole = capsys.readouterr().out
-    monkeypatch.setattr(command, "PIECE", 11)
-    seen = []
-    body = type(load(checkpoint)[0].model)
+@pytest.fixture
+def in_stretches(monkeypatch):
+    """Long prompts, in small: stretches of about 64 bytes and pieces of 11 tokens."""
+    monkeypatch.setattr(sources, "PIECE", 64)
+    monkeypatch.setattr(prompts, "LINE", 8)
+    monkeypatch.setattr(prompts, "PIECE", 11)
+
+
+LONG = "".join(f"{'größer' * (i % 3)} line {i * i}\n" for i in range(40))
+
+
+def test_a_long_prompt_is_read_in_pieces_to_the_same_continuation(checkpoint, tmp_path, monkeypatch, capsys, request):
+    file = tmp_path / "prompt.txt"
+    file.write_text(LONG + "the end", encoding="utf-8")
+    options = ["--max-tokens", "7", "--ignore-end", "--echo"]
+    assert run(checkpoint, "--prompt-file", file, *options) == 0
+    whole = capsys.readouterr()
+    assert whole.out.startswith(LONG + "the end") and f"prompt: {len(file.read_bytes())} tokens" in whole.err
+    request.getfixturevalue("in_stretches")
+    seen, body = [], type(load(checkpoint)[0].model)
     forward = body.forward
 
     def counted(self, input_ids=None, **options):
@@ -314,6 +330,63 @@ def test_a_long_prompt_is_read_in_pieces_to_the_same_continuation(checkpoint, mo
         return forward(self, input_ids, **options)
 
     monkeypatch.setattr(body, "forward", counted)
-    assert run(checkpoint, "--prompt", prompt, "--max-tokens", "7", "--ignore-end") == 0
-    assert capsys.readouterr().out == whole
-    assert max(seen) == 11 and sum(seen) >= 53
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(file.read_bytes())))
+    for source in (file, "-"):
+        seen.clear()
+        assert run(checkpoint, "--prompt-file", source, *options) == 0
+        again = capsys.readouterr()
+        assert again.out == whole.out and f"prompt: {len(file.read_bytes())} tokens" in again.err
+        assert max(seen) == 11 and sum(seen) >= len(file.read_bytes())
+
+
+def test_an_upgraded_model_reads_a_long_prompt_too(tmp_path, in_stretches, monkeypatch, capsys):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 28}
+    upgrade(LlamaForCausalLM(LlamaConfig(vocab_size=257, eos_token_id=END, **sizes))).save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    (tmp_path / "prompt.txt").write_text(LONG, encoding="utf-8")
+    shown = set()
+    for piece in (11, 10**6):
+        monkeypatch.setattr(prompts, "PIECE", piece)
+        assert run(tmp_path, "--prompt-file", tmp_path / "prompt.txt", "--max-tokens", 7, "--ignore-end") == 0
+        shown.add(capsys.readouterr().out)
+    assert len(shown) == 1
+
+
+def test_a_prompt_that_cannot_be_remembered_is_refused_after_two_pieces(checkpoint, tmp_path, in_stretches, capsys):
+    """A model that keeps every token says at once that a prompt is too long; one with a constant state reads it."""
+    (tmp_path / "prompt.txt").write_text(LONG * 50, encoding="utf-8")
+    command_line = ["--prompt-file", tmp_path / "prompt.txt", "--max-tokens", 3]
+    torch.manual_seed(0)
+    FEMForCausalLM(FEMConfig(**{**tiny().config.to_diff_dict(), "prior": "gla"})).save_pretrained(tmp_path / "gla")
+    TOKENIZER.save_pretrained(tmp_path / "gla")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompts.memory, "free", lambda device: 10**6)
+        assert run(tmp_path / "gla", *command_line) == 0
+        capsys.readouterr()
+        assert run(checkpoint, *command_line) == 2
+    error = capsys.readouterr().err
+    assert "prompt.txt' is not allowed; choose a shorter one, or a model whose memory does not grow" in error
+    size = len(LONG.encode()) * 50
+    told = int(re.search(r"of about ([\d,]+), and 0.0 GB are free", error)[1].replace(",", ""))
+    assert 0.8 * size < told < 1.2 * size and error.count("\n") == 1
+    assert run(checkpoint, *command_line, "--beams", 2) == 2
+    assert "choose a shorter prompt: a beam search reads it all at once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("folder", None, "prompt_file='{path}' is not allowed; choose a file with text, not a folder"),
+        ("bytes.txt", LONG.encode() * 3 + b"\xff", "{path}: not text in UTF-8 (invalid start byte at byte 2118)"),
+        ("missing.txt", None, "No such file or directory: '{path}'"),
+    ],
+)
+def test_a_file_that_is_no_text_is_one_line(checkpoint, tmp_path, in_stretches, capsys, name, content, message):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    elif name == "folder":
+        path.mkdir()
+    assert run(checkpoint, "--prompt-file", path, "--max-tokens", 3) == 2
+    assert message.format(path=path) in capsys.readouterr().err

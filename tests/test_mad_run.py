@@ -296,7 +296,16 @@ def test_a_failing_job_stops_no_other_and_is_named(tmp_path, capsys, monkeypatch
     assert f"failed: {error.stem}\n" in shown.err and "Traceback" in error.read_text()
     assert [record["weight_decay"] for record in records(tmp_path)] == [0.1]
     assert run(tmp_path) == 0
-    assert len(records(tmp_path)) == 2 and not [*tmp_path.glob("errors/*")]
+    whole = records(tmp_path)
+    assert len(whole) == 2 and not [*tmp_path.glob("errors/*")]
+    with monkeypatch.context() as patch:  # a record that shall be replaced stays until there is another
+        patch.setattr(MadJob, "carry_out", failing)
+        assert run(tmp_path, "--overwrite") == 1
+    assert records(tmp_path) == whole
+    capsys.readouterr()
+    assert run(tmp_path, "--dry-run") == 0 and run(tmp_path) == 0
+    assert capsys.readouterr().out.startswith("2 jobs, 1 of them finished\n")
+    assert records(tmp_path) == whole and not [*tmp_path.glob("running/*")]
 
 
 def test_a_job_that_another_process_is_at_is_left_to_it(tmp_path):

@@ -41,10 +41,10 @@ def test_a_new_run_in_the_folder_is_a_new_run_of_the_tracker(tmp_path):
     pytest.importorskip("tensorboard")
     tiny_run(tmp_path, track=("tensorboard",))
     first = json.loads((tmp_path / "trackers.json").read_text())
-    tiny_run(tmp_path, track=("tensorboard",), overwrite=True)
+    tiny_run(tmp_path, track=("tensorboard",), overwrite=True, finish=True)
     assert json.loads((tmp_path / "trackers.json").read_text()) != first
-    tiny_run(tmp_path, overwrite=True)
-    assert not (tmp_path / "trackers.json").exists()
+    tiny_run(tmp_path, overwrite=True, finish=True)
+    assert not (tmp_path / "trackers.json").exists() and not (tmp_path / "tensorboard").exists()
 
 
 class Told:

@@ -226,15 +226,6 @@ def test_a_finished_run_says_so(tmp_path):
         tiny_run(tmp_path)
 
 
-def test_overwriting_starts_anew_and_spares_what_is_not_ours(tmp_path):
-    tiny_run(tmp_path, Tiny(seed=1))
-    (tmp_path / "table.md").write_text("| done |")
-    (tmp_path / "notes.txt").write_text("mine")
-    assert same(tiny_run(tmp_path, overwrite=True), tiny_run(tmp_path / "new"))
-    assert not (tmp_path / "table.md").exists()
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-
-
 def test_several_files_take_the_place_of_others_all_at_once(tmp_path):
     folder = tmp_path / "out"
     with pytest.raises(FileNotFoundError), atomic.replacing_files(folder) as new:
@@ -265,26 +256,6 @@ def test_a_folder_takes_the_place_of_another(tmp_path):
             partial.mkdir()
             (partial / content).write_text(content)
     assert [path.name for path in tmp_path.rglob("*")] == ["model", "two"]
-
-
-@pytest.mark.parametrize("deletions", range(6))
-@pytest.mark.parametrize("then", ["resume", "overwrite"])
-def test_overwriting_can_crash_between_any_two_deletions(tmp_path, monkeypatch, deletions, then):
-    whole = tiny_run(tmp_path)
-    (tmp_path / "table.md").write_text("| done |")
-    remove, done = atomic.remove, []
-
-    def crashing(path):
-        if len(done) == deletions:
-            raise Crash
-        done.append(path)
-        remove(path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(atomic, "remove", crashing)
-        with pytest.raises(Crash):
-            tiny_run(tmp_path, overwrite=True)
-    assert same(tiny_run(tmp_path, **{then: True}), whole)
 
 
 @pytest.mark.parametrize("options", [{}, {"resume": True}, {"overwrite": True}])

@@ -24,6 +24,7 @@ from femixer.training import (
     generator,
     train,
 )
+from femixer.training.results import MODEL, new_model
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,13 @@ def tiny_run(
     experiment: Tiny | None = None,
     each_batch: Callable[[int], None] = lambda step: None,
     arguments: dict[str, Any] | None = None,
+    finish: bool = False,
     **options: Any,
 ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Fit a line, with dropout and Adam's moments to get wrong. Returns the records (without times) and the weights."""
+    """Fit a line, with dropout and Adam's moments to get wrong. Returns the records (without times) and the weights.
+
+    finish: save the model and write the table.
+    """
     experiment = experiment or Tiny()
     run = RunOptions(folder, **options)
     run.apply()
@@ -82,10 +87,16 @@ def tiny_run(
     of_options = {name: value for name, value in (arguments or {}).items() if name not in of_fit}
     train(replace(fit, **of_fit), replace(how, **of_options), results)
     records = results.metrics()
-    if (folder / "samples.jsonl").exists():
-        records += map(json.loads, (folder / "samples.jsonl").read_text().splitlines())
+    if (results.folder / "samples.jsonl").exists():
+        records += map(json.loads, (results.folder / "samples.jsonl").read_text().splitlines())
     times = ("seconds", "tokens_per_second")
     records = [{name: value for name, value in record.items() if name not in times} for record in records]
+    if finish and not results.finished:
+        with new_model(results.folder / MODEL) as partial:
+            partial.mkdir()
+            (partial / "config.json").write_text(json.dumps({"model_type": "line", "seed": experiment.seed}))
+            (partial / "model.safetensors").write_bytes(model[0].weight.detach().numpy().tobytes())
+        results.finish(f"seed {experiment.seed}\n")
     return records, {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 

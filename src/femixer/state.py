@@ -57,6 +57,12 @@ class State:
         past, prior, conditioner = (chosen(part) for part in (self.past, self.prior, self.conditioner))
         return replace(self, batch=len(index), past=past, prior=prior, conditioner=conditioner)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors, without the room that those which grow have behind them."""
+        held = _tensors((self.past, self.prior, self.conditioner))
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
     def __copy__(self) -> State:
         return self
 

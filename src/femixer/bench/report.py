@@ -76,10 +76,18 @@ def _version(package: str) -> str | None:
         return None
 
 
-def held(kind: type[AnyReport], path: Path, new: AnyReport, overwrite: bool) -> AnyReport:
-    """What the file holds, to go on with; `new`, which holds no results, where there is none or it shall be
-    overwritten. An error where the file was made with other settings or in another environment than `new`."""
-    if overwrite or not path.exists():
+def begun(path: Path, overwrite: bool) -> Path:
+    """The file for what is measured: with --overwrite one beside `path`, which it replaces when all is measured."""
+    new = path.with_suffix(".new.json")
+    if overwrite:
+        atomic.remove(new)
+    return new if new.exists() or (overwrite and path.exists()) else path
+
+
+def held(kind: type[AnyReport], path: Path, new: AnyReport) -> AnyReport:
+    """What the file holds, to go on with; `new`, which holds no results, where there is none. An error where the file
+    was made with other settings or in another environment than `new`."""
+    if not path.exists():
         return new
     folder, advice = str(path.parent), "--overwrite starts anew, or choose another --out"
     try:

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from femixer.bench.cost import peak_memory
 from femixer.bench.measure import Spread, cpu_threads, paired_ratio, timed
 from femixer.bench.options import MixerOptions, check_distinct
 from femixer.bench.report import Report as BenchReport
-from femixer.bench.report import environment, heads_of, held, place_of, ratio_cell
+from femixer.bench.report import begun, environment, heads_of, held, place_of, ratio_cell
 from femixer.optional import require
 from femixer.options import check, check_positive, parse
 from femixer.priors import PRIORS
@@ -59,7 +60,7 @@ class Options(MixerOptions):
     quadratic_limit: int = 8192
     """The largest length and position for mixers that keep every token in their state (softmax, attention)."""
     overwrite: bool = False
-    """Throw away what scaling.json holds and measure everything anew."""
+    """Measure everything anew; what scaling.json holds is replaced when all is measured."""
 
     @property
     def mixers(self) -> list[Mixer]:
@@ -215,8 +216,8 @@ def measure_decode(mixer: Mixer, positions: Sequence[int], grows: bool, options:
     return [DecodePoint(mixer.prior, n, grows, times[n]) for n in positions]
 
 
-def measure(report: Report, options: Options) -> None:
-    """Add the points that the report lacks; scaling.json is written whenever some are finished."""
+def measure(report: Report, options: Options, file: Path) -> None:
+    """Add the points that the report lacks; the file is written whenever some are finished."""
     for mixer in options.mixers:
         grows = state_grows(mixer, options)
         lengths, positions = options.lengths, options.positions
@@ -227,11 +228,11 @@ def measure(report: Report, options: Options) -> None:
             todo = missing(lengths, report.sequence(mixer.prior, step))
             if todo:
                 report.sequences.extend(measure_sequences(mixer, step, todo, grows, options))
-                report.save(options.out / NAME)
+                report.save(file)
         todo = missing(positions, report.decoding(mixer.prior))
         if todo:
             report.decode.extend(measure_decode(mixer, todo, grows, options))
-            report.save(options.out / NAME)
+            report.save(file)
 
 
 # The tables: the points, and how much they grow from a short length to the longest
@@ -361,8 +362,12 @@ def run(options: Options) -> Report:
     options.out.mkdir(parents=True, exist_ok=True)
     with cpu_threads(options.threads) as threads:
         empty = Report(options.settings, environment(threads, options.device), [], [])
-        report = held(Report, options.out / NAME, empty, options.overwrite)
-        measure(report, options)
+        file = begun(options.out / NAME, options.overwrite)
+        report = held(Report, file, empty)
+        measure(report, options, file)
+    report.save(options.out / NAME)
+    if file != options.out / NAME:
+        file.unlink()
     text = as_markdown(*tables(report, options.targets))
     atomic.write(options.out / "scaling.md", f"{setting(report)}\n\n{text}")
     figures.save(draw(report), options.out / "scaling.png")
@@ -375,7 +380,7 @@ def main(args: Sequence[str]) -> int:
         report = run(options)
     except KeyboardInterrupt:
         print(
-            f"interrupted; {options.out}/{NAME} keeps what is finished, and the same command without --overwrite "
+            f"interrupted; {options.out}/ keeps what is finished, and the same command without --overwrite "
             "goes on from there",
             file=sys.stderr,
         )

@@ -20,7 +20,7 @@ from femixer.bench.cost import flops, peak_memory
 from femixer.bench.measure import Timing, cpu_threads, timed
 from femixer.bench.options import MeasureOptions
 from femixer.bench.report import Report as BenchReport
-from femixer.bench.report import environment, held, place_of, ratio_cell
+from femixer.bench.report import begun, environment, held, place_of, ratio_cell
 from femixer.models import FEMConfig, FEMModel
 from femixer.models.config import plain_refusals
 from femixer.models.named import NAMED, Fields, baseline, fem, parameters_of
@@ -137,7 +137,7 @@ class Options(MeasureOptions):
     batch: int = 4
     """Sequences."""
     overwrite: bool = False
-    """Throw away what the JSON file holds and measure everything anew."""
+    """Measure everything anew; what the JSON file holds is replaced when all is measured."""
 
     @property
     def paper(self) -> Mapping[str, Published]:
@@ -304,10 +304,14 @@ def run(options: Options) -> Report:
             print(f"{row} is left out: {reason}", file=sys.stderr)
     with cpu_threads(options.threads) as threads:
         empty = Report(options.settings, environment(threads, options.device), [])
-        report = held(Report, options.path, empty, options.overwrite)
+        file = begun(options.path, options.overwrite)
+        report = held(Report, file, empty)
         for row in (row for row in possible if row not in report.costs):
             report.rows.append(measure(row, options))
-            report.save(options.path)
+            report.save(file)
+    report.save(options.path)
+    if file != options.path:
+        file.unlink()
     write(options.out, [*tables(report)], options.path.stem)
     figures.save(draw(report), options.path.with_suffix(".png"))
     return report
@@ -417,7 +421,7 @@ def main(args: Sequence[str]) -> int:
         report = run(options)
     except KeyboardInterrupt:
         told = "keeps the finished rows, and the same command without --overwrite goes on from there"
-        print(f"interrupted; {options.path} {told}", file=sys.stderr)
+        print(f"interrupted; {options.out}/ {told}", file=sys.stderr)
         return 130
     show(*tables(report))
     print(f"Results are in {options.out}/")

@@ -17,6 +17,7 @@ from femixer.reporting.figures import COLOURS, figure, looks, plain_log, quiet, 
 from femixer.theory.capacity import minimal_degree, most_patterns, per_dimension_cost
 from femixer.theory.nodes import NodeCost, cost, nodes, state_numbers
 from femixer.theory.tangent import tangent_kernels
+from femixer.training import atomic
 
 PRIORS = ("softmax", "linear", "gla", "aft", "decay", "ssm", "mamba")
 TEMPERATURES = (0.0, 1.0, 4.0, 16.0)
@@ -47,9 +48,10 @@ def main(args: Sequence[str]) -> int:
     start, unit = kernel_shares(unit=False), kernel_shares(unit=True)
     costs = node_costs(command.dim, command.lengths)
     tables = as_markdown(kernel_table(start, unit), node_table(costs), state_table(), score_table(), head_table())
-    (command.out / "tables.md").write_text(tables, encoding="utf-8")
-    save(kernel_figure(unit), command.out / "theory-kernel.png")
-    save(node_figure(costs), command.out / "theory-nodes.png")
+    with atomic.replacing_files(command.out) as new:
+        atomic.write(new / "tables.md", tables)
+        save(kernel_figure(unit), new / "theory-kernel.png")
+        save(node_figure(costs), new / "theory-nodes.png")
     print(tables)
     return 0
 

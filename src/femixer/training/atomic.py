@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -49,6 +49,50 @@ def replacing_files(folder: Path, last: str = "", old: str = "") -> Iterator[Pat
         remove(partial)
         if made and not any(folder.iterdir()):
             folder.rmdir()
+
+
+NEW = "replacement"
+"""In a folder: what is made to take the place of its content. With these endings, how far that has got."""
+LEAVING, ENTERING, OLD = NEW + ".complete", NEW + ".placing", "replaced" + PARTIAL
+
+
+def begin_replacement(folder: Path) -> Path:
+    """An empty folder inside `folder`, for what shall take the place of its content when it is complete."""
+    remove(folder / NEW)
+    (folder / NEW).mkdir()
+    return folder / NEW
+
+
+def is_being_replaced(folder: Path) -> bool:
+    """Whether `replace_content` has begun and not ended."""
+    return (folder / LEAVING).is_dir() or (folder / ENTERING).is_dir()
+
+
+def replace_content(folder: Path, stale: Iterable[str] = (), last: Sequence[str] = ()) -> None:
+    """What is in the replacement of `folder`, complete now, takes the place of whatever has the same names there, and
+    of the names `stale`. Names in `last` are put in place after all others, in this order.
+
+    All of it is renaming. After a crash in the middle everything is in one of the two states below, and the next call
+    goes on from there.
+    """
+    leaving, entering, old = folder / LEAVING, folder / ENTERING, folder / OLD
+    if not is_being_replaced(folder):
+        remove(old)
+        sync(folder / NEW)
+        os.replace(folder / NEW, leaving)
+    if leaving.is_dir():
+        old.mkdir(exist_ok=True)
+        for name in {*stale, *(path.name for path in leaving.iterdir())}:
+            if (folder / name).exists() or (folder / name).is_symlink():
+                os.replace(folder / name, old / name)
+        sync(folder)
+        os.replace(leaving, entering)
+    order = {name: place for place, name in enumerate(last)}
+    for name in sorted((path.name for path in entering.iterdir()), key=lambda name: order.get(name, -1)):
+        os.replace(entering / name, folder / name)
+    sync(folder)
+    remove(old)
+    entering.rmdir()
 
 
 def begin(path: Path) -> Path:

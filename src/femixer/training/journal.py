@@ -38,9 +38,12 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 @contextmanager
-def counting(total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """Gives the function that is told how many more of `total` are done: a bar, or a line now and then."""
-    bar = terminal_bar("{task.completed:,}/{task.total:,} " + unit)
+def counting(total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
+    """Gives the function that is told how many more of `total` are done: a bar, or a line now and then.
+
+    total: None where nobody knows.
+    """
+    bar = terminal_bar("{task.completed:,}" + (f"/{total:,} {unit}" if total is not None else f" {unit}"))
     task = None if bar is None else bar.add_task("", total=total)
     done, began = 0, time.monotonic()
     shown = began
@@ -52,8 +55,10 @@ def counting(total: int, unit: str) -> Iterator[Callable[[int], None]]:
             bar.advance(task, more)
         elif now - shown >= SECONDS_BETWEEN_LINES:
             shown = now
-            left = (now - began) / done * (total - done)
-            print(f"{done:,} of {total:,} {unit}, {left:.0f} s left", file=sys.stderr, flush=True)
+            of, left = "", ""
+            if total is not None:
+                of, left = f" of {total:,}", f", {(now - began) / max(done, 1) * (total - done):.0f} s left"
+            print(f"{done:,}{of} {unit}{left}", file=sys.stderr, flush=True)
 
     with bar or nullcontext():
         yield told

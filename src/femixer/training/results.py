@@ -11,6 +11,7 @@ figure.png      the curves
 model/          the trained model, where the run makes one for others to load
 table.md        the result; it is written last, so a run is finished exactly when it is there
 lock            while a process works in the folder, and lock.json: which
+replacement/    the same files of a newer run (--overwrite), until it is finished and takes the place of this one
 
 Several processes share one folder, in which the main one writes.
 """
@@ -40,6 +41,7 @@ from femixer.training import atomic, distributed, locks
 CONFIG, METRICS, CHECKPOINTS, FIGURE, TABLE = "config.json", "metrics.jsonl", "checkpoints", "figure.png", "table.md"
 SAMPLES, MODEL = "samples.jsonl", "model"
 TENSORBOARD, WANDB, TRACKERS = "tensorboard", "wandb", "trackers.json"
+FILES = (CONFIG, METRICS, SAMPLES, TENSORBOARD, WANDB, TRACKERS, CHECKPOINTS, FIGURE, MODEL, TABLE)
 STORE = "store.json"
 """Of a store of many runs (femixer.training.jobs)."""
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -59,7 +61,7 @@ class RunOptions:
     resume: bool = False
     """Continue the run in the results folder, which must hold one; a finished one only shows its table again."""
     overwrite: bool = False
-    """Delete the run in the results folder and start anew."""
+    """Start anew, in OUT/replacement/: the run in the results folder is replaced when the new one is complete."""
     threads: int | None = None
     """CPU threads, by default torch's choice. A resumed run repeats the digits only with the same number."""
     device: Literal["auto", "cpu"] = "auto"
@@ -104,37 +106,46 @@ class Results:
         `experiment` is the dataclass of everything that decides the numbers: a resumed run must agree in all of it.
         others: files that this task writes besides those above. about: what config.json says besides, in words.
         """
-        self.folder, self.run = run.out, run
+        self.run, self.others = run, tuple(others)
         # The main process alone looks: a network disk may not show all of them the same.
-        self.finished = distributed.on_main(lambda: self._open(task, experiment, others, about or {}))
+        self.folder, self.finished = distributed.on_main(lambda: self._open(task, experiment, about or {}))
 
-    def _open(self, task: str, experiment: Any, others: Sequence[str], about: Mapping[str, str]) -> bool:
-        """-> whether the folder holds this run, finished."""
-        run, finished = self.run, (self.folder / TABLE).exists()
+    def _open(self, task: str, experiment: Any, about: Mapping[str, str]) -> tuple[Path, bool]:
+        """-> where this run is, and whether it is finished."""
+        run, out, new = self.run, self.run.out, self.run.out / atomic.NEW
+        if atomic.is_being_replaced(out) or (new / TABLE).exists():  # a run ended, and then the process
+            locks.hold(out)
+            self._replace()
         config = {"task": task, "experiment": json.loads(json.dumps(asdict(experiment), default=str))}
-        held = self._held()
+        held, newer = _held(out), (_held(new) if new.is_dir() and not run.overwrite else None)
         if held is not None and run.resume:
-            _check_same(held, config, self.folder)
+            where = out if newer is None else new
+            _check_same(newer or held, config, where)
+            finished = (where / TABLE).exists()
             if not finished:
-                locks.hold(self.folder)
-            return finished
+                locks.hold(out)
+            return where, finished
         if held is not None and not run.overwrite:
-            if finished:
-                state = "a finished run (--resume shows its table)"
-            else:
+            state = "a finished run (--resume shows its table)"
+            if newer is not None:
+                state = f"a run and in {atomic.NEW}/ an unfinished one to replace it (--resume continues that)"
+            elif not (out / TABLE).exists():
                 state = "an unfinished run (--resume continues it)"
-            raise ValueError(f"out={str(run.out)!r} holds {state}; --overwrite starts anew, or choose another --out")
+            raise ValueError(f"out={str(out)!r} holds {state}; --overwrite starts anew, or choose another --out")
         if run.resume and command_line.has("--resume"):
-            raise ValueError(f"resume=True needs a run to continue, and out={str(run.out)!r} holds none; leave it out")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        locks.hold(self.folder)
-        # In this order whatever is left after a crash is a run that can be resumed or overwritten.
-        for name in (TABLE, MODEL, CHECKPOINTS, METRICS, SAMPLES, TENSORBOARD, WANDB, TRACKERS, FIGURE, *others):
-            atomic.remove(self.folder / name)
-        atomic.write(
-            self.folder / CONFIG, json.dumps({**config, **about, "environment": environment()}, indent=2) + "\n"
-        )
-        return False
+            raise ValueError(f"resume=True needs a run to continue, and out={str(out)!r} holds none; leave it out")
+        out.mkdir(parents=True, exist_ok=True)
+        locks.hold(out)
+        where = out if held is None else atomic.begin_replacement(out)
+        if where != out:
+            print(f"{out}/ keeps its run until the new one, in {where}/, is complete", file=sys.stderr, flush=True)
+        atomic.write(where / CONFIG, json.dumps({**config, **about, "environment": environment()}, indent=2) + "\n")
+        return where, False
+
+    def _replace(self) -> None:
+        """Let the newer run, which is complete, take the place of the one in the results folder."""
+        atomic.replace_content(self.run.out, {*FILES, *self.others}, last=(CONFIG, TABLE))
+        locks.release(self.run.out)
 
     def append(self, records: Iterable[Record], name: str = METRICS) -> None:
         """Add one line per record; they are on the disk when this returns. What is not finite is an error."""
@@ -197,26 +208,10 @@ class Results:
         if not distributed.is_main():
             return
         atomic.write(self.folder / TABLE, table)
-        locks.release(self.folder)
-
-    def _held(self) -> Mapping[str, Any] | None:
-        """The config of the run in the folder, None if it holds nothing; anything else in it is an error."""
-        if not self.folder.exists():
-            return None
-        check(self.folder.is_dir(), "out", str(self.folder), "a folder")
-        path = self.folder / CONFIG
-        if path.exists():
-            try:
-                held = read_json(path)
-            except Damaged:
-                held = None
-            if isinstance(held, dict) and "task" in held and isinstance(held.get("experiment"), dict):
-                return held
-        own = (locks.LOCK, locks.HOLDER)
-        strangers = sorted(e.name for e in self.folder.iterdir() if e.suffix != atomic.PARTIAL and e.name not in own)
-        holds = ", ".join(strangers[:3])
-        check(not strangers, "out", str(self.folder), f"a new or empty folder (this one holds {holds})")
-        return None
+        if self.folder != self.run.out:
+            self._replace()
+            self.folder = self.run.out
+        locks.release(self.run.out)
 
 
 def holds_run(folder: Path) -> bool:
@@ -274,7 +269,9 @@ def model_folder(checkpoint: Path) -> Path:
         raise ValueError(
             f"checkpoint={shown!r} {state}; choose a model folder or a results folder of `femixer lm train`"
         )
-    folder = checkpoint / MODEL if (checkpoint / MODEL).is_dir() else checkpoint
+    # A run that was killed while it took the place of another is in the folders of that moment.
+    places = (checkpoint / name / MODEL for name in (atomic.LEAVING, atomic.ENTERING, "."))
+    folder = next((place for place in places if place.is_dir()), checkpoint)
     config = _config(folder)
     if config is None or "model_type" not in config:
         reason = "has no config.json of a model in it"
@@ -309,12 +306,35 @@ def environment() -> dict[str, Any]:
     }
 
 
+def _held(folder: Path) -> Mapping[str, Any] | None:
+    """The config of the run in the folder, None if it holds nothing; anything else in it is an error."""
+    if not folder.exists():
+        return None
+    check(folder.is_dir(), "out", str(folder), "a folder")
+    path = folder / CONFIG
+    if path.exists():
+        try:
+            held = read_json(path)
+        except Damaged:
+            held = None
+        if isinstance(held, dict) and "task" in held and isinstance(held.get("experiment"), dict):
+            return held
+    own = (locks.LOCK, locks.HOLDER)
+    strangers = sorted(e.name for e in folder.iterdir() if e.suffix != atomic.PARTIAL and e.name not in own)
+    holds = ", ".join(strangers[:3])
+    check(not strangers, "out", str(folder), f"a new or empty folder (this one holds {holds})")
+    return None
+
+
 def _check_same(held: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> None:
     was, now = (_stated({"task": c["task"], **c["experiment"]}) for c in (held, config))
     names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
     if names:
         differences = ", ".join(f"{name} was {was.get(name)!r} and is now {now.get(name)!r}" for name in names)
-        raise ValueError(f"out={str(folder)!r} holds a run with other options, which cannot be resumed: {differences}")
+        older = f"; without {folder}/ the older run is shown" if folder.name == atomic.NEW else ""
+        raise ValueError(
+            f"out={str(folder)!r} holds a run with other options, which cannot be resumed: {differences}{older}"
+        )
 
 
 def _stated(options: Mapping[str, Any]) -> dict[str, Any]:

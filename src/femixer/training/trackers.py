@@ -41,13 +41,13 @@ def _tensorboard(tracking: Any, results: Results, after: int, run: str) -> Any:
 
 
 def _wandb(tracking: Any, results: Results, after: int, run: str) -> Any:
-    project, name = os.environ.get("WANDB_PROJECT", PROJECT), name_of(results.folder)
+    project, name = os.environ.get("WANDB_PROJECT", PROJECT), name_of(results.run.out)
     where = {"id": run, "name": name, "resume": "allow", "dir": str(results.folder)}
     return tracking.WandBTracker(project, config=_options(results), **where)
 
 
 def _trackio(tracking: Any, results: Results, after: int, run: str) -> Any:
-    name = f"{name_of(results.folder)}-{run}"  # trackio finds a run again by its name
+    name = f"{name_of(results.run.out)}-{run}"  # trackio finds a run again by its name
     return tracking.TrackioTracker(PROJECT, name=name, resume="allow", config=_options(results))
 
 
@@ -58,7 +58,7 @@ def _mlflow(tracking: Any, results: Results, after: int, run: str) -> Any:
         search_all_experiments=True, filter_string=f"tags.`{tag}` = '{run}'", output_format="list"
     )
     same = found[0].info.run_id if found else None
-    return tracking.MLflowTracker(PROJECT, run_id=same, run_name=name_of(results.folder), tags={tag: run})
+    return tracking.MLflowTracker(PROJECT, run_id=same, run_name=name_of(results.run.out), tags={tag: run})
 
 
 KINDS: dict[str, Kind] = {

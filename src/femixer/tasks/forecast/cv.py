@@ -110,7 +110,7 @@ def validated(command: CV) -> Results:
         inner = results
         if command.refit:
             # The outer folder says whether this may be resumed; what is in it is its own.
-            out = command.run.out / f"window-{number}"
+            out = results.folder / f"window-{number}"
             begun = distributed.on_main(lambda out=out: holds_run(out))  # type: ignore[misc]
             inner = Results("forecast", spec, replace(command.run, out=out, resume=begun, overwrite=False))
         scored.append(score_windows(spec, part, windows, inner, command))

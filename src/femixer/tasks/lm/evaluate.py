@@ -26,9 +26,9 @@ from femixer.reporting import Column, Table, as_markdown
 from femixer.tasks.lm import harness
 from femixer.tasks.lm.checkpoint import Placement, check_positions, fingerprint, load
 from femixer.tasks.lm.harness import SUITES, Catalog, Record, Request, metrics
-from femixer.training import Results, RunOptions, atomic, show_table
+from femixer.training import Results, RunOptions, atomic, locks, show_table
 from femixer.training.processes import Interrupted
-from femixer.training.results import METRICS, TABLE, model_folder, name_of
+from femixer.training.results import METRICS, model_folder, name_of
 
 
 class TaskJournal:
@@ -200,7 +200,7 @@ class Evaluate:
     resume: bool = False
     """Keep the finished tasks in the results folder and do the others."""
     overwrite: bool = False
-    """Delete what is in the results folder and start anew."""
+    """Start anew; what is in the results folder is replaced when the new results are complete."""
 
     def validate(self) -> None:
         self.placement.validate()
@@ -236,7 +236,8 @@ def main(args: Sequence[str]) -> int:
         name_of(command.checkpoint), fingerprint(folder), command.placement.dtype, command.max_length, command.limit
     )
     out = command.out or Path("results") / f"eval-{settings.model}"
-    results = Results("eval", settings, RunOptions(out, resume=command.resume, overwrite=command.overwrite))
+    options = RunOptions(out, resume=command.resume, overwrite=command.overwrite)
+    results = Results("eval", settings, options, others=(RESULTS,))
     journal = TaskJournal(results)
     failed = run(command, catalog, requests, journal, settings)
     results.finish(as_markdown(table(save(command.checkpoint, settings, requests, journal))))
@@ -254,7 +255,7 @@ def run(
     missing = [request for request in requests if journal.find(request, request.name) is None]
     if not missing:
         return []
-    atomic.remove(journal.results.folder / TABLE)
+    locks.hold(journal.results.run.out)  # a finished run may be asked for more
     model, tokenizer = load(command.checkpoint, command.placement)
     if command.max_length is not None:
         check_positions(model, command.max_length, "max_length", command.max_length)

@@ -12,20 +12,16 @@ from torch import Tensor
 
 from femixer.optional import require
 from femixer.options import check, parse
-from femixer.tasks.lm.checkpoint import Placement, check_positions, given_text, load
-from femixer.training.journal import counting
+from femixer.tasks.lm.checkpoint import Placement, check_positions, load
+from femixer.tasks.lm.prompt import LEFT, Prompt, given, read
 from femixer.training.results import model_folder
 
 UNFINISHED = "\ufffd"
 """What tokenizers decode to where bytes are no character, which may only mean: not yet."""
 CHARACTER_TOKENS = 4
 """The most tokens that one character can take: those of its bytes in UTF-8."""
-CONTEXT = 8
+CONTEXT = LEFT
 """Tokens of the prompt that are decoded along: some tokenizers drop the space before the first word."""
-
-
-PIECE = 8192
-"""Tokens of a prompt that are read at once; the prompt of a beam search is read whole."""
 
 
 class TextStream:
@@ -153,58 +149,39 @@ class Pace:
         return text
 
 
-def prompt_tokens(tokenizer: Any, prompt: str) -> torch.Tensor:
-    """[1, T]; an empty prompt is the token that a text begins with."""
-    ids = tokenizer(prompt)["input_ids"] if prompt else []
-    if not ids:
-        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-        check(start is not None, "prompt", prompt, "some text: this tokenizer has no token to begin with")
-        ids = [start]
-    return torch.tensor([ids])
-
-
-def generate(model: Any, tokenizer: Any, prompt: str, sampling: Sampling, show: Callable[[str], object]) -> Pace:
+def generate(
+    model: Any, tokenizer: Any, prompt: Prompt | str, sampling: Sampling, show: Callable[[str], object]
+) -> Pace:
     """Call `show` with the continuation of `prompt`, piece by piece; Ctrl-C ends it early."""
     sampling.validate()
-    tokens = prompt_tokens(tokenizer, prompt).to(model.device)
-    check_positions(model, tokens.shape[1] + sampling.max_tokens, "max_tokens", sampling.max_tokens)
+    prompt = Prompt.of(prompt) if isinstance(prompt, str) else prompt
+    check_positions(model, sampling.max_tokens, "max_tokens", sampling.max_tokens)
     stream = TextStream(tokenizer, show)
     config = sampling.config(model, tokenizer)
-    _warm_up(model, tokens, config)
+    _warm_up(model, config)
     torch.manual_seed(sampling.seed)
-    pace = Pace(tokens.shape[1], time.perf_counter())
-    options: dict[str, Any] = {"generation_config": config, "stopping_criteria": [pace]}
-    options["attention_mask"] = torch.ones_like(tokens)
-    if sampling.beams > 1:
-        stream.put(tokens)
-        stream.put(model.generate(tokens, **options)[:, tokens.shape[1] :])
-        stream.end()
-        return pace
+    pace = Pace(0, time.perf_counter())
     try:
-        if tokens.shape[1] > PIECE:
-            options["past_key_values"] = read_in_pieces(model, tokens[:, :-1])
-        model.generate(tokens, streamer=stream, **options)
+        known = read(model, tokenizer, prompt, sampling.max_tokens, whole=sampling.beams > 1)
+        pace.prompt, tokens = known.count, known.tokens
+        options: dict[str, Any] = {"generation_config": config, "stopping_criteria": [pace], **known.options()}
+        if sampling.beams > 1:
+            stream.put(tokens)
+            stream.put(model.generate(tokens, **options)[:, tokens.shape[1] :])
+            stream.end()
+        else:
+            model.generate(tokens, streamer=stream, **options)
     except KeyboardInterrupt:
         stream.end()
         raise Stopped(pace) from None
     return pace
 
 
-@torch.no_grad()
-def read_in_pieces(model: Any, tokens: Tensor) -> Any:
-    """The cache after tokens [1, T], read a piece at a time: with the memory that a piece takes, besides the cache."""
-    cache, body = None, model.base_model
-    with counting(tokens.shape[1], "tokens of the prompt") as told:
-        for piece in tokens.split(PIECE, 1):
-            cache = body(piece, past_key_values=cache, use_cache=True).past_key_values
-            told(piece.shape[1])
-    return cache
-
-
-def _warm_up(model: Any, tokens: torch.Tensor, config: Any) -> None:
+def _warm_up(model: Any, config: Any) -> None:
     """One token of prompt and one more: the first pass of a process also loads what it needs, which is no speed."""
     brief = type(config)(max_new_tokens=2, do_sample=False, eos_token_id=None, pad_token_id=config.pad_token_id)
-    model.generate(tokens[:, -1:], generation_config=brief, attention_mask=torch.ones_like(tokens[:, -1:]))
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    model.generate(token, generation_config=brief, attention_mask=torch.ones_like(token))
 
 
 class Stopped(KeyboardInterrupt):
@@ -237,14 +214,11 @@ def main(args: Sequence[str]) -> int:
     command = parse(Command, args, "generate")
     command.sampling.validate()
     model_folder(command.checkpoint)  # says what is wrong before anything slow
-    prompt = given_text(command.prompt, command.prompt_file, "prompt", "prompt-file")
-    if command.prompt is None:
-        prompt = prompt.removesuffix("\n")  # the line end that a file or `echo` puts last
+    prompt = given(command.prompt, command.prompt_file)
     model, tokenizer = load(command.checkpoint, command.placement)
     try:
-        if command.echo:
-            write(prompt)
-        pace = generate(model, tokenizer, prompt, command.sampling, write)
+        shown = prompt.shown(write) if command.echo else prompt
+        pace = generate(model, tokenizer, shown, command.sampling, write)
         write("\n")
     except Stopped as stop:
         write("\n")

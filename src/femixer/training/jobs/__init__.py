@@ -74,7 +74,7 @@ class Jobs:
     part: str | None = None
     """Only a share of the jobs, as 3/16 for the third of sixteen: for job arrays."""
     overwrite: bool = False
-    """Run these jobs again although they are finished."""
+    """Run these jobs again although they are finished; each keeps its record until there is a new one."""
     dry_run: bool = False
     """Only say how many jobs there are."""
 
@@ -117,7 +117,7 @@ def carry_out(todo: Sequence[Job], store: Store, how: Jobs, resumable: bool) -> 
     failed = []
     with engine.ready(assignments) as outcomes:
         if how.overwrite:
-            forget(assignments, store)
+            run_again(assignments, store)
         with progress(len(todo)) as tell:
             for outcome in outcomes:
                 if outcome.record is not None:
@@ -129,14 +129,14 @@ def carry_out(todo: Sequence[Job], store: Store, how: Jobs, resumable: bool) -> 
     return failed
 
 
-def forget(assignments: Sequence[Assignment], store: Store) -> None:
-    """Remove the records of jobs and what is left of their trainings; all stay if another process is at one of them."""
+def run_again(assignments: Sequence[Assignment], store: Store) -> None:
+    """Mark jobs as unfinished and remove what is left of their trainings; none if another process is at one of them."""
     for assignment in assignments:
         with alone(assignment):
-            pass  # or an error, before anything is removed
+            pass  # or an error, before anything is changed
     for assignment in assignments:
         with alone(assignment):
-            store.forget(assignment.job.name)
+            store.run_again(assignment.job.name)
 
 
 def divided(jobs: Sequence[SomeJob], part: str | None) -> Sequence[SomeJob]:

@@ -22,7 +22,7 @@ import torch
 from femixer.optional import require
 from femixer.options import check
 from femixer.training import atomic, locks
-from femixer.training.jobs.store import RUNNING, put, record_path
+from femixer.training.jobs.store import RUNNING, add_record, is_finished
 from femixer.training.processes import Interrupted, carried_out, cores
 from femixer.training.results import Record, RunOptions, holds_run
 
@@ -92,8 +92,7 @@ def attempt(assignment: Assignment) -> Outcome:
     )
     try:
         with filelock.FileLock(lock, timeout=0), removed(lock):
-            finished = record_path(assignment.store, job.name)
-            if finished.exists():
+            if is_finished(assignment.store, job.name):
                 return Outcome(job)
             try:
                 with log.open("a", encoding="utf-8") as file, contextlib.redirect_stderr(file):
@@ -101,7 +100,7 @@ def attempt(assignment: Assignment) -> Outcome:
             finally:
                 locks.release(folder)
             if assignment.store.is_dir():  # before another process can get the lock
-                put(finished, json.dumps(record) + "\n")
+                add_record(assignment.store, job.name, record)
             for path in (folder, log):
                 atomic.remove(path)
         return Outcome(job, record)

@@ -4,6 +4,7 @@ store.json            the format of the store
 jobs/NAME.json        the record of a finished job; NAME ends in a hash of everything that defines the job
 errors/NAME.txt       why a job failed, until it succeeds
 running/NAME/         the training run of a job that is not finished, NAME.log what it printed, NAME.lock who has it
+running/NAME.again    the job is to be run again (--overwrite): its record is of before, and stays until then
 
 Any number of processes may write to one store: a record appears at once and completely under its own name.
 """
@@ -58,11 +59,10 @@ class Store:
         check_format(folder / INDEX, kind)
 
     def finished(self, name: str) -> bool:
-        return record_path(self.folder, name).exists()
+        return is_finished(self.folder, name)
 
     def add(self, name: str, record: Record) -> None:
-        path = record_path(self.folder, name)
-        put(path, json.dumps(record) + "\n")
+        add_record(self.folder, name, record)
         (self.folder / ERRORS / f"{name}.txt").unlink(missing_ok=True)
 
     def record(self, name: str) -> Record:
@@ -72,13 +72,27 @@ class Store:
     def failed(self, name: str, error: str) -> None:
         put(self.folder / ERRORS / f"{name}.txt", error)
 
-    def forget(self, name: str) -> None:
-        for path in (record_path(self.folder, name), self.folder / RUNNING / name):
-            atomic.remove(path)
+    def run_again(self, name: str) -> None:
+        """The job is not finished any more; its record stays until there is another."""
+        put(again_path(self.folder, name), "")
+        atomic.remove(self.folder / RUNNING / name)
 
 
 def record_path(folder: Path, name: str) -> Path:
     return folder / JOBS / f"{name}.json"
+
+
+def again_path(folder: Path, name: str) -> Path:
+    return folder / RUNNING / f"{name}.again"
+
+
+def is_finished(folder: Path, name: str) -> bool:
+    return record_path(folder, name).exists() and not again_path(folder, name).exists()
+
+
+def add_record(folder: Path, name: str, record: Record) -> None:
+    put(record_path(folder, name), json.dumps(record) + "\n")
+    again_path(folder, name).unlink(missing_ok=True)
 
 
 def put(path: Path, text: str) -> None:

@@ -94,7 +94,7 @@ class Prepare:
 
     data: DataOptions
     overwrite: bool = False
-    """Delete the tokens in --shards and make them anew."""
+    """Make the tokens in --shards anew; the old ones are replaced when the new ones are complete."""
 
 
 def prepare_data(args: Sequence[str]) -> int:

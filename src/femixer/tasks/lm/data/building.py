@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import multiprocessing
@@ -91,9 +92,10 @@ def prepare(
     """The tokens of a corpus, made now or before.
 
     folder      where they are kept, by default a folder of their own in results/data. What it holds of the same
-                corpus, tokenizer and options is used and completed; anything else is an error, unless `overwrite`.
+                corpus, tokenizer and options is used and completed; anything else is an error
     tokens      stop after the part with which training has this many tokens; by default take the whole corpus
     workers     processes, by default as many as there are cores to use and work to share
+    overwrite   make them anew; those that the folder holds are replaced when the new ones are complete
     """
     check_positive(tokens=tokens, workers=workers)
     identity = {"corpus": corpus.identity, "tokenizer": tokenizers.identity(tokenizer), "tokens": tokens}
@@ -101,16 +103,39 @@ def prepare(
     place = CACHE / f"{corpus.name[:60]}-{fingerprint}" if folder is None else Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     with alone(place):
-        index = claim(place, {"format": FORMAT, "fingerprint": fingerprint, "identity": identity}, overwrite)
-        if incomplete(place, index) is not None:
-            tokenizer.save_pretrained(place / TOKENIZER)
-            job = Tokenization.of(place, tokenizer)
+        if atomic.is_being_replaced(place):
+            replace(place)
+        check_ours(place)
+        folder = replacement(place, fingerprint) if overwrite and (place / INDEX).exists() else place
+        index = claim(folder, {"format": FORMAT, "fingerprint": fingerprint, "identity": identity})
+        if incomplete(folder, index) is not None:
+            tokenizer.save_pretrained(folder / TOKENIZER)
+            job = Tokenization.of(folder, tokenizer)
             parts = tokenize(corpus, job, tokens, workers or processes(corpus, job))
             check_splits(corpus, parts)
-            for rest in place.glob("*" + atomic.PARTIAL):
+            for rest in folder.glob("*" + atomic.PARTIAL):
                 atomic.remove(rest)
-            atomic.write(place / INDEX, json.dumps({**index, "parts": parts}, indent=1) + "\n")
+            atomic.write(folder / INDEX, json.dumps({**index, "parts": parts}, indent=1) + "\n")
+        if folder != place:
+            replace(place)
         return open_shards(place)
+
+
+def replacement(folder: Path, fingerprint: str) -> Path:
+    """Where the tokens that shall replace those of the folder are made; the same ones that were begun are completed."""
+    begun = folder / atomic.NEW
+    with contextlib.suppress(ValueError):  # a damaged index is none
+        held = read_index(begun)
+        if held is not None and held["fingerprint"] == fingerprint:
+            return begun
+    return atomic.begin_replacement(folder)
+
+
+def replace(folder: Path) -> None:
+    """Let the tokens that were made to replace those of the folder take their place."""
+    stay = ("lock", atomic.NEW, atomic.LEAVING, atomic.ENTERING, atomic.OLD)
+    old = [path.name for path in folder.iterdir() if path.name not in stay]
+    atomic.replace_content(folder, old, last=(INDEX,))
 
 
 @contextmanager
@@ -122,15 +147,16 @@ def alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def claim(folder: Path, index: dict[str, Any], overwrite: bool) -> dict[str, Any]:
-    """The index of the folder, which is for the same tokens or new."""
-    strangers = sorted(entry.name for entry in folder.iterdir() if entry.name != "lock")
+def check_ours(folder: Path) -> None:
+    """Raise a ValueError if the folder holds anything but tokens."""
+    strangers = sorted(entry.name for entry in folder.iterdir() if entry.name not in ("lock", atomic.NEW))
     if strangers and not (folder / INDEX).exists():
         ours = all(name.endswith(atomic.PARTIAL) for name in strangers)
         check(ours, "shards", str(folder), f"a new or empty folder (this one holds {', '.join(strangers[:3])})")
-    if overwrite:
-        for name in sorted(strangers, key=lambda name: name == INDEX):  # the index last: until then this folder is ours
-            atomic.remove(folder / name)
+
+
+def claim(folder: Path, index: dict[str, Any]) -> dict[str, Any]:
+    """The index of the folder, which is for the same tokens or new."""
     held = read_index(folder)
     if held is None:
         atomic.write(folder / INDEX, json.dumps(index, indent=1) + "\n")

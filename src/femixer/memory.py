@@ -1,0 +1,54 @@
+"""How much memory there is: what cannot fit is refused before it is made."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from femixer.options import check
+
+LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Of a container."""
+
+
+def installed() -> int | None:
+    """Bytes of main memory that this machine has, or its container may use; None where the system does not say."""
+    try:
+        found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    except (AttributeError, ValueError, OSError):
+        return None
+    for path in LIMITS:
+        try:
+            found.append(int(path.read_text()))
+        except (OSError, ValueError):  # no container, or one without a limit ("max")
+            continue
+    return min(found)
+
+
+def free(device: torch.device) -> int | None:
+    """Bytes that can still be taken on a device; None where that is not known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None
+
+
+TRAINED = 16
+"""Bytes of a parameter in training: itself, its gradient and Adam's two moments, in float32."""
+
+
+def check_fits(parameters: int, name: str, value: object, each: int = TRAINED) -> None:
+    """Raise a ValueError if a model of so many parameters, `each` of so many bytes, is larger than all memory here."""
+    there, needed = installed(), parameters * each
+    allowed = (
+        f"smaller sizes: {parameters:,} parameters take {gigabytes(needed)} to train, and this machine has "
+        f"{gigabytes(there or 0)}"
+    )
+    check(there is None or needed <= there, name, value, allowed)
+
+
+def gigabytes(size: float) -> str:
+    return f"{size / 1e9:,.0f} GB" if size >= 1e10 else f"{size / 1e9:.1f} GB"
