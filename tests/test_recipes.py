@@ -43,7 +43,8 @@ def test_a_recipe_gives_defaults_that_other_options_change(tmp_path):
         "width: 5 # nested, yet on one level\nnames: [x, y]\nlr: 4e-4\nkind: two\nfolder: some/where\nbetas: [0, 0.5]\n"
         "limit: 1_000\nfast: true\noptions: {a: 1}\nname: 1.10\nstop: null\n",
     )
-    expected = Recipe(Layer(5, ("x", "y")), 4e-4, "two", Path("some/where"), (0.0, 0.5), 1000, True, {"a": 1}, "1.10", None)
+    layer, folder = Layer(5, ("x", "y")), Path("some/where")
+    expected = Recipe(layer, 4e-4, "two", folder, (0.0, 0.5), 1000, True, {"a": 1}, "1.10", None)
     for args in (["--recipe", path], [f"--recipe={path}"]):
         default, rest = with_recipe(Recipe(), args)
         assert (default, rest) == (expected, [])
@@ -56,7 +57,7 @@ def test_a_recipe_gives_defaults_that_other_options_change(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("widht: 5", "widht is unknown; choose from betas, fast, folder, kind, limit, lr, name, names, options, stop, width"),
+        ("widht: 5", "widht is unknown; choose from betas, fast, folder, kind, limit, lr, name, names, options, stop"),
         ("layer: 5", "layer is unknown; choose from betas"),
         ("width: 5.0", "width='5.0' is not allowed; choose INT, as in --help"),
         ("width: true", "width='true' is not allowed; choose INT"),
