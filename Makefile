@@ -35,7 +35,7 @@ docs: setup
 dist: DIST := .venv-dist
 dist:
 	test -x $(DIST)/bin/python || $(PYTHON) -m venv $(DIST)
-	$(DIST)/bin/python -m pip install -q -c constraints.txt build hatchling twine
+	$(DIST)/bin/python -m pip install -q -c constraints.txt build hatchling hatch-fancy-pypi-readme twine
 	rm -rf dist
 	$(DIST)/bin/python -m build --no-isolation
 	$(DIST)/bin/python -m twine check --strict dist/*

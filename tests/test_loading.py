@@ -100,3 +100,14 @@ def test_the_body_alone_loads_from_the_whole_model_and_auto_classes_are_as_stric
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
     with pytest.raises(ValueError, match="'llama'"):
         FEMForCausalLM.from_pretrained(tmp_path)
+
+
+def test_weights_in_memory_are_loaded_as_strictly_as_those_of_a_folder():
+    config = FEMConfig(vocab_size=31, hidden_size=24, num_hidden_layers=1, num_attention_heads=3)
+    model = FEMForCausalLM(config)
+    again = FEMForCausalLM.from_pretrained(None, config=config, state_dict=model.state_dict())
+    for name, weight in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight)
+    held = {name: weight for name, weight in model.state_dict().items() if name != "model.norm.weight"}
+    with pytest.raises(ValueError, match=r"^state_dict .*lack model\.norm\.weight"):
+        FEMForCausalLM.from_pretrained(None, config=config, state_dict=held)

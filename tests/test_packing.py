@@ -40,6 +40,14 @@ def test_what_the_flattening_collator_packs_is_read_document_by_document(prior, 
     assert outputs.loss.item() == pytest.approx(together, abs=1e-5)
 
 
+def test_labels_that_were_shifted_by_the_caller_are_scored_as_they_are():
+    model, ids = build(), torch.randint(1, 31, (2, 7))
+    after = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:].contiguous()
+    expected = model(ids, labels=ids).loss
+    torch.testing.assert_close(model(ids, shift_labels=after).loss, expected)
+    torch.testing.assert_close(model(ids, labels=ids.flip(1), shift_labels=after).loss, expected)
+
+
 def test_positions_of_one_document_change_nothing_and_other_positions_are_refused():
     model, ids = build(), torch.randint(1, 31, (2, 7))
     plain = model(ids).logits

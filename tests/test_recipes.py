@@ -27,6 +27,8 @@ class Recipe:
     limit: int | None = None
     fast: bool = False
     options: dict[str, int] = field(default_factory=dict)
+    name: str = "some"
+    stop: int | None = 7
 
 
 def written(tmp_path, text):
@@ -39,9 +41,10 @@ def test_a_recipe_gives_defaults_that_other_options_change(tmp_path):
     path = written(
         tmp_path,
         "width: 5 # nested, yet on one level\nnames: [x, y]\nlr: 4e-4\nkind: two\nfolder: some/where\nbetas: [0, 0.5]\n"
-        "limit: 1_000\nfast: true\noptions: {a: 1}\n",
+        "limit: 1_000\nfast: true\noptions: {a: 1}\nname: 1.10\nstop: null\n",
     )
-    expected = Recipe(Layer(5, ("x", "y")), 4e-4, "two", Path("some/where"), (0.0, 0.5), 1000, True, {"a": 1})
+    layer, folder = Layer(5, ("x", "y")), Path("some/where")
+    expected = Recipe(layer, 4e-4, "two", folder, (0.0, 0.5), 1000, True, {"a": 1}, "1.10", None)
     for args in (["--recipe", path], [f"--recipe={path}"]):
         default, rest = with_recipe(Recipe(), args)
         assert (default, rest) == (expected, [])
@@ -54,18 +57,19 @@ def test_a_recipe_gives_defaults_that_other_options_change(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("widht: 5", "widht is unknown; choose from betas, fast, folder, kind, limit, lr, names, options, width"),
+        ("widht: 5", "widht is unknown; choose from betas, fast, folder, kind, limit, lr, name, names, options, stop"),
         ("layer: 5", "layer is unknown; choose from betas"),
-        ("width: 5.0", "width=5.0 is not allowed; choose a whole number"),
-        ("width: true", "width=True is not allowed; choose a whole number"),
-        ("lr: fast", "lr='fast' is not allowed; choose a number"),
-        ("kind: three", "kind='three' is not allowed; choose one of one, two"),
-        ("limit: 1e9", "limit='1e9' is not allowed; choose a whole number or null"),
-        ("fast: 1", "fast=1 is not allowed; choose true or false"),
-        ("names: x", "names='x' is not allowed; choose a list"),
-        ("names: [1]", r"names=\[1\] is not allowed; choose a text"),
-        ("betas: [0.5]", r"betas=\[0.5\] is not allowed; choose a list of 2"),
-        ("options: 3", "options=3 is not allowed; choose a mapping"),
+        ("width: 5.0", "width='5.0' is not allowed; choose INT, as in --help"),
+        ("width: true", "width='true' is not allowed; choose INT"),
+        ("lr: fast", "lr='fast' is not allowed; choose FLOAT"),
+        ("kind: three", "kind='three' is not allowed; choose {one,two}"),
+        ("limit: 1e9", r"limit='1e9' is not allowed; choose {None}\|INT"),
+        ("fast: 1", "fast='1' is not allowed; choose {True,False}"),
+        ("lr:", "lr='' is not allowed; choose FLOAT"),
+        ("names: [[a], b]", r"names=\[\['a'\], 'b'\] is not allowed; choose \[STR"),
+        ("kind: [one, two]", r"kind=\['one', 'two'\] is not allowed; choose {one,two}"),
+        ("betas: [0.5]", r"betas=\['0.5'\] is not allowed; choose FLOAT FLOAT"),
+        ("options: 3", r"options='3' is not allowed; choose \[STR INT"),
         ("- lr", "expected `option: value` on each line"),
         ("lr: [", "not YAML"),
     ],

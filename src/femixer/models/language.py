@@ -192,6 +192,7 @@ class FEMForCausalLM(FEMPreTrainedModel, FEMGeneration, GenerationMixin):  # tra
     ) -> CausalLMOutputWithPast:
         """labels [B, T]: the tokens themselves (they are shifted here), -100 where nothing is to be learned; with
         segments, what the last token of a document says about the next document is not scored, nor is padding.
+        shift_labels [B, T], instead of labels or beside them: the token after each one, as it is scored.
         logits_to_keep: logits of that many last positions only (0: of all). The rest is as in FEMModel."""
         for_loss = taken_for_loss(kwargs)
         if labels is not None:
@@ -209,8 +210,8 @@ class FEMForCausalLM(FEMPreTrainedModel, FEMGeneration, GenerationMixin):  # tra
         )
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
-        if labels is not None:
-            labels = labels if segments is None else within_documents(labels, segments)
+        if labels is not None or for_loss.get("shift_labels") is not None:
+            labels = labels if labels is None or segments is None else within_documents(labels, segments)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **for_loss)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states

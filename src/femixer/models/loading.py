@@ -105,12 +105,14 @@ def load_all(
     if options.setdefault("use_safetensors", True) is not True:
         raise ValueError(f"use_safetensors={options['use_safetensors']!r} is not allowed; choose True")
     resized = options.pop("ignore_mismatched_sizes", False) or allow_missing is True
-    if "config" not in options:
+    where = path  # None: of weights in memory, options["state_dict"]
+    path = "state_dict" if where is None else where
+    if "config" not in options and where is not None:
         check_kind(path, kind.config_class.model_type, options)
     if "subfolder" not in options and any((Path(path) / name).is_file() for name in (WEIGHTS, INDEX)):
         check_size(Path(path), kind, options.get("config"), anew=bool(resized))
     with without_reports(), reading(path):
-        model, info = load(path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+        model, info = load(where, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     patterns = ["*"] if allow_missing is True else [*(allow_missing or ())]
     missing = [name for name in sorted(info["missing_keys"]) if not any(fnmatch.fnmatch(name, p) for p in patterns)]
     # A body is loaded from the whole model too.

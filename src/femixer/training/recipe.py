@@ -9,15 +9,17 @@ A recipe is a mapping from the names of options to values, on one level as on th
 """
 
 import dataclasses
-import types
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from femixer.damage import Damaged, in_one_line, read_text, shown
 from femixer.optional import require
 
 SHIPPED = Path(__file__).with_name("recipes")
+_NAMED = {"true": "True", "false": "False", "null": "None"}
+"""What YAML and the command line name otherwise."""
 
 Options = TypeVar("Options")
 
@@ -61,12 +63,12 @@ def find(recipe: str) -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The entries of a recipe; `batch-tokens` and `batch_tokens` are the same name."""
+    """The entries of a recipe, values as they are written; `batch-tokens` and `batch_tokens` are the same name."""
     yaml = require("yaml", "cli")
     text = read_text(path)
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        content = yaml.safe_load(text)
+        root = yaml.compose(text, Loader=yaml.BaseLoader)
+        content = yaml.load(text, Loader=yaml.BaseLoader)  # 4e-4, 1.10 and no are what they are on the command line
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
@@ -102,72 +104,19 @@ def _replaced(options: Any, values: Mapping[str, Any]) -> Any:
     return dataclasses.replace(options, **changes)
 
 
-class Unfit(Exception):
-    """A value is not of the type; the message says what is."""
-
-
 def _convert(path: Path, name: str, value: Any, kind: Any) -> Any:
+    """A value of YAML as the command line would read it: `true`, `null`, one word, or a list or mapping of words."""
+    constructors = require("tyro.constructors", "cli")
+    spec = constructors.ConstructorRegistry.get_primitive_spec(constructors.PrimitiveTypeInfo.make(kind, set()))
+    members = [*chain(*value.items())] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    allowed = spec.metavar if isinstance(spec.metavar, str) else " ".join(spec.metavar)
+    refused = Damaged(f"{path}: {name}={shown(value)} is not allowed; choose {allowed}, as in --help")
+    if not all(isinstance(member, str) and member for member in members) or spec.nargs not in ("*", len(members)):
+        raise refused
+    words = [_NAMED[word] if _NAMED.get(word, "-") in allowed else word for word in members]
+    if spec.choices is not None and not {*words} <= {*spec.choices}:
+        raise refused
     try:
-        return convert(value, kind)
-    except Unfit as expected:
-        raise Damaged(f"{path}: {name}={shown(value)} is not allowed; choose {expected}") from None
-
-
-def convert(value: Any, kind: Any) -> Any:
-    """The YAML value as a value of a type: numbers, texts, paths, choices, lists, mappings, and unions of those."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return value
-    if origin is Literal:
-        if value in arguments and type(value) in {type(argument) for argument in arguments}:
-            return value
-        raise Unfit("one of " + ", ".join(map(str, arguments)))
-    if origin in (Union, types.UnionType):
-        return _first(value, arguments)
-    if origin in (list, tuple, Sequence):
-        if not isinstance(value, list):
-            raise Unfit("a list")
-        return (tuple if origin is tuple else list)(_members(value, origin, arguments))
-    if origin in (dict, Mapping) or kind is dict:
-        if not isinstance(value, dict):
-            raise Unfit("a mapping")
-        key, content = arguments or (Any, Any)
-        return {convert(k, key): convert(v, content) for k, v in value.items()}
-    return _scalar(value, kind)
-
-
-def _first(value: Any, kinds: Sequence[Any]) -> Any:
-    """The value as the first of the types that takes it as it is, or else as the first that can be made of it."""
-    expected, made = [], []
-    for kind in kinds:
-        try:
-            made.append(convert(value, kind))
-        except Unfit as problem:
-            expected.append(str(problem))
-    if not made:
-        raise Unfit(" or ".join(expected))
-    return next((one for one in made if type(one) is type(value)), made[0])
-
-
-def _members(values: list[Any], origin: Any, kinds: tuple[Any, ...]) -> list[Any]:
-    if origin is tuple and kinds[-1] is not ...:
-        if len(values) != len(kinds):
-            raise Unfit(f"a list of {len(kinds)}")
-        return [convert(value, kind) for value, kind in zip(values, kinds, strict=True)]
-    return [convert(value, kinds[0]) for value in values]
-
-
-def _scalar(value: Any, kind: Any) -> Any:
-    if kind is type(None) and value is None:
-        return None
-    if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
-        try:
-            return float(value)  # YAML takes 4e-4 for a text: it wants 4.0e-4
-        except ValueError:
-            pass
-    if kind is Path and isinstance(value, str):
-        return Path(value)
-    if kind in (int, str, bool) and type(value) is kind:
-        return value
-    called = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", Path: "a path"}
-    raise Unfit("null" if kind is type(None) else called.get(kind, str(kind)))
+        return spec.instance_from_str(words)
+    except ValueError:
+        raise refused from None

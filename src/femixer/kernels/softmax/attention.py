@@ -15,7 +15,7 @@ Axes: B batch, H heads, T queries, S keys; q [B, H, T, E], k [B, H, S, E], v [B,
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,10 +36,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
     """-> (output [B, H, T, W], log-normalizers [B, H, T] that the backward wants, or something empty)."""
     if torch._C._are_functorch_transforms_active():
         return _written_out(q, k, v, mask, causal, scale), q.new_empty(q.shape[:3])
+    q, k, v, mask = _side_by_side(q, k, v, mask)
     if transparent(q) or not _has_own_kernel(q):
         out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale)
         return out, q.new_empty(q.shape[:3])
-    q, k, v = _side_by_side(q, k, v)
     if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     if _by_flash(q, v, mask):
@@ -70,7 +70,7 @@ def attend_backward(
     q, k, v, mask, causal, scale, out, log_z = call
     if not _has_own_kernel(q) or (mask_grad and q.device.type == "cpu"):
         return written_out_backward(grad, call, mask_grad)
-    grad, q, k, v, out = _side_by_side(grad, q, k, v, out)
+    grad, q, k, v, out, mask = _side_by_side(grad, q, k, v, out, mask)
     if q.device.type == "cpu":
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, log_z, 0.0, causal, attn_mask=mask, scale=scale
@@ -91,9 +91,10 @@ def attend_backward(
     )
 
 
-def _side_by_side(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """With the channels of a head next to each other in memory, as torch's kernels take for granted."""
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+def _side_by_side(*tensors: Any) -> tuple[Any, ...]:
+    """With the channels of a head, or the keys of a mask, next to each other in memory, as torch's kernels take for
+    granted (of a mask, torch 2.6 does)."""
+    return tuple(x if x is None or x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
 def widths(q: Tensor, values: int) -> tuple[int, int]:
