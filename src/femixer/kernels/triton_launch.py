@@ -99,13 +99,13 @@ def launch(
     moved: int | None = None,
     flops: int = 0,
     exponentials: int = 0,
-    products: torch.dtype | None = None,
+    exact: int = False,
     **options: Any,
 ) -> None:
     """Run a kernel over a grid, or only write it down where its tensors have no data.
 
-    moved: bytes that it reads and writes, if that is not every tensor once. flops, exponentials: see Launch. products:
-    the type of matrix products, if that is not the first tensor's.
+    moved: bytes that it reads and writes, if that is not every tensor once. flops, exponentials: see Launch. exact:
+    matrix products are of float32 also where the first tensor has fewer digits.
     """
     if 0 in grid:
         return
@@ -116,7 +116,7 @@ def launch(
     records = _records.get()
     if records is not None:
         size = size_of(*tensors) if moved is None else moved
-        kind = tensors[0].dtype if products is None else products
+        kind = torch.float32 if exact else tensors[0].dtype
         # Not the tensors themselves: whoever is handed one as a gradient takes it over if nobody else has it.
         noted = tuple(x.detach() if isinstance(x, Tensor) else x for x in operands)
         records.append(Launch(kernel, grid, noted, options, size, flops, exponentials, kind))

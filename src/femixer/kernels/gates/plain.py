@@ -28,7 +28,8 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     mean, free, lam, gate, eps = arguments
     of_lam, of_gate = (None if x is None else x.dtype for x in (lam, gate))
-    to_read, lam, gate = (None if x is None else x.to(mean.dtype) for x in (grads[0], lam, gate))
+    to_read = grads[0].to(mean.dtype)
+    lam, gate = (None if x is None else x.to(mean.dtype) for x in (lam, gate))
     share = None if lam is None else torch.sigmoid(lam)
     to_free = to_lam = to_gate = None
     if gate is not None:
