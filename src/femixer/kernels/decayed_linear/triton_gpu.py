@@ -175,9 +175,12 @@ def _read(given: Inputs, found: tuple[Tensor, ...]) -> None:
     again = torch.empty(programs, dtype=torch.int32, device=q.device)
     read = ln, average, energy, mean, free, log_total, again, plan.length, plan.chunks
     options = {"STATE": stateful, "EXCLUSIVE": given.exclusive}
+    # A product of 32 rows has work for two of NVIDIA's warps; with more of them sm_90 spills.
+    few_warps = plan.BE <= 64 and target_of(q).startswith("sm_")
     for kernel in (kernels.read, kernels.read_again):
         operands = q, k, gate, v, beta, marks, *read, *strides
         again_only = kernel is kernels.read_again  # which finds nothing to do, as a rule
+        tiles = plan.tiles if again_only or not few_warps else {**plan.tiles, "num_warps": 2}
         launch(
             kernel,
             (programs,),
@@ -190,7 +193,7 @@ def _read(given: Inputs, found: tuple[Tensor, ...]) -> None:
             **options,
             **plan.shape,
             **plan.flags,
-            **plan.tiles,
+            **tiles,
         )
 
 
