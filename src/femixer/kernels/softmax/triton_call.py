@@ -109,6 +109,11 @@ class Call:
         return Tiles(64, 64, 8, 1 if small else 2)
 
     @property
+    def is_hopper(self) -> bool:
+        """Whether the compiler takes the matrix units of sm_90 or later, and other registers with them."""
+        return target_of(self.q).startswith("sm_") and int(target_of(self.q)[3:]) >= 90
+
+    @property
     def blocks(self) -> int:
         return -(-self.keys // self.tiles.keys)
 
