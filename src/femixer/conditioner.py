@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.kernels.conditioner import condition
+from femixer.kernels.precision import handed_dtype
 from femixer.layout import Layout
 from femixer.state import usable
 
@@ -61,5 +62,4 @@ class TimeDecayConditioner(nn.Module):
     def forward(self, x: Tensor, layout: Layout, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x [B, T, dim], state [B, C] -> (features [B, T, C], state after the last token)."""
         y = self.in_proj(F.layer_norm(x, (self.dim,), eps=EPS))
-        wide = torch.promote_types(y.dtype, torch.float32)
-        return condition(y.to(wide), layout.marks(), usable(state), self.causal, EPS)
+        return condition(y.to(handed_dtype(y)), layout.marks(), usable(state), self.causal, EPS)

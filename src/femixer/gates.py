@@ -44,9 +44,9 @@ def outer_gate(logits: Tensor, eps: float = EPS) -> Tensor:
 def gated_read(
     mean: Tensor, free: Tensor | None, lam_logits: Tensor | None, gate_logits: Tensor | None, eps: float = EPS
 ) -> Tensor:
-    """Each [B, T, H, D]. Without `free` the read is the mean; without lam_logits it is the free energy."""
-    lam, gate = (None if x is None else x.to(mean.dtype) for x in (lam_logits, gate_logits))
-    if free is None or lam is None:
+    """Each [B, T, H, D]. Without `free` the read is the mean; without lam_logits it is the free energy. The logits may
+    have fewer digits; a gated read has theirs."""
+    if free is None or lam_logits is None:
         read = mean if free is None else free
-        return read if gate is None else gated(read, None, None, gate, eps)
-    return gated(mean, free, lam, gate, eps)
+        return read if gate_logits is None else gated(read, None, None, gate_logits, eps)
+    return gated(mean, free, lam_logits, gate_logits, eps)

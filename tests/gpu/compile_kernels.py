@@ -36,15 +36,19 @@ def spilling() -> dict[str, object]:
     }
 
 
-def kernels(target: str, dtype: str, priors: list[str]) -> dict[str, object]:
-    kinds: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in priors]
-    chosen = gpu_compile.uses(kinds, [getattr(torch, dtype)], head_widths=(64,), modes=((True, False),))
-    wanted = gpu_compile.wanted(target, list(chosen))
-    results = gpu_compile.compile_all([(source, target) for source in wanted], workers=1)
+def kernels(target: str, layers: list[str]) -> dict[str, object]:
+    """Each kernel of some layers, "prior:type", once: in the form that comes first."""
+    found: dict[str, Any] = {}
+    for layer in layers:
+        prior, dtype = layer.split(":")
+        chosen = gpu_compile.uses([(prior, {})], [getattr(torch, dtype)], head_widths=(64,), modes=((True, False),))
+        for source in gpu_compile.wanted(target, list(chosen)):
+            found.setdefault(source.label, source)
+    results = gpu_compile.compile_all([(source, target) for source in found.values()], workers=1)
     lines = list(gpu_compile.table(results, [target]))
     return {"labels": sorted({r.source.label for r in results}), "lines": lines, "count": len(results)}
 
 
 if __name__ == "__main__":
     what, *rest = sys.argv[1:]
-    print(json.dumps(spilling() if what == "spilling" else kernels(what, rest[0], rest[1:])))
+    print(json.dumps(spilling() if what == "spilling" else kernels(what, rest)))

@@ -81,17 +81,27 @@ def names(steps: list[Step]) -> list[str]:
     return [step.name for step in steps]
 
 
-# Launches of one token are at most 25, and memory at most 1.6 of attention's for softmax and 2.5 for the others, but:
-MOST_PER_TOKEN = {"mamba:normalize=false": 29}
-MOST_KEPT = {"softmax": 1.82, "mamba:normalize=false": 2.7}
+# Launches forward, backward and of one token, and memory kept as a multiple of attention's: they may only fall.
+# The aims are 40, 60, 25, and 1.6 for softmax and 2.5 for the others.
+MOST = {
+    "softmax": (20, 37, 18, 1.42),
+    "linear": (21, 38, 16, 1.42),
+    "gla": (22, 40, 17, 1.43),
+    "gla:decay=channel": (23, 42, 18, 1.82),
+    "aft": (18, 34, 14, 1.68),
+    "decay": (19, 36, 15, 1.84),
+    "ssm": (25, 39, 18, 1.79),
+    "mamba": (27, 48, 20, 2.13),
+    "mamba:normalize=false": (28, 52, 21, 2.13),
+    "mamba-interactive": (28, 53, 21, 1.84),
+}
 
 
 @each_kind
 def test_few_launches_forward_backward_and_per_token(kind: str) -> None:
     found = cost(kind)
-    assert len(found.forward) <= 40, names(found.forward)
-    assert len(found.backward) <= 60, names(found.backward)
-    assert len(found.token) <= MOST_PER_TOKEN.get(kind, 25), names(found.token)
+    for steps, most in zip(found[:3], MOST[kind], strict=False):
+        assert len(steps) <= most, names(steps)
 
 
 @each_kind
@@ -103,7 +113,7 @@ def test_launches_are_the_same_at_every_length(kind: str) -> None:
 
 @each_kind
 def test_little_is_kept_for_the_backward_pass(kind: str) -> None:
-    assert cost(kind).kept <= MOST_KEPT.get(kind, 2.5) * ATTENTION_KEEPS
+    assert cost(kind).kept <= MOST[kind][3] * ATTENTION_KEEPS
 
 
 class Float64(TorchDispatchMode):
@@ -142,7 +152,7 @@ def test_half_precision_takes_the_same_kernels(kind: str, dtype: torch.dtype) ->
     """And few casts beside them."""
     for steps, others in zip(cost(kind)[:3], cost(kind, dtype=dtype)[:3], strict=True):
         assert [step.name for step in steps if step.kernel] == [step.name for step in others if step.kernel]
-        assert len(others) <= len(steps) + 18, names(others)
+        assert len(others) <= len(steps) + 4, names(others)
 
 
 @each_kind

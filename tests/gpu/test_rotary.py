@@ -7,6 +7,7 @@ import torch
 
 from femixer import use_backend
 from femixer.kernels import check
+from femixer.kernels.gates import gated
 from femixer.kernels.rotary import OPERATOR, rotate
 from femixer.kernels.rotary_angles import OPERATOR as ANGLES
 from femixer.kernels.rotary_angles import rotary_angles
@@ -38,6 +39,25 @@ def test_half_precision_is_rounded_once(floor: float | None) -> None:
     (to_q,), (wanted_q,) = (torch.autograd.grad(y, q, grad.to(y.dtype)) for y in (found[0], wanted[0]))
     assert to_q.dtype == torch.float16
     torch.testing.assert_close(to_q, wanted_q, rtol=2**-9, atol=1e-5)
+
+
+def test_another_operator_keeps_what_was_rotated_and_rotates_it_again() -> None:
+    """Queries and keys are kept before their rotation anyway, by what made them."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(2, 5, 3, 4, requires_grad=True) for _ in range(2)]
+    cos, sin = torch.randn(2, 1, 5, 2)
+    found: dict[str, tuple[torch.Tensor, ...]] = {}
+    for backend in ("triton", "plain"):
+        kept: set[int] = set()
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.add(x.data_ptr()) or x, lambda x: x)
+        with use_backend(backend), hooks:
+            q, k = rotate(*leaves, cos, sin)
+            read = gated(q, None, None, k, 1e-6)
+            found[backend] = torch.autograd.grad(read, leaves, torch.ones_like(read))
+        if backend == "triton":
+            assert kept == {x.data_ptr() for x in (*leaves, cos, sin)}
+    for one, other in zip(*found.values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 @examples(ANGLES)

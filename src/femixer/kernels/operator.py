@@ -10,9 +10,10 @@ A backend is a module with
 `grads` has None for a result that nobody used (see `filled`), `needed` says of each argument whether its gradient is
 wanted. Without `backward` the forward pass is run again with gradients, so nothing but the arguments is kept; with
 READS_RESULTS = False they alone are kept too, and a slice says which results are kept. READS_ARGUMENTS names the
-arguments that `backward` reads if not all (it gets None for the others). With DIFFERENTIABLE = True autograd records
-the forward pass itself, which then needs no internal results. A plain forward is made of torch's operations only, none
-of them in place on an argument: compilers and torch.func see through it.
+arguments that `backward` reads if not all (it gets None for the others). With REMADE = True the results take so little
+to compute that other operators keep the arguments instead of them, where they can. With DIFFERENTIABLE = True autograd
+records the forward pass itself, which then needs no internal results. A plain forward is made of torch's operations
+only, none of them in place on an argument: compilers and torch.func see through it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,7 +127,11 @@ class Operator:
         known = backend.__dict__
         if recorded and not known.get("DIFFERENTIABLE", False):
             # Function.apply would look up the signature of `forward` first, which takes as long as many a kernel.
-            return super(torch.autograd.Function, self._function).apply(backend, *arguments)  # type: ignore[misc]
+            results = super(torch.autograd.Function, self._function).apply(backend, *arguments)  # type: ignore[misc]
+            if known.get("REMADE", False):
+                for i, result in enumerate(results):
+                    result.remade = backend, arguments, i
+            return results
         return (known.get("inference") or known["forward"])(*arguments)
 
     def results_of(self, backend: Any) -> Callable[..., tuple[Tensor, ...]]:
@@ -206,6 +211,44 @@ def _kept_results(backend: Any, results: tuple[Tensor, ...]) -> tuple[Tensor, ..
     return results if kept else ()
 
 
+class _Remade(NamedTuple):
+    """A backend that computed arguments of another call: with what (None for tensors), where these are among all that
+    are kept for it, and which of its results are which tensor arguments of the other."""
+
+    backend: Any
+    others: list[Any]
+    tensors: dict[int, int]
+    places: dict[int, int]
+
+
+def _without_remade(kept: list[Tensor | None]) -> tuple[list[Tensor | None], list[_Remade], list[Tensor]]:
+    """Tensor arguments without those that are remade, how these are, and the tensors of which."""
+    found: dict[int, _Remade] = {}
+    sources: list[Tensor] = []
+    for place, x in enumerate(kept):
+        made = getattr(x, "remade", None)
+        if made is None:
+            continue
+        backend, arguments, which = made
+        if id(arguments) not in found:
+            at = [i for i, y in enumerate(arguments) if isinstance(y, Tensor)]
+            others = [None if i in at else y for i, y in enumerate(arguments)]
+            found[id(arguments)] = _Remade(backend, others, {i: len(sources) + n for n, i in enumerate(at)}, {})
+            sources += [arguments[i].detach() for i in at]
+        found[id(arguments)].places[which] = place
+        kept = [*kept[:place], None, *kept[place + 1 :]]
+    return kept, list(found.values()), sources
+
+
+def _made_again(remade: list[_Remade], sources: tuple[Tensor, ...]) -> Iterator[tuple[int, Tensor]]:
+    for each in remade:
+        arguments = list(each.others)
+        for i, place in each.tensors.items():
+            arguments[i] = sources[place]
+        results = each.backend.forward(*arguments)
+        yield from ((place, results[which]) for which, place in each.places.items())
+
+
 def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
     at = operator.tensors
 
@@ -219,7 +262,9 @@ def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
             ctx.others = [None if i in at else x for i, x in enumerate(arguments)]
             read = getattr(backend, "READS_ARGUMENTS", operator.arguments)
             kept = [arguments[i] if operator.arguments[i] in read else None for i in at]
-            ctx.save_for_backward(*kept, *_kept_results(backend, results))
+            kept, ctx.remade, sources = _without_remade(kept)
+            ctx.save_for_backward(*kept, *_kept_results(backend, results), *sources)
+            ctx.sources = len(sources)
             if operator.internal:
                 ctx.mark_non_differentiable(*results[-operator.internal :])
             ctx.set_materialize_grads(False)
@@ -231,9 +276,12 @@ def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
             if all(g is None for g in grads):
                 return (None,) * len(ctx.needs_input_grad)
             saved = ctx.saved_tensors  # once: what recomputes them may not be asked twice
+            saved, sources = saved[: len(saved) - ctx.sources], saved[len(saved) - ctx.sources :]
             arguments = list(ctx.others)
             for i, x in zip(at, saved, strict=False):
                 arguments[i] = x
+            for place, result in _made_again(ctx.remade, sources):
+                arguments[at[place]] = result
             needed = ctx.needs_input_grad[1:]
             with without_autocast(dispatch.device_of(saved)):
                 found = _gradients(operator, ctx.backend, grads, tuple(arguments), saved[ctx.count :], needed)

@@ -26,8 +26,8 @@ MOST_PROGRAMS = 65535
 class Launch(NamedTuple):
     """One launch. operands: the kernel's arguments by position; options: its constants by name, num_warps, num_stages.
 
-    bytes: read and written, each tensor once unless the caller knows better; flops: of matrix products; exponentials:
-    also logarithms and the like, which a GPU computes at a lower rate.
+    bytes: read and written, each tensor once unless the caller knows better; flops: of matrix products, in the type
+    `products`; exponentials: also logarithms and the like, which a GPU computes at a lower rate.
     """
 
     kernel: Any
@@ -37,6 +37,7 @@ class Launch(NamedTuple):
     bytes: int
     flops: int
     exponentials: int
+    products: torch.dtype
 
     @property
     def name(self) -> str:
@@ -98,11 +99,13 @@ def launch(
     moved: int | None = None,
     flops: int = 0,
     exponentials: int = 0,
+    exact: int = False,
     **options: Any,
 ) -> None:
     """Run a kernel over a grid, or only write it down where its tensors have no data.
 
-    moved: bytes that it reads and writes, if that is not every tensor once. flops, exponentials: see Launch.
+    moved: bytes that it reads and writes, if that is not every tensor once. flops, exponentials: see Launch. exact:
+    matrix products are of float32 also where the first tensor has fewer digits.
     """
     if 0 in grid:
         return
@@ -113,7 +116,10 @@ def launch(
     records = _records.get()
     if records is not None:
         size = size_of(*tensors) if moved is None else moved
-        records.append(Launch(kernel, grid, operands, options, size, flops, exponentials))
+        kind = torch.float32 if exact else tensors[0].dtype
+        # Not the tensors themselves: whoever is handed one as a gradient takes it over if nobody else has it.
+        noted = tuple(x.detach() if isinstance(x, Tensor) else x for x in operands)
+        records.append(Launch(kernel, grid, noted, options, size, flops, exponentials, kind))
     device = tensors[0].device
     if device.type == "meta":
         return

@@ -43,11 +43,12 @@ class _Steps(TorchDispatchMode):
         result = func(*args, **kwargs)
         self.catch_up()
         if not _is_free(func) and any(isinstance(x, Tensor) for x in tree_leaves(result)):
-            tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
+            name = func._overloadpacket.__name__
+            given = () if name.startswith("new_") else (args, kwargs)  # what is new is only like another tensor
+            tensors = [x for x in tree_leaves((given, result)) if isinstance(x, Tensor)]
             size = sum(min(x.numel() * x.element_size(), x.untyped_storage().nbytes()) for x in tensors)
             count = flop_registry.get(func._overloadpacket)
             flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
-            name = func._overloadpacket.__name__
             heavy = any(part in name for part in _EXPONENTIAL)
             exponentials = max((x.numel() for x in tensors), default=0) if heavy else 0
             self.steps.append(Step(name, False, size, flops, exponentials, tensors[-1].dtype))
@@ -56,8 +57,8 @@ class _Steps(TorchDispatchMode):
     def catch_up(self) -> None:
         """Our launches since the last operation of torch."""
         for launch in self._launches[self._seen :]:
-            dtype = next(x.dtype for x in launch.operands if isinstance(x, Tensor))
-            self.steps.append(Step(launch.label, True, launch.bytes, launch.flops, launch.exponentials, dtype))
+            work = launch.bytes, launch.flops, launch.exponentials, launch.products
+            self.steps.append(Step(launch.label, True, *work))
         self._seen = len(self._launches)
 
 

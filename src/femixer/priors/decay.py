@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.conditioner import spread_decay_
+from femixer.kernels.softplus import softplus
 from femixer.layout import Layout
 from femixer.priors.aft import ChannelPrior
 from femixer.priors.base import Widths
@@ -31,5 +31,5 @@ class DecayPrior(ChannelPrior):
         return {"decay": Columns(self.heads * self.widths.value, additive=True)}
 
     def tracks(self, inputs: dict[str, Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
-        logits = inputs["decay"].to(dtype).unflatten(-1, self.decay_bias.shape) + self.decay_bias.to(dtype)
-        return {"gate": -F.softplus(logits)}
+        logits = inputs["decay"].to(dtype).unflatten(-1, self.decay_bias.shape)
+        return {"gate": softplus(logits, self.decay_bias, scale=-1.0)}

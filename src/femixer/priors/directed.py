@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from femixer.kernels.marks import reversed_marks
-from femixer.kernels.precision import without_autocast
+from femixer.kernels.precision import at_least, handed_dtype, without_autocast
 from femixer.kernels.reading import Reading
 from femixer.kernels.two_reads import two_reads
+from femixer.kernels.unnormalized import unnormalized
 from femixer.layout import Layout
 from femixer.priors.base import Prior
 from femixer.state import usable
@@ -50,8 +51,8 @@ class DirectedPrior(Prior):
     def read(
         self, inputs: dict[str, Tensor], v: Tensor, beta: Tensor | None, layout: Layout, state: Any, keep: bool
     ) -> tuple[Tensor, Tensor | None, Any]:
-        dtype = torch.promote_types(v.dtype, torch.float32)
-        v, beta = v.to(dtype), None if beta is None else beta.to(dtype)
+        dtype = handed_dtype(v)
+        v, beta = v.to(dtype), None if beta is None else at_least(beta, dtype)
         if v.shape[0] == 0 or v.shape[1] == 0:
             nothing = v.new_zeros(*v.shape[:2], self.heads, v.shape[3])
             return nothing, None if beta is None else nothing, state
@@ -68,8 +69,7 @@ class DirectedPrior(Prior):
             if not self.normalize:
                 if layout.padding is not None:
                     log_total = log_total.masked_fill(layout.padding[..., None, None], 0)
-                mean = mean * log_total.exp()
-                free = None if free is None or beta is None else free + log_total / beta
+                mean, free = unnormalized(mean, free, log_total.expand_as(mean), beta)
             if layout.padding is not None:
                 padding = layout.padding[..., None, None]
                 mean, free = mean.masked_fill(padding, 0), None if free is None else free.masked_fill(padding, 0)

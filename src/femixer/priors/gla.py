@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.conditioner import spread_decay_
+from femixer.kernels.softplus import softplus
 from femixer.layout import Layout
 from femixer.priors.base import Widths
 from femixer.priors.linear import LinearPrior
@@ -64,5 +65,5 @@ class GLAPrior(LinearPrior):
         logits = inputs["decay"].to(dtype)
         if self.decay_map is not None:
             logits = F.linear(logits, self.decay_map.to(dtype))
-        gate = -F.softplus(logits.unflatten(-1, self.decay_bias.shape) + self.decay_bias.to(dtype))
+        gate = softplus(logits.unflatten(-1, self.decay_bias.shape), self.decay_bias, scale=-1.0)
         return {**super().tracks(inputs, layout, dtype), "gate": gate.expand(-1, -1, self.kv_heads, -1)}

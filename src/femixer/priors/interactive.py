@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from femixer.conditioner import inverse_softplus, spread_decay_
 from femixer.kernels.pair_state_space import PairSums, PairSystem, pair_state_space_read
+from femixer.kernels.precision import at_least
 from femixer.kernels.reading import Reading
+from femixer.kernels.softplus import softplus
 from femixer.layout import Layout
 from femixer.priors.base import Widths
 from femixer.priors.directed import DirectedPrior, decay_between
@@ -69,9 +71,9 @@ class InteractivePrior(DirectedPrior):
         }
 
     def tracks(self, inputs: dict[str, Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
-        delta = F.softplus(inputs["delta"].to(dtype) + self.delta_bias.to(dtype))
-        gate = -delta[..., None] * F.softplus(self.rate.to(dtype))
-        b, c = (F.softplus(inputs[name].to(dtype)) + EPSILON for name in ("b", "c"))
+        falls = softplus(inputs["delta"].to(dtype), self.delta_bias, scale=-1.0)  # -delta
+        gate = falls[..., None] * softplus(at_least(self.rate, dtype))
+        b, c = (softplus(inputs[name].to(dtype), floor=EPSILON) for name in ("b", "c"))
         return {"b": b, "c": c, "gate": gate}
 
     def scan(
@@ -84,7 +86,7 @@ class InteractivePrior(DirectedPrior):
         keep: bool,
         exclusive: bool,
     ) -> Reading:
-        write_map, read_map = (F.softplus(x.to(v.dtype)) for x in (self.write_map, self.read_map))
+        write_map, read_map = (softplus(at_least(x, v.dtype)) for x in (self.write_map, self.read_map))
         system = PairSystem(tracks["gate"], tracks["b"], tracks["c"], write_map, read_map)
         state = PairSums.empty(system.gate) if state is None else state
         beta = None if beta is None else beta[:, 0]

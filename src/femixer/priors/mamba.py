@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.conditioner import inverse_softplus, spread_decay_
+from femixer.kernels.precision import at_least
 from femixer.kernels.reading import Reading
+from femixer.kernels.softplus import softplus
 from femixer.kernels.state_space import System
 from femixer.layout import Layout
 from femixer.priors.base import Widths
@@ -92,12 +94,12 @@ class MambaPrior(StateSpacePrior):
         }
 
     def tracks(self, inputs: dict[str, Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
-        logits = F.linear(inputs["delta"].to(dtype), self.delta_map.to(dtype)) + self.delta_bias.to(dtype).flatten()
-        b, c = (F.softplus(inputs[name].to(dtype)) + EPSILON for name in ("b", "c"))
-        return {"delta": F.softplus(logits) + EPSILON, "b": b, "c": c}
+        logits = F.linear(inputs["delta"].to(dtype), self.delta_map.to(dtype))
+        b, c = (softplus(inputs[name].to(dtype), floor=EPSILON) for name in ("b", "c"))
+        return {"delta": softplus(logits, self.delta_bias.flatten(), floor=EPSILON), "b": b, "c": c}
 
     def system(self, tracks: dict[str, Tensor], dtype: torch.dtype) -> System:
-        rate = self.modes_first(-F.softplus(self.rate.to(dtype)))
+        rate = self.modes_first(softplus(at_least(self.rate, dtype), scale=-1.0))
         return System(rate, step=tracks["delta"], write=tracks["b"], read=tracks["c"])
 
     def scan(
@@ -113,7 +115,7 @@ class MambaPrior(StateSpacePrior):
         read = super().scan(tracks, v, beta, marks, state, keep, exclusive)
         if self.skip is None or exclusive:
             return read
-        return with_itself(read, v, beta, F.softplus(self.skip.to(v.dtype)).log())
+        return with_itself(read, v.to(read.mean.dtype), beta, softplus(at_least(self.skip, v.dtype)).log())
 
     def log_scores(self, tracks: dict[str, Tensor], rows: Tensor) -> Tensor:
         delta = tracks["delta"].unflatten(-1, (self.heads, self.widths.value))  # [B, T, H, D]

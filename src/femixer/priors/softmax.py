@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from femixer.gates import EPS
-from femixer.kernels.gated_softmax import gated_softmax_read, handed_dtype
+from femixer.kernels.gated_softmax import gated_softmax_read
+from femixer.kernels.precision import handed_dtype
 from femixer.kernels.recurrence import linear_recurrence
 from femixer.kernels.softmax import reading_dtype, softmax_read
 from femixer.kernels.softmax_step import HEADROOM, TOO_LARGE, softmax_step
@@ -188,7 +189,7 @@ class SoftmaxPrior(Prior):
         """`read` and the gates, as one operator where the tokens are a sequence of their own."""
         if state is not None or keep:
             return super().gated_read(inputs, v, beta, lam, gate, layout, state, keep)
-        q, k, v, beta = self._read_from(inputs, v, beta, layout, handed_dtype(v, beta))
+        q, k, v, beta = self._read_from(inputs, v, beta, layout, handed_dtype(v))
         gates = None if lam is None else lam.to(v.dtype), None if gate is None else gate.to(v.dtype)
         visible = self._visible(layout, v.dtype)
         return gated_softmax_read(q, k, v, beta, gates, EPS, causal=self.causal, **visible), None

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.conditioner import inverse_softplus, memory_spans
+from femixer.kernels.precision import at_least
 from femixer.kernels.reading import Reading
+from femixer.kernels.softplus import softplus
 from femixer.kernels.state_space import Modes, System, state_space_read
 from femixer.layout import Layout
 from femixer.priors.base import Widths
@@ -92,8 +94,8 @@ class SSMPrior(StateSpacePrior):
         return {"real": real}
 
     def system(self, tracks: dict[str, Tensor], dtype: torch.dtype) -> System:
-        rate, weight = -F.softplus(self.rate.to(dtype)), F.softplus(self.response.to(dtype))
-        skip = F.softplus(self.skip.to(dtype)).flatten()
+        rate, weight, skip = (at_least(x, dtype) for x in (self.rate, self.response, self.skip))
+        rate, weight, skip = softplus(rate, scale=-1.0), softplus(weight), softplus(skip).flatten()
         return System(self.modes_first(rate), weight=self.modes_first(weight), skip=skip)
 
     def log_scores(self, tracks: dict[str, Tensor], rows: Tensor) -> Tensor:

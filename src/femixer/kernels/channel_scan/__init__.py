@@ -16,6 +16,7 @@ from torch import Tensor
 
 from femixer.kernels.marks import is_padding, is_start
 from femixer.kernels.operator import Operator
+from femixer.kernels.precision import wide_dtype
 from femixer.kernels.reading import Reading, state_dtype
 
 
@@ -27,15 +28,10 @@ def _results(
     marks: Tensor | None,
     state: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    mean, log_total = (v.new_empty(v.shape, dtype=read_dtype(v)) for _ in range(2))
+    mean, log_total = (v.new_empty(v.shape, dtype=wide_dtype(v)) for _ in range(2))
     free = mean.new_empty(0) if beta is None else torch.empty_like(mean)
     last = v.new_empty(3, v.shape[0], v.shape[2], dtype=state_dtype(v.device))
     return mean, free, log_total, last, v.new_empty(0)
-
-
-def read_dtype(v: Tensor) -> torch.dtype:
-    """Of the results: logarithms need the digits of float32."""
-    return torch.promote_types(v.dtype, torch.float32)
 
 
 # The last result is what a backend keeps for its backward.

@@ -10,13 +10,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from femixer.kernels.operator import Operator
+from femixer.kernels.precision import wide_dtype
 from femixer.kernels.reading import state_dtype
 
 
 def _results(y: Tensor, marks: Tensor | None, initial: Tensor | None, causal: bool, eps: float) -> tuple[Tensor, ...]:
     batch, length, channels = y.shape[0], y.shape[1], y.shape[2] // 3
     sums = y.new_empty(batch, length, channels if causal else 2 * channels, dtype=state_dtype(y.device))
-    return y.new_empty(batch, length, channels), y.new_empty(batch, channels), sums
+    last = y.new_empty(batch, channels, dtype=wide_dtype(y))
+    return y.new_empty(batch, length, channels), last, sums
 
 
 # The last result is the sums over earlier tokens and, both ways, those over later ones, [B, T, C or 2 C],
@@ -27,7 +29,8 @@ OPERATOR = Operator(__name__, _results, 3, internal=1)
 def condition(
     y: Tensor, marks: Tensor | None, initial: Tensor | None, causal: bool, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """y [B, T, 3 C] = [logits of s, u, logits of a] -> features [B, T, C] and the state after the last token [B, C].
+    """y [B, T, 3 C] = [logits of s, u, logits of a] -> features [B, T, C] and the state after the last token [B, C], in
+    float32 or better.
 
     marks int8 [B, T]: see femixer.kernels.marks. initial [B, C]: the state before the first token, None for zero. eps:
     of the layer norm.

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from femixer.kernels.marks import is_end, is_padding, is_start
+from femixer.kernels.precision import wide_dtype
 from femixer.kernels.reading import state_dtype
 from femixer.kernels.recurrence.plain import scan
 
@@ -14,6 +15,7 @@ READS_RESULTS = slice(-1, None)
 
 
 def forward(y: Tensor, marks: Tensor | None, initial: Tensor | None, causal: bool, eps: float) -> tuple[Tensor, ...]:
+    dtype, y = y.dtype, y.to(wide_dtype(y))
     gates, later_gates, u = _gates(y, marks)
     sums = scan(gates, u, initial, resets=marks is not None)
     if not u.shape[1]:
@@ -28,7 +30,7 @@ def forward(y: Tensor, marks: Tensor | None, initial: Tensor | None, causal: boo
         h, sums = sums + later, torch.cat([sums, later], -1)
     direction = F.normalize(F.softplus(_logits(y)), dim=-1)
     features = F.silu(direction) * F.layer_norm(h.to(y.dtype), h.shape[-1:], eps=eps)
-    return features, last, sums.to(state_dtype(y.device))
+    return features.to(dtype), last, sums.to(state_dtype(y.device))
 
 
 def _gates(y: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,11 +55,12 @@ def backward(
     y, marks, initial, causal, eps = arguments
     if not y.shape[1]:
         return torch.zeros_like(y), None, to_last
+    dtype, y = y.dtype, y.to(wide_dtype(y))
     h, *later = results[0].chunk(1 if causal else 2, -1)
     if to_features is None:
         to_h, to_a = torch.zeros_like(h), y.new_zeros(h.shape)
     else:
-        to_h, to_a = _through_features(to_features, _logits(y), h + later[0] if later else h, eps)
+        to_h, to_a = _through_features(to_features.to(y.dtype), _logits(y), h + later[0] if later else h, eps)
     gates, later_gates, _ = _gates(y, marks)
     # e_t = d h_t + decay_{t+1} e_{t+1}: the last decay, which comes first here, is used by none.
     to_sums = to_h if to_last is None else torch.cat([to_h[:, :-1], to_h[:, -1:] + to_last[:, None]], 1)
@@ -76,7 +79,7 @@ def backward(
         to_u = to_u + F.pad((ahead * error)[:, :-1], (0, 0, 1, 0))
     if marks is not None:
         to_u = to_u.masked_fill(is_padding(marks)[..., None], 0)
-    return torch.cat([to_s.to(y.dtype), to_u.to(y.dtype), to_a], -1), None, to_initial
+    return torch.cat([to_s.to(dtype), to_u.to(dtype), to_a.to(dtype)], -1), None, to_initial
 
 
 def _through_features(grad: Tensor, logits: Tensor, h: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,8 @@ def results(y: Tensor, marks: Tensor | None, initial: Tensor | None, causal: boo
     tokens."""
     batch, length, channels = y.shape[0], y.shape[1], y.shape[2] // 3
     sums = _chunks(y).summaries(2 if causal else 4, y.device)
-    return y.new_empty(batch, length, channels), y.new_empty(batch, channels), sums
+    last = y.new_empty(batch, channels, dtype=torch.float32)
+    return y.new_empty(batch, length, channels), last, sums
 
 
 def _given(y: Tensor, marks: Tensor | None, initial: Tensor | None, causal: bool) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from femixer.kernels.operator import Operator
+from femixer.kernels.precision import wide_dtype
 from femixer.kernels.reading import Reading, state_dtype
 
 
@@ -42,13 +43,13 @@ def _results(
     """mean, free, log_total, the state's sums and top, and which heads [B, H] were read again (for the backward)."""
     batch, _, heads, channels = q.shape
     groups, width = v.shape[2:]
-    mean = v.new_empty(*q.shape[:3], width)
-    free = v.new_empty(0, 0, 0, 0) if beta is None else torch.empty_like(mean)
+    mean = v.new_empty(*q.shape[:3], width, dtype=wide_dtype(v))
+    free = mean.new_empty(0, 0, 0, 0) if beta is None else torch.empty_like(mean)
     columns = width + 1 if beta is None else 2 * width + 1
     wide = state_dtype(v.device)
     last = v.new_empty((batch, groups, channels, columns) if keep else 0, dtype=wide)
     last_top = v.new_empty((batch, groups, width) if keep else 0, dtype=wide)
-    return mean, free, v.new_empty(q.shape[:3]), last, last_top, v.new_empty(batch, heads, dtype=torch.bool)
+    return mean, free, mean.new_empty(q.shape[:3]), last, last_top, v.new_empty(batch, heads, dtype=torch.bool)
 
 
 OPERATOR = Operator(__name__, _results, outputs=6, internal=1)
@@ -65,7 +66,8 @@ def decayed_linear_read(
     exclusive: bool = False,
     keep: bool = True,
 ) -> Reading:
-    """mean, free [B, T, H, D] (free None without beta); log_total [B, T, H]; state after the last token, if kept.
+    """mean, free [B, T, H, D] (free None without beta); log_total [B, T, H]; state after the last token, if kept. In
+    float32 or better.
 
     q [B, T, H, E]; k [B, T, G, E]; gate [B, T, G, E or 1]; v [B, T, G, D]; beta [G, D]; marks [B, T], see
     femixer.kernels.marks. exclusive: a token reads those before it, decayed by its own gate. Where a token sees

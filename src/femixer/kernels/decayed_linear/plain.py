@@ -20,6 +20,7 @@ from femixer.kernels.decayed_linear.plain_blocks import (
 )
 from femixer.kernels.decayed_linear.plain_gradients import backward as backward
 from femixer.kernels.marks import is_padding
+from femixer.kernels.precision import wide_dtype
 from femixer.kernels.reading import state_dtype
 
 
@@ -35,7 +36,7 @@ def forward(
     exclusive: bool,
     keep: bool,
 ) -> tuple[Tensor, ...]:
-    (batch, length, heads, _), (groups, width), dtype = q.shape, v.shape[2:], v.dtype
+    (batch, length, heads, _), (groups, width), dtype = q.shape, v.shape[2:], wide_dtype(v)
     sizes, radix, chunk, padded = plan(length, gate)
     tokens = arranged(k, gate, v, beta, marks, padded, chunk)
     q = by_group(q, groups, padded)
@@ -61,7 +62,7 @@ def forward(
     def rows(x: Tensor) -> Tensor:
         return x[:, :, :, :length].permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype)
 
-    free = v.new_empty(0, 0, 0, 0)
+    free = mean.new_empty(0, 0, 0, 0, dtype=dtype)
     if beta is not None:
         energy = torch.stack(energies).logsumexp(0) - log_total
         free = torch.maximum(energy / beta.double()[:, None, None], mean).masked_fill(empty, 0)

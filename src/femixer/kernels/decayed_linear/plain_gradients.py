@@ -215,7 +215,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """A gate's gradient is what flows across it: the sum of q dq - k dk over the tokens from it on."""
     q, k, gate, v, beta, marks, sums, top, exclusive, keep = arguments
-    (_, length, _, _), (groups, width), dtype = q.shape, v.shape[2:], v.dtype
+    (_, length, _, _), (groups, width), of_q = q.shape, v.shape[2:], q.dtype
     sizes, radix, chunk, padded = plan(length, gate)
     given = filled(grads[:4], results)
     c, d_beta = _cotangents(given, results, beta, groups, padded)
@@ -251,10 +251,11 @@ def backward(
     if marks is not None:
         d_k = d_k.masked_fill(F.pad(is_padding(marks), (0, padded - length))[:, None, None, :, None], 0)
     if beta is not None and d_z is not None and d_beta is not None:
-        d_beta = (d_beta + (d_z * tokens.stream[..., :-1]).sum((0, 2, 3))).to(dtype)
+        d_beta = (d_beta + (d_z * tokens.stream[..., :-1]).sum((0, 2, 3))).to(beta.dtype)
         d_v = d_v + d_z * beta.double()[:, None, None]
 
-    def rows(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x[:, :, :, :length].permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype)
+    def rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x[:, :, :, :length].permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype)
 
-    return rows(d_q), rows(d_k), rows(d_gate), rows(d_v), d_beta, None, d_sums, None
+    d_gate = None if d_gate is None or gate is None else rows(d_gate, gate.dtype)
+    return rows(d_q, of_q), rows(d_k, k.dtype), d_gate, rows(d_v, v.dtype), d_beta, None, d_sums, None

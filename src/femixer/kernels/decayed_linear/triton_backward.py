@@ -45,21 +45,18 @@ RANGE = tl.constexpr(60.0)
 
 
 @triton.jit
-def _log_totals(LOG, EXACT, b, h, t, length, real, H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
+def _log_totals(LOG, b, h, t, length, real, H: tl.constexpr):
     """Log total weights [C], and which tokens see anything."""
     place = (b * length + t) * H + h
-    if HALF:
-        total = tl.load(EXACT + place * (D + 1) + D, mask=real, other=-float("inf"))
-    else:
-        total = tl.load(LOG + place, mask=real, other=-float("inf"))
+    total = tl.load(LOG + place, mask=real, other=-float("inf"))
     there = total > BARELY
     return tl.where(there, total, 0.0), there
 
 
 @triton.jit
 def _cotangents(
-    TO_MEAN, TO_FREE, MEAN, FREE, EXACT, BETA, b, h, g, start, length, there, first, H: tl.constexpr, D: tl.constexpr,
-    BD: tl.constexpr, ENERGETIC: tl.constexpr, HALF: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr,
+    TO_MEAN, TO_FREE, MEAN, FREE, BETA, b, h, g, start, length, there, first, H: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, ENERGETIC: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the mean, slope, and beta F [C, BD]; what they add to c_t [C], and the slope times F."""
     out = (b * length * H + h) * D
@@ -72,11 +69,7 @@ def _cotangents(
         beta = tl.load(BETA + g * D + column, mask=column < D, other=1).to(tl.float32)
         to_free = load_rows(TO_FREE + out, start, H * D, there, D, BD, first)
         free = load_rows(FREE + out, start, H * D, there, D, BD, first)
-        if HALF:
-            energy = load_rows(EXACT + (b * length * H + h) * (D + 1), start, H * (D + 1), there, D, BD, first)
-            free = energy / beta[None, :]
-        else:
-            energy = free * beta[None, :]
+        energy = free * beta[None, :]
         at_mean = free <= mean
         slope = tl.where(at_mean, 0.0, to_free / beta[None, :])
         to_mean += tl.where(at_mean, to_free, 0.0)
@@ -86,8 +79,8 @@ def _cotangents(
 
 @triton.jit
 def _common(
-    TO_MEAN, TO_FREE, TO_LOG, MEAN, FREE, EXACT, BETA, b, h, g, start, length, there, H: tl.constexpr, D: tl.constexpr,
-    C: tl.constexpr, BD: tl.constexpr, ENERGETIC: tl.constexpr, HALF: tl.constexpr, BY_MEAN: tl.constexpr,
+    TO_MEAN, TO_FREE, TO_LOG, MEAN, FREE, BETA, b, h, g, start, length, there, H: tl.constexpr, D: tl.constexpr,
+    C: tl.constexpr, BD: tl.constexpr, ENERGETIC: tl.constexpr, BY_MEAN: tl.constexpr,
     BY_FREE: tl.constexpr, BY_LOG: tl.constexpr,
 ):  # fmt: skip
     """c_t [C]"""
@@ -96,7 +89,7 @@ def _common(
         common += tl.load(TO_LOG + (b * length + start + tl.arange(0, C)) * H + h, mask=there, other=0).to(tl.float32)
     for first in range(0, D, BD):
         to_mean, slope, energy, more, through = _cotangents(
-            TO_MEAN, TO_FREE, MEAN, FREE, EXACT, BETA, b, h, g, start, length, there, first, H, D, BD, ENERGETIC, HALF,
+            TO_MEAN, TO_FREE, MEAN, FREE, BETA, b, h, g, start, length, there, first, H, D, BD, ENERGETIC,
             BY_MEAN, BY_FREE,
         )  # fmt: skip
         common += more
@@ -115,10 +108,10 @@ def _load_lme(LME, ln, start, first, E: tl.constexpr, D: tl.constexpr, BD: tl.co
 
 @triton.jit(do_not_specialize=["length", "chunks", "q_b", "g_b"])
 def read_gradients(
-    Q, GATE, BETA, MARKS, LN, LME, MEAN, FREE, LOG, EXACT, TO_MEAN, TO_FREE, TO_LOG, DN, DA, DE, length, chunks, q_b,
+    Q, GATE, BETA, MARKS, LN, LME, MEAN, FREE, LOG, TO_MEAN, TO_FREE, TO_LOG, DN, DA, DE, length, chunks, q_b,
     q_t, q_h, g_b, g_t, g_h, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
     BE: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr, MARKED: tl.constexpr,
-    ENERGETIC: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr, BY_MEAN: tl.constexpr,
+    ENERGETIC: tl.constexpr, PRECISION: tl.constexpr, BY_MEAN: tl.constexpr,
     BY_FREE: tl.constexpr, BY_LOG: tl.constexpr,
 ):  # fmt: skip
     """Of the state before chunk c, from what the chunk's tokens read of it."""
@@ -136,17 +129,17 @@ def read_gradients(
     for r in range(H // G):
         h = g * (H // G) + r
         q = load_rows(Q + b * q_b + h * q_h, c * C, q_t, real & (segment == 0), E, BE)
-        total, there = _log_totals(LOG, EXACT, b, h, t, length, real, H, D, HALF)
+        total, there = _log_totals(LOG, b, h, t, length, real, H)
         common = _common(
-            TO_MEAN, TO_FREE, TO_LOG, MEAN, FREE, EXACT, BETA, b, h, g, c * C, length, there, H, D, C, BD, ENERGETIC,
-            HALF, BY_MEAN, BY_FREE, BY_LOG,
+            TO_MEAN, TO_FREE, TO_LOG, MEAN, FREE, BETA, b, h, g, c * C, length, there, H, D, C, BD, ENERGETIC,
+            BY_MEAN, BY_FREE, BY_LOG,
         )  # fmt: skip
         share = tl.where(there[:, None], q * exp_of(level - total[:, None]), 0.0)
         total_n += tl.sum(share * common[:, None], 0)
         for first in range(0, D, BD):
             to_mean, slope, energy, more, through = _cotangents(
-                TO_MEAN, TO_FREE, MEAN, FREE, EXACT, BETA, b, h, g, c * C, length, there, first, H, D, BD, ENERGETIC,
-                HALF, BY_MEAN, BY_FREE,
+                TO_MEAN, TO_FREE, MEAN, FREE, BETA, b, h, g, c * C, length, there, first, H, D, BD, ENERGETIC,
+                BY_MEAN, BY_FREE,
             )  # fmt: skip
             before = row < tl.where(r > 0, E, 0)
             at = place * E * D
@@ -312,11 +305,11 @@ def _from_state(
 
 @triton.jit(do_not_specialize=["length", "chunks", "q_b", "k_b", "v_b", "g_b"])
 def token_gradients(
-    Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, EXACT, TO_MEAN, TO_FREE, TO_LOG, DN, DA, DE, DQ, DK, DG,
+    Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, TO_MEAN, TO_FREE, TO_LOG, DN, DA, DE, DQ, DK, DG,
     DV, SUM_Q, SUM_K, SUM_G, SUM_V, SUM_BETA, length, chunks, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t,
     g_h, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BE: tl.constexpr,
     BD: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr, MARKED: tl.constexpr, ENERGETIC: tl.constexpr,
-    STATE: tl.constexpr, EXCLUSIVE: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr, BY_MEAN: tl.constexpr,
+    STATE: tl.constexpr, EXCLUSIVE: tl.constexpr, PRECISION: tl.constexpr, ROUNDED: tl.constexpr, BY_MEAN: tl.constexpr,
     BY_FREE: tl.constexpr, BY_LOG: tl.constexpr,
 ):  # fmt: skip
     """Of q, k, gate, v and, per chunk, beta. A gate's gradient is what flows across it: over the rest of the chunk the
@@ -341,18 +334,18 @@ def token_gradients(
     for r in range(H // G):
         h = g * (H // G) + r
         QH = Q + b * q_b + h * q_h
-        total, there = _log_totals(LOG, EXACT, b, h, t, length, real, H, D, HALF)
+        total, there = _log_totals(LOG, b, h, t, length, real, H)
         common = _common(
-            TO_MEAN, TO_FREE, TO_LOG, MEAN, FREE, EXACT, BETA, b, h, g, c * C, length, there, H, D, C, BD, ENERGETIC,
-            HALF, BY_MEAN, BY_FREE, BY_LOG,
+            TO_MEAN, TO_FREE, TO_LOG, MEAN, FREE, BETA, b, h, g, c * C, length, there, H, D, C, BD, ENERGETIC,
+            BY_MEAN, BY_FREE, BY_LOG,
         )  # fmt: skip
         if STATE:
             for e in range(0, E, KEYS):
                 past = tl.zeros([C, KEYS], tl.float32) + common[:, None]
                 for first in range(0, D, BD):
                     to_mean, slope, energy, more, through = _cotangents(
-                        TO_MEAN, TO_FREE, MEAN, FREE, EXACT, BETA, b, h, g, c * C, length, there, first, H, D, BD,
-                        ENERGETIC, HALF, BY_MEAN, BY_FREE,
+                        TO_MEAN, TO_FREE, MEAN, FREE, BETA, b, h, g, c * C, length, there, first, H, D, BD,
+                        ENERGETIC, BY_MEAN, BY_FREE,
                     )  # fmt: skip
                     past += _from_state(
                         AVG + place * E * D, LME + place * E * D, LN + place * E, to_mean, slope, energy, there, e,
@@ -369,8 +362,8 @@ def token_gradients(
         own = tl.zeros([C, C], tl.float32) + common[:, None]
         for first in range(0, D, BD):
             to_mean, slope, energy, more, through = _cotangents(
-                TO_MEAN, TO_FREE, MEAN, FREE, EXACT, BETA, b, h, g, c * C, length, there, first, H, D, BD, ENERGETIC,
-                HALF, BY_MEAN, BY_FREE,
+                TO_MEAN, TO_FREE, MEAN, FREE, BETA, b, h, g, c * C, length, there, first, H, D, BD, ENERGETIC,
+                BY_MEAN, BY_FREE,
             )  # fmt: skip
             v = load_rows(V, c * C, v_t, real, D, BD, first)
             own += tl.dot(to_mean, tl.trans(v), input_precision=PRECISION)
@@ -480,7 +473,7 @@ def token_gradients(
     if GATED and W == 1:
         flow = tl.sum(tl.where(later, flow[None, :], 0.0), 1) + goes_on * across
         tl.store(DG + (b * length + t) * G + g, tl.where(free, flow, 0.0), mask=inside)
-    if HALF:
+    if ROUNDED:
         tl.debug_barrier()
         for first in range(0, D, BD):
             to_v = load_rows(SUM_V, c * C, G * D, inside, D, BD, first)

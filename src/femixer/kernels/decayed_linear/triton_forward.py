@@ -185,10 +185,10 @@ def store_state(
 
 @triton.jit(do_not_specialize=["length", "chunks", "q_b", "k_b", "v_b", "g_b"])
 def read(
-    Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, EXACT, AGAIN, length, chunks, q_b, q_t, q_h, k_b, k_t,
+    Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, AGAIN, length, chunks, q_b, q_t, q_h, k_b, k_t,
     k_h, v_b, v_t, v_h, g_b, g_t, g_h, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, D: tl.constexpr,
     C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr, MARKED: tl.constexpr,
-    ENERGETIC: tl.constexpr, STATE: tl.constexpr, EXCLUSIVE: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr,
+    ENERGETIC: tl.constexpr, STATE: tl.constexpr, EXCLUSIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Mean, free energy and log total of a chunk's tokens, from tokens up to them and the state before the chunk."""
     c, bh = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
@@ -263,8 +263,8 @@ def read(
                 more, unclear = log_ratio(old_energy, base)
                 doubts += tl.max((unclear & (before > BARELY)[:, None]).to(tl.int32))
                 energy = mix(energy, own[:, None], more + old_top[None, :], old[:, None])
-        _store(MEAN, FREE, EXACT, b, h, c * C, length, all_weight, mean, energy, beta, first, H, D, BD, ENERGETIC, HALF)
-    _store_total(LOG, EXACT, b, h, t, length, all_weight, H, D, HALF)
+        _store(MEAN, FREE, b, h, c * C, length, all_weight, mean, energy, beta, first, H, D, BD, ENERGETIC)
+    _store_total(LOG, b, h, t, length, all_weight, H)
     tl.store(AGAIN + tl.program_id(0), doubts)
 
 
@@ -291,10 +291,10 @@ def _state_range(LN, LME, first, E: tl.constexpr, D: tl.constexpr, BD: tl.conste
 
 @triton.jit
 def _store(
-    MEAN, FREE, EXACT, b, h, start, length, weight, mean, energy, beta, first, H: tl.constexpr, D: tl.constexpr,
-    BD: tl.constexpr, ENERGETIC: tl.constexpr, HALF: tl.constexpr,
+    MEAN, FREE, b, h, start, length, weight, mean, energy, beta, first, H: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, ENERGETIC: tl.constexpr,
 ):  # fmt: skip
-    """The free energy is the mean where rounding puts it below. EXACT has beta F in float32 for the backward."""
+    """The free energy is the mean where rounding puts it below."""
     there, inside = (weight > BARELY)[:, None], start + tl.arange(0, weight.shape[0]) < length
     mean = tl.where(there, mean, 0.0)
     store_rows(MEAN + (b * length * H + h) * D, start, H * D, inside, mean, D, BD, first)
@@ -302,26 +302,21 @@ def _store(
         free = tl.where(there, energy / beta[None, :], 0.0)
         free = tl.where(free >= mean, free, mean)
         store_rows(FREE + (b * length * H + h) * D, start, H * D, inside, free, D, BD, first)
-        if HALF:
-            energy = free * beta[None, :]
-            store_rows(EXACT + (b * length * H + h) * (D + 1), start, H * (D + 1), inside, energy, D, BD, first)
 
 
 @triton.jit
-def _store_total(LOG, EXACT, b, h, t, length, weight, H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
+def _store_total(LOG, b, h, t, length, weight, H: tl.constexpr):
     log_total = tl.where(weight > BARELY, weight, -float("inf"))
     place = (b * length + t) * H + h
     tl.store(LOG + place, log_total, mask=t < length)
-    if HALF:
-        tl.store(EXACT + place * (D + 1) + D, log_total, mask=t < length)
 
 
 @triton.jit(do_not_specialize=["length", "chunks", "q_b", "k_b", "v_b", "g_b"])
 def read_again(
-    Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, EXACT, AGAIN, length, chunks, q_b, q_t, q_h, k_b, k_t,
+    Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, AGAIN, length, chunks, q_b, q_t, q_h, k_b, k_t,
     k_h, v_b, v_t, v_h, g_b, g_t, g_h, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, D: tl.constexpr,
     C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr, MARKED: tl.constexpr,
-    ENERGETIC: tl.constexpr, STATE: tl.constexpr, EXCLUSIVE: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr,
+    ENERGETIC: tl.constexpr, STATE: tl.constexpr, EXCLUSIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The same as `read`, for chunks that it marked."""
     if tl.load(AGAIN + tl.program_id(0)) == 0:
@@ -360,8 +355,8 @@ def read_again(
             more = score_of(q, key, far, seen, W)
             weight, mean, energy = _include(weight, mean, energy, more, v, v * beta)
         energy -= weight[:, None]
-        _store(MEAN, FREE, EXACT, b, h, c * C, length, weight, mean, energy, beta, first, H, D, BD, ENERGETIC, HALF)
-        _store_total(LOG, EXACT, b, h, t, length, weight, H, D, HALF)
+        _store(MEAN, FREE, b, h, c * C, length, weight, mean, energy, beta, first, H, D, BD, ENERGETIC)
+        _store_total(LOG, b, h, t, length, weight, H)
 
 
 @triton.jit

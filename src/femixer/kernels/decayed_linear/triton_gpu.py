@@ -150,24 +150,15 @@ def _operands(given: Inputs) -> tuple[list[Tensor], list[int]]:
 
 
 def forward(*arguments: Any) -> tuple[Tensor, ...]:
-    given, found = Inputs(*arguments), results(*arguments)
-    _read(given, found)
-    return found
-
-
-def inference(*arguments: Any) -> tuple[Tensor, ...]:
-    given, found = Inputs(*arguments), OPERATOR.results(*arguments)
-    found = *found[:5], found[5].new_empty(0)
-    _read(given, found)
+    found = results(*arguments)
+    _read(Inputs(*arguments), found)
     return found
 
 
 def results(*arguments: Any) -> tuple[Tensor, ...]:
-    """As the operator has them, but for the last: beta F and log total in float32 for the backward, if the others have
-    fewer digits."""
-    given, found = Inputs(*arguments), OPERATOR.results(*arguments)
-    shape = (0,) if given.v.dtype == torch.float32 else (*given.q.shape[:3], given.v.shape[3] + 1)
-    return *found[:5], torch.empty(shape, dtype=torch.float32, device=given.v.device)
+    """As the operator has them, without the last."""
+    *found, _ = OPERATOR.results(*arguments)
+    return *found, found[0].new_empty(0)
 
 
 def _read(given: Inputs, found: tuple[Tensor, ...]) -> None:
@@ -175,40 +166,44 @@ def _read(given: Inputs, found: tuple[Tensor, ...]) -> None:
     if plan.length == 1:
         _read_token(given, plan, found)
         return
-    mean, free, log_total, last, last_top, exact = found
+    mean, free, log_total, last, last_top, _ = found
     stateful = given.sums is not None or given.keep or plan.chunks > 1
     states = _states(given, plan, last, last_top) if stateful else None
     (q, k, gate, v, beta, marks), strides = _operands(given)
     ln, average, energy = (log_total,) * 3 if states is None else states[2:]
     programs = plan.chunks * q.shape[0] * q.shape[2]
     again = torch.empty(programs, dtype=torch.int32, device=q.device)
-    read = ln, average, energy, mean, free, log_total, exact, again, plan.length, plan.chunks
-    options = {"STATE": stateful, "EXCLUSIVE": given.exclusive, "HALF": exact.numel() > 0}
+    read = ln, average, energy, mean, free, log_total, again, plan.length, plan.chunks
+    options = {"STATE": stateful, "EXCLUSIVE": given.exclusive}
+    # A product of 32 rows has work for two of NVIDIA's warps; with more of them sm_90 spills.
+    few_warps = plan.BE <= 64 and target_of(q).startswith("sm_")
     for kernel in (kernels.read, kernels.read_again):
         operands = q, k, gate, v, beta, marks, *read, *strides
         again_only = kernel is kernels.read_again  # which finds nothing to do, as a rule
+        tiles = plan.tiles if again_only or not few_warps else {**plan.tiles, "num_warps": 2}
         launch(
             kernel,
             (programs,),
             *operands,
             moved=4 * programs if again_only else _bytes(operands),
+            exact=True,
             flops=0 if again_only else plan.products(q.shape[0] * q.shape[2], stateful),
             exponentials=0 if again_only else plan.powers(q.shape[0] * q.shape[2]),
             H=q.shape[2],
             **options,
             **plan.shape,
             **plan.flags,
-            **plan.tiles,
+            **tiles,
         )
 
 
 def _read_token(given: Inputs, plan: Plan, found: tuple[Tensor, ...]) -> None:
     (q, k, gate, v, beta, marks), strides = _operands(given)
-    mean, free, log_total, last, last_top, exact = found
+    mean, _, _, last, last_top, _ = found
     first, top = (mean, mean) if given.sums is None or given.top is None else (given.sums, given.top)
     last, last_top = (last, last_top) if given.keep else (mean, mean)
     flags = {name: value for name, value in plan.flags.items() if name != "PRECISION"}
-    operands = q, k, gate, v, beta, marks, first.contiguous(), top.contiguous(), *found[:3], exact, last, last_top
+    operands = q, k, gate, v, beta, marks, first.contiguous(), top.contiguous(), *found[:3], last, last_top
     launch(
         one_token.step,
         (q.shape[0] * v.shape[2], triton.cdiv(v.shape[3], VALUES)),
@@ -223,7 +218,6 @@ def _read_token(given: Inputs, plan: Plan, found: tuple[Tensor, ...]) -> None:
         STATE=given.sums is not None,
         EXCLUSIVE=given.exclusive,
         KEEP=given.keep,
-        HALF=exact.numel() > 0,
         num_warps=WARPS,
         **plan.shape,
         **flags,
@@ -251,6 +245,7 @@ def _states(given: Inputs, plan: Plan, last: Tensor, last_top: Tensor) -> States
         *operands,
         *strides[3:],
         moved=_bytes(operands),
+        exact=True,
         flops=2 * rows * plan.length * channels * width * plan.streams,
         exponentials=rows * (plan.length * (channels + width) + n * channels * width),
         **options,
@@ -280,14 +275,14 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     given, plan = Inputs(*arguments), _plan(Inputs(*arguments), backward=True)
     (q, k, gate, v, beta, marks), strides = _operands(given)
-    mean, free, log_total, _, _, exact = results
+    mean, free, log_total = results[:3]
     batch, heads, n = q.shape[0], q.shape[2], plan.chunks
     groups, channels, width = plan.shape.values()
     # Anything for what nobody used.
     to = [mean if g is None else g.contiguous() for g in grads[:4]]
     by = {name: g is not None for name, g in zip(("BY_MEAN", "BY_FREE", "BY_LOG"), grads, strict=False)}
-    read = mean, free, log_total, exact if exact.numel() else log_total, *to[:3]
-    options = {"H": heads, "HALF": exact.numel() > 0, **by, **plan.shape, **plan.flags, **plan.tiles}
+    read = mean, free, log_total, *to[:3]
+    options = {"H": heads, **by, **plan.shape, **plan.flags, **plan.tiles}
     by_last = given.keep and grads[3] is not None
     stateful = given.sums is not None or by_last or n > 1
     states, to_states, to_sums = None, (mean,) * 3, None
@@ -303,6 +298,7 @@ def backward(
             (n * batch * groups,),
             *(*operands, *steps),
             moved=_bytes(operands),
+            exact=True,
             flops=2 * batch * heads * plan.length * channels * width * plan.streams,
             exponentials=batch * heads * plan.length * (channels + width),
             **options,
@@ -336,12 +332,13 @@ def backward(
     operands = q, k, gate, v, beta, marks, *before, *read, *to_states
     to_gate = (d_k, sum_k) if d_gate is None else (d_gate, sum_gate)
     found = d_q, d_k, to_gate[0], d_v, sum_q, sum_k, to_gate[1], sum_v, sum_beta, plan.length, n
-    options |= {"STATE": stateful, "EXCLUSIVE": given.exclusive, "num_warps": 8}
+    options |= {"STATE": stateful, "EXCLUSIVE": given.exclusive, "ROUNDED": sum_v is not d_v, "num_warps": 8}
     launch(
         gradients.token_gradients,
         (n * batch * groups,),
         *(*operands, *found, *strides),
         moved=_bytes((*operands, *found)),
+        exact=True,
         flops=3 * plan.products(batch * heads, stateful),
         exponentials=2 * plan.powers(batch * heads),
         **options,

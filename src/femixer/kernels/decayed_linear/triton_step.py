@@ -20,10 +20,10 @@ from femixer.kernels.triton_math import log1p
 
 @triton.jit(do_not_specialize=["q_b", "k_b", "v_b", "g_b"])
 def step(
-    Q, K, GATE, V, BETA, MARKS, FIRST, TOP, MEAN, FREE, LOG, EXACT, LAST, LAST_TOP, q_b, q_h, k_b, k_h, v_b, v_h, g_b,
+    Q, K, GATE, V, BETA, MARKS, FIRST, TOP, MEAN, FREE, LOG, LAST, LAST_TOP, q_b, q_h, k_b, k_h, v_b, v_h, g_b,
     g_h, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, D: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
     W: tl.constexpr, GATED: tl.constexpr, MARKED: tl.constexpr, ENERGETIC: tl.constexpr, STATE: tl.constexpr,
-    EXCLUSIVE: tl.constexpr, KEEP: tl.constexpr, HALF: tl.constexpr,
+    EXCLUSIVE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """All rows of BD value channels."""
     bg, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BD
@@ -74,14 +74,10 @@ def step(
         at = b * H + h
         tl.store(MEAN + at * D + column, mean, mask=column < D)
         tl.store(LOG + at + row, log_total, mask=row < tl.where(first == 0, 1, 0))
-        if HALF:
-            tl.store(EXACT + at * (D + 1) + D + row, log_total, mask=row < tl.where(first == 0, 1, 0))
         if ENERGETIC:
             free = _log_mean_exp(p, energy) / beta
             free = tl.where(total > 0, tl.where(free >= mean, free, mean), 0.0)
             tl.store(FREE + at * D + column, free, mask=column < D)
-            if HALF:
-                tl.store(EXACT + at * (D + 1) + column, free * beta, mask=column < D)
     if KEEP:
         store_state(LAST, LAST_TOP, bg, first, weight, new_average, new_energy, E, D, BE, BD, ENERGETIC)
 

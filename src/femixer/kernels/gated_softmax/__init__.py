@@ -7,11 +7,9 @@ mu and F of `femixer.kernels.softmax`, the gates of `femixer.kernels.gates`.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from femixer.kernels.operator import Operator
-from femixer.kernels.softmax import reading_dtype
 
 
 def _results(
@@ -59,9 +57,3 @@ def gated_softmax_read(
         bias = bias.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     of_queries, of_keys = (None, None) if segments is None else segments
     return OPERATOR(q, k, v, beta, *gates, bias, of_queries, of_keys, causal, window, eps)[0]
-
-
-def handed_dtype(v: Tensor, beta: Tensor | None) -> torch.dtype:
-    """The type in which queries, keys, values and logits are handed over: as they come, because exponentials and sums
-    are float32 inside; on a CPU, where half precision is not faster, in the type they are read in."""
-    return reading_dtype(v, beta) if v.device.type == "cpu" else v.dtype

@@ -4,16 +4,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from femixer.kernels.gates import result_dtype
+
 READS_RESULTS = False
 
 
 def forward(
     mean: Tensor, free: Tensor | None, lam: Tensor | None, gate: Tensor | None, eps: float
 ) -> tuple[Tensor, ...]:
+    dtype = result_dtype(mean, lam, gate)
+    lam, gate = (None if x is None else x.to(mean.dtype) for x in (lam, gate))
     read = mean if free is None or lam is None else torch.lerp(mean, free, torch.sigmoid(lam))
-    if gate is None:
-        return (read,)
-    return (read * F.rms_norm(F.softplus(gate), gate.shape[-1:], None, eps),)
+    if gate is not None:
+        read = read * F.rms_norm(F.softplus(gate), gate.shape[-1:], None, eps)
+    return (read.to(dtype),)
 
 
 def backward(
@@ -23,7 +27,9 @@ def backward(
     needed: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     mean, free, lam, gate, eps = arguments
-    to_read = grads[0]
+    of_lam, of_gate = (None if x is None else x.dtype for x in (lam, gate))
+    to_read = grads[0].to(mean.dtype)
+    lam, gate = (None if x is None else x.to(mean.dtype) for x in (lam, gate))
     share = None if lam is None else torch.sigmoid(lam)
     to_free = to_lam = to_gate = None
     if gate is not None:
@@ -41,4 +47,5 @@ def backward(
         to_free = to_read * share
         to_read = to_read - to_free
         to_lam = (free - mean) * (to_read * share)
+    to_lam, to_gate = (None if x is None else x.to(dtype) for x, dtype in ((to_lam, of_lam), (to_gate, of_gate)))
     return to_read, to_free, to_lam, to_gate

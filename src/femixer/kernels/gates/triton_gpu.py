@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from femixer.kernels.gates import OPERATOR
 from femixer.kernels.triton_launch import launch, size_of
 from femixer.kernels.triton_math import sigmoid, softplus
 
@@ -34,7 +35,7 @@ def refuse(mean: Tensor, free: Tensor | None, lam: Tensor | None, gate: Tensor |
 def forward(
     mean: Tensor, free: Tensor | None, lam: Tensor | None, gate: Tensor | None, eps: float
 ) -> tuple[Tensor, ...]:
-    out = torch.empty(mean.shape, dtype=mean.dtype, device=mean.device)
+    (out,) = OPERATOR.results(mean, free, lam, gate, eps)
     given = _tokens(mean, free, lam, gate)
     _launch(_forward, given, [out], eps)
     return (out,)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from femixer.kernels.marks import is_padding, is_start
+from femixer.kernels.precision import wide_dtype
 from femixer.kernels.reading import last_top, read_of_sums, running_shift
 from femixer.kernels.recurrence import linear_recurrence
 from femixer.kernels.recurrence.plain import LEAST
@@ -17,7 +18,7 @@ from femixer.kernels.recurrence.plain import LEAST
 
 def forward(*arguments: Any) -> tuple[Tensor, ...]:
     gate, write, read, spread, gather, values, beta, marks, sums, top, exclusive = arguments
-    dtype = values.dtype
+    dtype = wide_dtype(values)
     if values.numel() == 0:
         free = values.new_empty((0, 0, 0, 0) if beta is None else values.shape)
         return values.clone(), free, values.clone(), sums.clone(), top.clone()

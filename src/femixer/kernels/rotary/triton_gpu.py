@@ -15,7 +15,7 @@ from femixer.kernels.triton_launch import launch, size_of
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ELEMENTS, WIDEST = 2048, 1024
 
-READS_ARGUMENTS = ("cos", "sin")
+READS_RESULTS, REMADE = False, True
 
 
 def refuse(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, floor: float | None) -> str | None:
@@ -35,14 +35,14 @@ def forward(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, floor: float | None)
 
 def backward(
     grads: tuple[Tensor | None, ...],
-    arguments: tuple[None, None, Tensor, Tensor, float | None],
-    results: tuple[Tensor, ...],
+    arguments: tuple[Tensor, Tensor, Tensor, Tensor, float | None],
+    _: object,
     needed: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    _, _, cos, sin, floor = arguments
-    given = [torch.zeros_like(y) if g is None else g for g, y in zip(grads, results, strict=True)]
-    found = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in results]
-    _launch(given, list(results), cos, sin, found, floor, back=True)
+    q, k, cos, sin, floor = arguments
+    given = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, (q, k), strict=True)]
+    found = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
+    _launch(given, [q, k], cos, sin, found, floor, back=True)
     return *(to_x if x is not None else None for x, to_x in zip(grads, found, strict=True)), None, None
 
 
@@ -55,7 +55,7 @@ def _launch(
     floor: float | None,
     back: bool,
 ) -> None:
-    """given: what is rotated; seen: the features, where the gradient wants to know what was positive."""
+    """given: what is rotated; seen: queries and keys, where the gradient wants to know which features are positive."""
     (batch, length, heads, width), groups = given[0].shape, given[1].shape[2]
     columns = max(2, triton.next_power_of_2(width))
     rows = max(1, ELEMENTS // columns)
@@ -114,6 +114,12 @@ def _rotate(
 
 
 @triton.jit
+def _turned(x, cos, sin, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    a, b = tl.split(tl.reshape(x, [ROWS, COLUMNS // 2, 2]))
+    return tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), [ROWS, COLUMNS])
+
+
+@triton.jit
 def _rotate_head(
     X, Seen, Out, Cos, Sin, by_token, seen_by_token, tokens, angles, floor,
     FLOORED: tl.constexpr, BACK: tl.constexpr, HEADS: tl.constexpr,
@@ -124,19 +130,13 @@ def _rotate_head(
     inside = (row < tokens)[:, None] & (column < WIDTH)[None, :]
     token = row.to(tl.int64)[:, None]
     x = tl.load(X + token * by_token + column[None, :], mask=inside, other=0).to(tl.float32)
-    if BACK and FLOORED:
-        seen = tl.load(Seen + token * seen_by_token + column[None, :], mask=inside, other=0).to(tl.float32)
-        least = tl.zeros_like(seen) + floor
-        x = tl.where(
-            seen > least.to(Seen.dtype.element_ty).to(tl.float32), x, 0.0
-        )  # rounded as what it is compared with
     angle = (row % angles).to(tl.int64)[:, None] * (WIDTH // 2) + pair[None, :]
     there = (row < tokens)[:, None] & (pair < WIDTH // 2)[None, :]
     cos, sin = tl.load(Cos + angle, mask=there, other=0), tl.load(Sin + angle, mask=there, other=0)
-    if BACK:
-        sin = -sin
-    a, b = tl.split(tl.reshape(x, [ROWS, COLUMNS // 2, 2]))
-    y = tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), [ROWS, COLUMNS])
+    if BACK and FLOORED:
+        seen = tl.load(Seen + token * seen_by_token + column[None, :], mask=inside, other=0).to(tl.float32)
+        x = tl.where(_turned(seen, cos, sin, ROWS, COLUMNS) > 0, x, 0.0)
+    y = _turned(x, cos, -sin if BACK else sin, ROWS, COLUMNS)
     if FLOORED and not BACK:
         y = tl.maximum(y, 0.0) + floor
     tl.store(Out + token * (HEADS * WIDTH) + column[None, :], y, mask=inside)

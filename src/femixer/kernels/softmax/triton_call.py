@@ -103,10 +103,15 @@ class Call:
         if self.q.dtype == torch.float32:
             if wide <= 64:
                 return Tiles(64, 32, 4, 2)
-            return Tiles(64, 32, 8, 1) if wide <= 128 else Tiles(32, 32, 8, 1)
+            return Tiles(64, 32, 8, 1) if wide <= 128 else Tiles(16, 32, 8, 1)
         if wide <= 128:
             return Tiles(128, 64, 8, 1 if small else 2)
         return Tiles(64, 64, 8, 1 if small else 2)
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether the compiler takes the matrix units of sm_90 or later, and other registers with them."""
+        return target_of(self.q).startswith("sm_") and int(target_of(self.q)[3:]) >= 90
 
     @property
     def blocks(self) -> int:

@@ -119,7 +119,8 @@ def read(call: Call, mean: Tensor, free: Tensor, log_z: Tensor, flags: Tensor, t
         *(call.rows, call.keys, size, *sizes),
         *strides,
         moved=call.bytes(flags),
-        num_warps=8,
+        # What spills no registers.
+        num_warps=16 if gated and call.q.dtype != torch.float32 and call.is_hopper else 8,
         **call.flags,
         **call.gate_flags,
     )

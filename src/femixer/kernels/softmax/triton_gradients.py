@@ -49,13 +49,14 @@ ROWS = 32
 
 def tiles_of(call: Call) -> tuple[Tiles, Tiles]:
     """For the gradients of keys and values, and for those of queries: the largest of a few that spill no registers on
-    sm_80, by the width of what a token has."""
+    sm_80 and sm_90, by the width of what a token has."""
     wide = max(padded(call.key_width), 2 * padded(call.width))
     # With four warps an AMD GPU has twice the registers for each.
     warps = 4 if target_of(call.q).startswith("gfx") else 8
     if call.stream_dtype == torch.float32:
-        return Tiles(16, 32 if wide <= 64 else 16, warps, 1), Tiles(16, 32 if wide <= 128 else 16, warps, 1)
-    return Tiles(32 if wide <= 128 else 16, 32, warps, 1), Tiles(32, 32, warps, 1)
+        of_keys = 32 if wide <= 64 and not call.is_hopper else 16
+        return Tiles(16, of_keys, warps, 1), Tiles(16, 32 if wide <= 128 else 16, warps, 1)
+    return Tiles(32 if wide <= 128 else 16, 32, warps, 1), Tiles(64 if wide <= 128 and warps == 8 else 32, 32, warps, 1)
 
 
 def backward(call: Call, by_mean: Tensor | None, by_free: Tensor | None, found: Found, bias_grad: bool) -> Gradients:

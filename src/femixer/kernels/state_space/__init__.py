@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from femixer.kernels.operator import Operator
+from femixer.kernels.precision import wide_dtype
 from femixer.kernels.reading import Reading, state_dtype
 
 
@@ -64,8 +65,8 @@ def _results(
     top: Tensor,
     exclusive: bool,
 ) -> tuple[Tensor, ...]:
-    mean, log_total = v.new_empty(v.shape), v.new_empty(v.shape)
-    free = v.new_empty((0, 0, 0) if beta is None else v.shape)
+    mean, log_total = (v.new_empty(v.shape, dtype=wide_dtype(v)) for _ in range(2))
+    free = mean.new_empty((0, 0, 0) if beta is None else v.shape)
     return mean, free, log_total, sums.new_empty(sums.shape), top.new_empty(top.shape)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from femixer.kernels.marks import PADDING, is_padding, is_start
+from femixer.kernels.precision import wide_dtype
 from femixer.kernels.reading import last_top, read_of_sums, running_shift
 from femixer.kernels.recurrence import linear_recurrence
 from femixer.kernels.recurrence.plain import CHUNK, LEAST
@@ -114,7 +115,7 @@ def _read(arguments: tuple[Any, ...], call: Callable[..., Any]) -> tuple[Tensor,
     highest = None if shift is None else shift.tokens.flatten(2)
     warmth = None if beta is None else beta.double()[:, None, None]
     found = read_of_sums(y.flatten(2, 3).unbind(-1), highest, warmth, layout.padding)
-    results = [r.permute(1, 2, 0)[:, :length].to(v.dtype, memory_format=torch.contiguous_format) for r in found]
+    results = [r.permute(1, 2, 0)[:, :length].to(wide_dtype(v), memory_format=torch.contiguous_format) for r in found]
     last = last.permute(1, 3, 2, 0).to(sums.dtype, memory_format=torch.contiguous_format)  # [B, S, N, C]
     if shift is None:
         last = torch.cat([last, torch.zeros_like(sums[:, 2:])], 1)

@@ -123,8 +123,8 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
     p = _problem(arguments)
     batch, length, channels, modes = p.shape
     states, tops, _ = _states_before(p)
-    mean, log_total = torch.empty_like(p.v), torch.empty_like(p.v)
-    free = torch.empty_like(p.v) if p.flags["FREE"] else p.v.new_empty(0, 0, 0)
+    mean, log_total = (torch.empty_like(p.v, dtype=torch.float32) for _ in range(2))
+    free = torch.empty_like(mean) if p.flags["FREE"] else mean.new_empty(0, 0, 0)
     last, last_top = torch.empty_like(p.sums), torch.empty_like(p.top)
     given = p.rate, p.v, p.step, p.write, p.read, p.weight, p.skip, p.beta, p.marks, states, tops
     results = mean, free if p.flags["FREE"] else mean, log_total, last, last_top
