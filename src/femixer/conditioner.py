@@ -62,4 +62,5 @@ class TimeDecayConditioner(nn.Module):
         """x [B, T, dim], state [B, C] -> (features [B, T, C], state after the last token)."""
         y = self.in_proj(F.layer_norm(x, (self.dim,), eps=EPS))
         wide = torch.promote_types(y.dtype, torch.float32)
-        return condition(y.to(wide), layout.marks(), usable(state), self.causal, EPS)
+        state = None if state is None else usable(state)
+        return condition(y.to(wide), layout.marks(), state, self.causal, EPS)

@@ -5,22 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from femixer.kernels.operator import Operator
+from femixer.kernels.operator import declared
 
 
-def _results(
-    mean: Tensor, free: Tensor | None, lam: Tensor | None, gate: Tensor | None, eps: float
-) -> tuple[Tensor, ...]:
-    return (torch.empty_like(mean, memory_format=torch.contiguous_format),)
-
-
-OPERATOR = Operator(__name__, _results, fusible=True)
-
-
+@declared(fusible=True)
 def gated(mean: Tensor, free: Tensor | None, lam: Tensor | None, gate: Tensor | None, eps: float) -> Tensor:
     """All [B, T, H, D] and of one type; lam and gate are the logits a and b.
 
     rms is sqrt(mean(softplus(b)^2) + eps) over the D channels of a head. Without free and lam, which come together, the
     read is the mean; without gate it is not scaled.
     """
-    return OPERATOR(mean, free, lam, gate, eps)[0]
+    return torch.empty_like(mean, memory_format=torch.contiguous_format)
+
+
+OPERATOR = gated.operator
