@@ -22,8 +22,8 @@ METHOD = sorted(
         *(PACKAGE / "models").rglob("*.py"),
     ]
 )
-# The aim is 7,000 lines; until then operators may only become shorter (softplus and unnormalized came last).
-LINES, FUNCTION_LINES, PARAMETERS = 12_100, 80, 12
+# The aim is 7,000 lines; until then operators may only become shorter.
+LINES, FUNCTION_LINES, PARAMETERS = 11_400, 80, 12
 
 each = {"ids": lambda path: str(path.relative_to(PACKAGE))}
 
@@ -101,7 +101,7 @@ def test_one_file_chooses_the_backend() -> None:
 
 @pytest.mark.parametrize("path", [path for path in OPERATORS if path.name.startswith("numba_")], **each)
 def test_compiled_code_is_kept_with_our_stamp(path: Path) -> None:
-    """numba's own cache does not see that an inlined function has changed: decorators of numba_math only."""
+    """numba's own cache does not see that an inlined function has changed: decorators of numba_kernel only."""
     assert "cache=True" not in path.read_text(encoding="utf-8")
 
 
@@ -127,20 +127,35 @@ def test_an_operator_has_its_files(folder: Path) -> None:
     assert "OPERATOR" in (folder / "__init__.py").read_text(encoding="utf-8")
 
 
-LOOPS = [path for path in OPERATORS if path.name.startswith("numba_") and path.name not in ("numba_cpu.py",)]
-
-
-@pytest.mark.parametrize("path", LOOPS, **each)
+@pytest.mark.parametrize("path", [path for path in OPERATORS if path.name.startswith("numba_")], **each)
 def test_compiled_code_takes_constants_from_files_that_the_stamp_covers(path: Path) -> None:
+    """Names that compiled functions read: imported from such a file, or made in this one of nothing else."""
     covered = {str(found) for pattern in numba_cache._SOURCES for found in PACKAGE.glob(pattern)}
-    for name in imports(path):
-        parts = name.split(".")
-        if parts[0] != "femixer":
-            continue
-        module = PACKAGE.joinpath(*parts[1:])
-        found = [str(p) for p in (module.with_suffix(".py"), module / "__init__.py") if p.is_file()]
-        package_only = module == KERNELS or not found
-        assert package_only or found[0] in covered, f"{name} is not stamped"
+    code = ast.parse(path.read_text(encoding="utf-8"))
+    uncovered: set[str] = set()
+
+    def names(node: ast.AST) -> set[str]:
+        return {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
+
+    for node in code.body:
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "femixer":
+            module = PACKAGE.joinpath(*node.module.split(".")[1:])
+            files = {str(module.with_suffix(".py")), str(module / "__init__.py")}
+            uncovered |= {name.asname or name.name for name in node.names if not files & covered}
+        elif isinstance(node, ast.Assign) and uncovered & names(node.value):
+            uncovered |= {name for target in node.targets for name in names(target)}
+    for function in functions(path):
+        if is_compiled(function):
+            inside = names(function) - {argument.arg for argument in function.args.args}
+            assert not inside & uncovered, f"{function.name} reads {inside & uncovered}, which is not stamped"
+
+
+@pytest.mark.parametrize("path", [path for path in OPERATORS if path.name.startswith("numba_")], **each)
+def test_kernels_write_to_contiguous_tensors(path: Path) -> None:
+    """A kernel copies what is not contiguous, and results like a transposed tensor would be lost with the copy."""
+    calls = [node.func for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    likes = [ast.unparse(call) for call in calls if re.search(r"^torch\.\w+_like$", ast.unparse(call))]
+    assert not likes, f"new_empty(*x.shape) instead of {likes}"
 
 
 def modules_of(package: Path) -> dict[str, Path]:

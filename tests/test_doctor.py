@@ -87,6 +87,7 @@ def test_an_operator_that_a_backend_leaves_to_torch_says_why(
 def test_a_backend_that_is_not_there_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(dispatch, "CANDIDATES", {})
     monkeypatch.setattr(dispatch, "_numba", "numba is not installed: pip install 'femixer[fast]'")
     assert main(["doctor", "--operators", "rms_norm", "--warm"]) == 0
     shown = capsys.readouterr().out

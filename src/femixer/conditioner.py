@@ -62,4 +62,5 @@ class TimeDecayConditioner(nn.Module):
     def forward(self, x: Tensor, layout: Layout, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x [B, T, dim], state [B, C] -> (features [B, T, C], state after the last token)."""
         y = self.in_proj(F.layer_norm(x, (self.dim,), eps=EPS))
-        return condition(y.to(handed_dtype(y)), layout.marks(), usable(state), self.causal, EPS)
+        state = None if state is None else usable(state)
+        return condition(y.to(handed_dtype(y)), layout.marks(), state, self.causal, EPS)

@@ -120,9 +120,9 @@ def _version(package: str) -> str:
 def _kernel_threads() -> str:
     if dispatch.unavailable("numba") is not None:
         return "none"
-    from femixer.kernels import numba_math
+    from femixer.kernels import numba_kernel
 
-    return str(min(torch.get_num_threads(), numba_math.MOST_THREADS) if numba_math._parallel else 1)
+    return str(min(torch.get_num_threads(), numba_kernel.MOST_THREADS) if numba_kernel._parallel else 1)
 
 
 def columns() -> list[Column]:
@@ -220,7 +220,7 @@ def warm(operators: Sequence[Operator], layers: bool) -> str:
     """Compile every kernel, for one thread and for several; layers: also as the layers call them."""
     if (why := dispatch.unavailable("numba")) is not None:
         return f"Nothing to compile: {why}"
-    from femixer.kernels import numba_cache, numba_math
+    from femixer.kernels import numba_cache, numba_kernel
 
     numba_cache.silence()
     print("Compiling all kernels; where none are on disk this takes minutes", flush=True)
@@ -228,7 +228,7 @@ def warm(operators: Sequence[Operator], layers: bool) -> str:
     examine([case for case in served(operators) if case.column.backend == "numba"])
     if layers:
         run_layers()
-    pairs = [(parallel, signature) for serial, parallel in numba_math.KERNELS for signature in serial.signatures]
+    pairs = [(parallel, signature) for serial, parallel in numba_kernel.KERNELS for signature in serial.signatures]
     with _bar("compiling", len(pairs)) as advance:
         for parallel, signature in pairs:
             parallel.compile(signature)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from femixer.kernels.gates import gated
+from femixer.kernels.precision import handed_dtype
 
 # Added to the mean square that the outer gate is divided by.
 EPS = 1e-6
@@ -46,7 +47,8 @@ def gated_read(
 ) -> Tensor:
     """Each [B, T, H, D]. Without `free` the read is the mean; without lam_logits it is the free energy. The logits may
     have fewer digits; a gated read has theirs."""
-    if free is None or lam_logits is None:
+    lam, gate = (None if x is None else x.to(handed_dtype(x)) for x in (lam_logits, gate_logits))
+    if free is None or lam is None:
         read = mean if free is None else free
-        return read if gate_logits is None else gated(read, None, None, gate_logits, eps)
-    return gated(mean, free, lam_logits, gate_logits, eps)
+        return read if gate is None or gate_logits is None else gated(read, None, None, gate, eps).to(gate_logits.dtype)
+    return gated(mean, free, lam, gate, eps).to(lam_logits.dtype)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from femixer.layout import Past
 from femixer.ownership import check_made_by, new_number
 from femixer.state import State
 
@@ -84,7 +85,7 @@ class MixerLayer(nn.Module):
         """The state before x: `state`, or that before the first token. One that was loaded from a file becomes this
         mixer's, if weights like these made it."""
         if state is None:
-            return State.start(self._owner, x)
+            return State(self._owner, x.shape[0], x.device, Past(), None, None)
         if isinstance(state.owner, str):
             check_made_by(state.owner, self, "state")
             return replace(state, owner=self._owner)

@@ -26,18 +26,14 @@ class Past(NamedTuple):
 class Layout(NamedTuple):
     """segment [B, T]: number of the token's segment, -1 for padding; position [B, T] or [1, T]: real tokens before it.
 
-    segment is None where every token is real and of one segment. following [B]: segment of the first real token behind
-    this layout, where more of the sequence is known to come.
+    segment is None where every token is real and of one segment, and then so is padding, bool [B, T]. following [B]:
+    segment of the first real token behind this layout, where more of the sequence is known to come.
     """
 
     segment: Tensor | None
     position: Tensor
+    padding: Tensor | None = None
     following: Tensor | None = None
-
-    @property
-    def padding(self) -> Tensor | None:
-        """bool [B, T]"""
-        return None if self.segment is None else self.segment < 0
 
     @property
     def starts(self) -> Tensor | None:
@@ -59,9 +55,10 @@ class Layout(NamedTuple):
 
     def marks(self) -> Tensor | None:
         """int8 [B, T], bits of femixer.kernels.marks; None where every token is real and of one segment."""
-        padding, starts, ends = self.padding, self.starts, self.ends
-        if padding is None or starts is None or ends is None:
+        if self.segment is None:
             return None
+        padding, starts, ends = self.padding, self.starts, self.ends
+        assert padding is not None and starts is not None and ends is not None
         return (padding * PADDING + starts * START + ends * END).to(torch.int8)
 
 
@@ -113,6 +110,6 @@ def arrange(x: Tensor, mask: Tensor | None, segments: Tensor | None, past: Past)
     before = (count - 1).masked_fill(~start, 0).cummax(1).values
     in_segment = count - before
     position = (in_segment - 1).masked_fill(~real, 0)[:, 1:]
-    layout = Layout(segment.masked_fill(~real, -1)[:, 1:], position)
+    layout = Layout(segment.masked_fill(~real, -1)[:, 1:], position, ~real[:, 1:])
     last = ids.gather(1, last_real[:, -1:])[:, 0]
     return layout, Past(past.seen + length, last, segment[:, -1], in_segment[:, -1])

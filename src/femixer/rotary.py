@@ -75,8 +75,8 @@ def rotated(q: Tensor, k: Tensor, rotation: Rotation, dtype: torch.dtype) -> tup
 
     Computed in float32 at least, returned in `dtype`.
     """
-    cos, sin = rotation.angles(torch.promote_types(dtype, torch.float32))
     q, k = (x.to(dtype).unflatten(-1, (-1, rotation.width)) for x in (q, k))
+    cos, sin = rotation.angles(torch.promote_types(dtype, torch.float32))
     return rotate(q, k, cos, sin, rotation.floor)
 
 

@@ -33,11 +33,6 @@ class State:
     prior: Any
     conditioner: Tensor | None
 
-    @classmethod
-    def start(cls, owner: int, x: Tensor) -> State:
-        """Before the first token of x [B, T, dim]."""
-        return cls(owner, x.shape[0], x.device, Past(), None, None)
-
     def next(self, past: Past, prior: Any, conditioner: Tensor | None) -> State:
         return State(self.owner, self.batch, self.device, past, prior, conditioner)
 

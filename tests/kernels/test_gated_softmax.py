@@ -6,7 +6,7 @@ import torch
 from matrix import assert_close, noise, stir
 
 from femixer import FreeEnergyMixer, use_backend
-from femixer.kernels import check, dispatch
+from femixer.kernels import check
 from femixer.kernels.gated_softmax import OPERATOR
 
 from .backends import examples
@@ -21,7 +21,7 @@ def test_results_and_gradients_are_the_definitions(
 
 
 def test_a_mixer_may_read_and_gate_at_once_or_one_after_the_other():
-    """The same numbers; what the compiled form does not serve is made of the operators for its parts."""
+    """The same numbers; a backend that has no file for the whole runs its parts."""
     mixer, x = stir(FreeEnergyMixer(64, 2)), noise(3, 71, 64, dtype=torch.float32)
     wanted = mixer(x)
     with use_backend("plain"):
@@ -30,11 +30,3 @@ def test_a_mixer_may_read_and_gate_at_once_or_one_after_the_other():
     with use_backend("numba"):
         in_parts = mixer(x)
     assert_close({"y": in_parts}, {"y": mixer.double()(x.double())}, 1e-5)
-
-
-def test_every_example_of_it_is_served_whole_or_in_parts():
-    served = [
-        dispatch.refusal(OPERATOR, "numba", arguments) is None
-        for arguments in check.definition(OPERATOR).examples().values()
-    ]
-    assert any(served) and not all(served)

@@ -13,7 +13,7 @@ import femixer
 LOOPS = """
 import numpy as np
 from numba import prange
-from femixer.kernels.numba_math import kernel
+from femixer.kernels.numba_kernel import kernel
 from femixer.kernels.numba_inner import scaled
 
 @kernel
@@ -22,7 +22,7 @@ def forward(x, out):
         out[i] = scaled(x[i])
 """
 INNER = """
-from femixer.kernels.numba_math import {decorator}
+from femixer.kernels.numba_kernel import {decorator}
 
 @{decorator}
 def scaled(x):
@@ -43,7 +43,7 @@ def package(tmp_path: Path) -> Path:
     source, copy = Path(femixer.__file__).parent / "kernels", tmp_path / "femixer" / "kernels"
     copy.mkdir(parents=True)
     (tmp_path / "femixer" / "__init__.py").touch()
-    for name in ("__init__.py", "numba_cache.py", "numba_math.py", "marks.py"):
+    for name in ("__init__.py", "numba_cache.py", "numba_kernel.py", "marks.py"):
         shutil.copy(source / name, copy / name)
     (copy / "numba_loops.py").write_text(LOOPS)
     return copy

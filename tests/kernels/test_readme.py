@@ -43,7 +43,7 @@ def test_the_worked_examples_run_as_they_are_told(folder: Path) -> None:
             path.parent.mkdir(exist_ok=True)
             path.write_text(block)
             files.append(name[1])
-    expected = ["__init__", "definition", "plain", "numba_loops", "numba_cpu"]
+    expected = ["__init__", "definition", "plain", "numba_cpu"]
     assert files == [f"softcap/{name}.py" for name in expected]
     assert len(BLOCKS) == len(files) + 2
 

@@ -7,7 +7,7 @@ import torch
 
 from femixer import FreeEnergyMixer
 from femixer.kernels import check
-from femixer.kernels.softmax_step import OPERATOR, numba_loops
+from femixer.kernels.softmax_step import OPERATOR, numba_cpu
 
 from .backends import examples
 
@@ -27,8 +27,8 @@ def test_every_decoded_token_of_a_mixer_is_one_call_of_the_compiled_kernel(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plain torch computes the same, so that nothing but the speed would show that it took over."""
-    calls, step = [], numba_loops.step
-    monkeypatch.setattr(numba_loops, "step", lambda *args: (calls.append(1), step(*args)))
+    calls, step = [], numba_cpu.step
+    monkeypatch.setattr(numba_cpu, "step", lambda *args: (calls.append(1), step(*args)))
     mixer, x = FreeEnergyMixer(28, 2, **options), torch.randn(2, 13, 28)
     with torch.no_grad():
         _, state = mixer(x[:, :7], return_state=True)

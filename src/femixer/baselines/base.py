@@ -98,7 +98,8 @@ class Baseline(MixerLayer):
             y, memory = self.mix(x, layout, memory, return_state)
         else:
             order = padding.long().argsort(dim=1, stable=True)
-            together = Layout(layout.segment.gather(1, order), layout.position.gather(1, order))
+            fields = (x.gather(1, order) for x in (layout.segment, layout.position, padding))
+            together = Layout(*fields)
             # Whatever stands at padding, also infinity, must not reach a sum, not even multiplied by zero.
             real = x.masked_fill(padding[..., None], 0).gather(1, order[..., None].expand_as(x))
             mixed, memory = self.mix(real, together, memory, return_state)

@@ -56,7 +56,7 @@ class _Asked(threading.local):
         self.outer: list[str | None] = []
 
 
-_asked = _Asked()
+ASKED = _Asked()
 
 
 class use_backend:
@@ -73,23 +73,23 @@ class use_backend:
         self.name = name
 
     def __enter__(self) -> use_backend:
-        _asked.outer.append(_asked.name)
-        _asked.name = self.name
+        ASKED.outer.append(ASKED.name)
+        ASKED.name = self.name
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _asked.name = _asked.outer.pop()
+        ASKED.name = ASKED.outer.pop()
 
 
 def asked() -> str:
     """The backend asked for by `use_backend`, else by the environment, else "auto"."""
-    return _asked.name or _ENVIRONMENT
+    return ASKED.name or ENVIRONMENT
 
 
 # Read once; a name that is misspelt is an error where the first operator runs.
-_ENVIRONMENT = os.environ.get(VARIABLE) or "auto"
+ENVIRONMENT = os.environ.get(VARIABLE) or "auto"
 
 
 # Whether a backend works here: None until it is tried, then the reason against it or "".
@@ -106,7 +106,7 @@ def _no_numba() -> str | None:
         else:
             # A numba that does not fit its surroundings shows here, not in the middle of a read.
             try:
-                importlib.import_module("femixer.kernels.numba_math")
+                importlib.import_module("femixer.kernels.numba_kernel")
                 _numba = ""
             except Exception as error:
                 _numba = f"numba does not work here ({error})"
@@ -116,6 +116,7 @@ def _no_numba() -> str | None:
 
 def _after_fork() -> None:
     global _numba
+    CANDIDATES.clear()
     _numba = "this process was forked, and OpenMP's threads do not survive that: start it by spawning"
 
 
@@ -182,18 +183,37 @@ def unavailable(name: str) -> str | None:
     return _UNAVAILABLE[name]() if name in _UNAVAILABLE else None
 
 
+# (backend asked for, device) -> the backends that are tried there, the first one first.
+CANDIDATES: dict[tuple[str, torch.device], tuple[str, ...]] = {}
+
+
+def candidates(name: str, device: torch.device) -> tuple[str, ...]:
+    """The backends that an operator tries on a device where `name` is asked for: those that can be used at all."""
+    if name != "auto":
+        check(name, VARIABLE if ASKED.name is None else "backend")
+    tried = DEVICES.get(device.type, ("plain",)) if name == "auto" else (name,)
+    found = tuple(each for each in tried if _unserved(each, device) is None)
+    if name not in BY_NAME:  # whose interpreter may be switched on and off
+        CANDIDATES[name, device] = found
+    return found
+
+
+def _unserved(name: str, device: torch.device) -> str | None:
+    """Why a backend cannot be used on a device, or None."""
+    if name not in (*DEVICES.get(device.type, ("plain",)), *(each for each in BY_NAME if device.type in BY_NAME[each])):
+        return f"it does not run on {device.type}"
+    return unavailable(name) or (_no_triton_on(device) if name == "triton" else None)
+
+
 def refusal(operator: Operator, name: str, arguments: tuple[Any, ...]) -> str | None:
     """Why a backend cannot run an operator on these arguments, or None if it can."""
-    tried = name == "plain" or (name == "numba" and _numba == "")  # asked for at every call
-    if not tried and (why := unavailable(name)) is not None:
-        return why
-    if name == "triton" and (why := _no_triton_on(device_of(arguments))) is not None:
+    why = unavailable(name) or (_no_triton_on(device_of(arguments)) if name == "triton" else None)
+    if why is not None:
         return why
     implementation = operator.implementation(name)
     if implementation is None:
         return f"{operator.name} has no {FILES[name]}.py: {operator.left_to_torch}"
-    refuse = getattr(implementation, "refuse", None)
-    return None if refuse is None else refuse(*arguments)
+    return operator.refusal(implementation, arguments)
 
 
 def _is_nothing(arguments: Sequence[Any]) -> bool:
@@ -204,25 +224,16 @@ def device_of(arguments: Sequence[Any]) -> torch.device:
     return next((x.device for x in arguments if isinstance(x, torch.Tensor)), torch.device("cpu"))
 
 
-def choose(
-    operator: Operator, arguments: tuple[Any, ...], name: str | None = None, device: str | None = None
-) -> ModuleType:
-    """The implementation that runs an operator on these arguments; name: the backend asked for; device: the type of
-    theirs, if it is known."""
-    name = asked() if name is None else name
-    device = device_of(arguments).type if device is None else device
+def choose(operator: Operator, arguments: tuple[Any, ...], name: str | None = None) -> ModuleType:
+    """The implementation that runs an operator on these arguments; name: the backend asked for."""
+    name, device = asked() if name is None else name, device_of(arguments)
+    for each in candidates(name, device):
+        if refusal(operator, each, arguments) is None:
+            return operator.implementations[each]
     if name == "auto":
-        for each in DEVICES.get(device, ("plain",)):
-            if refusal(operator, each, arguments) is None:
-                return operator.implementations[each]
-        raise BackendError(f"{operator.name}: no backend serves tensors on {device}")
-    check(name, VARIABLE if _asked.name is None else "backend")
-    if operator.implementation(name) is None:
-        name = "plain"  # an operator that is left to torch
-    served = (*DEVICES.get(device, ("plain",)), *(each for each in BY_NAME if device in BY_NAME[each]))
-    why = refusal(operator, name, arguments) if name in served else f"it does not run on {device}"
-    if why is not None and (operator.composed or _is_nothing(arguments)):
-        return operator.implementations["plain"]  # whose parts run on the backend asked for, or there is nothing to run
-    if why is not None:
-        raise BackendError(f"backend={name!r} cannot run {operator.name}: {why}")
-    return operator.implementations[name]
+        raise BackendError(f"{operator.name}: no backend serves tensors on {device.type}")
+    if operator.implementation(name) is None or operator.composed or _is_nothing(arguments):
+        # Left to torch, or made of parts that run on the backend asked for, or there is nothing to run.
+        return operator.implementations["plain"]
+    why = _unserved(name, device) or refusal(operator, name, arguments)
+    raise BackendError(f"backend={name!r} cannot run {operator.name}: {why}")

@@ -8,6 +8,8 @@ from torch import Tensor
 # Bits. Padding is skipped: weight zero and decay one. At a segment's first token the past is forgotten; its last one is
 # the first for a scan backwards in time.
 PADDING, START, END = 1, 2, 4
+# As compiled kernels take it for none.
+NO_MARKS = torch.empty(0, 0, dtype=torch.int8, device="cpu")
 
 
 def reversed_marks(marks: Tensor | None) -> Tensor | None:
@@ -27,8 +29,3 @@ def is_start(marks: Tensor) -> Tensor:
 
 def is_end(marks: Tensor) -> Tensor:
     return (marks & END).bool()
-
-
-def no_marks() -> Tensor:
-    """Empty marks, as compiled kernels take them for none."""
-    return torch.empty(0, 0, dtype=torch.int8)

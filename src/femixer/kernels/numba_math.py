@@ -1,4 +1,4 @@
-"""Elementary functions that LLVM can vectorise, and the decorator of all compiled kernels.
+"""Elementary functions that LLVM can vectorise, for compiled kernels.
 
 exp is accurate to float32 for float32 arguments (about 1e-7, enough for sums kept in float64) and to float64 for
 others, log to about 1e-12. Kernels keep their states and sums in float64. exp32, sigmoid32 and softplus32 compute in
@@ -7,108 +7,16 @@ float32, for what is not summed up.
 
 from __future__ import annotations
 
-import functools
-import importlib
 import math
-import os
-from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
-import numba
 import numpy as np
-import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic, overload
 
 from femixer.kernels.numba_cache import compiled
-
-# OpenMP where numba offers it: it may be entered by several threads of Python. Without it the kernels run on one
-# thread, because numba's own pool may not.
-_parallel = True
-
-
-def _load_openmp() -> bool:
-    """numba's own runtime beside torch's; its idle threads sleep, so that they do not take the cores from torch's."""
-    waiting = os.environ.get("OMP_WAIT_POLICY")
-    os.environ["OMP_WAIT_POLICY"] = waiting or "PASSIVE"
-    try:
-        importlib.import_module("numba.np.ufunc.omppool")
-    except ImportError:
-        return False
-    finally:
-        if waiting is None:
-            del os.environ["OMP_WAIT_POLICY"]
-    setattr(numba.config, "THREADING_LAYER", "omp")  # noqa: B010
-    return True
-
-
-if "NUMBA_THREADING_LAYER" not in os.environ:
-    _parallel = _load_openmp()
-
-MOST_THREADS: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
-
-# No infinities are assumed away (gates and logarithms of empty sums use them), and nothing is reordered (rounding is).
-MATH = {"contract", "nsz"}
-# Inlined by LLVM: a call inside a loop would keep it from being vectorised.
-inline = numba.njit(fastmath=MATH, error_model="numpy", forceinline=True)
-# The same for sums, which are vectorised only where their order is free.
-summing = numba.njit(fastmath={*MATH, "reassoc"}, error_model="numpy", forceinline=True)
-# A function of its own, kept on disk.
-job = compiled(fastmath=MATH, error_model="numpy")
-# The same, with sums in any order.
-summing_job = compiled(fastmath={*MATH, "reassoc"}, error_model="numpy")
-# An index that is a sum of these is never negative, which lets its loop be vectorised.
-u64 = np.uint64
-
-
-# Arrays below this size are not worth waking other threads for.
-SMALL = 30_000
-
-# Both compilations of every kernel, for one thread and for several.
-KERNELS: list[tuple[Any, Any]] = []
-
-
-def kernel(function: Callable[..., None], small: int = SMALL) -> Callable[..., None]:
-    """Compile a loop over independent jobs (`prange`), to be run on as many threads as torch uses if one of its arrays
-    has `small` numbers.
-
-    The work itself is a function of its own, compiled with `job`: numba's analysis of parallel loops is slow, and made
-    for loops that are short.
-    """
-    serial = compiled()(function)
-    # numba's cache tells two compilations of one function apart by its name only.
-    twin = FunctionType(function.__code__, function.__globals__, function.__name__)
-    twin.__qualname__ = f"{function.__qualname__}_parallel"
-    parallel = compiled(parallel=True)(twin)
-    KERNELS.append((serial, parallel))
-
-    @functools.wraps(function)
-    def run(*args: Any) -> None:
-        # Calls cost as much as many a kernel, so that no more of them are made here than must be.
-        threads = min(torch.get_num_threads(), MOST_THREADS) if _parallel else 1
-        large = False
-        for x in args:
-            large = large or getattr(x, "size", 0) >= small
-        if threads == 1 or not large:
-            serial(*args)
-            return
-        before = numba.get_num_threads()
-        if before == threads:
-            parallel(*args)
-            return
-        numba.set_num_threads(threads)
-        try:
-            parallel(*args)
-        finally:
-            numba.set_num_threads(before)
-
-    return run
-
-
-# For kernels that do much with every number.
-busy_kernel = functools.partial(kernel, small=SMALL // 4)
+from femixer.kernels.numba_kernel import MATH, inline, summing
 
 
 @summing

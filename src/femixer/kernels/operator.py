@@ -4,7 +4,8 @@ A backend is a module with
 
     forward(*arguments) -> tuple of the results
     backward(grads, arguments, results, needed) -> tuple with the gradient of each tensor argument, or None
-    refuse(*arguments) -> why it cannot serve these arguments, or None                        (optional)
+    FLOATS, the float types of which it takes one throughout, and STATES, arguments that are float64 always  (optional)
+    refuse(*arguments) -> why it cannot serve these arguments otherwise, or None              (optional)
     inference(*arguments) -> the results of forward, where no backward follows                (optional)
 
 `grads` has None for a result that nobody used (see `filled`), `needed` says of each argument whether its gradient is
@@ -18,12 +19,13 @@ only, none of them in place on an argument: compilers and torch.func see through
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,6 +50,8 @@ _SCHEMA = {
 }
 _TENSORS = (Tensor, torch.nn.Parameter)
 _CPU = torch.device("cpu")
+_are_transforms_active, _tracing = torch._C._are_functorch_transforms_active, torch._C._get_tracing_state
+_is_autocast = torch._C._is_any_autocast_enabled
 
 OPERATORS: dict[str, Operator] = {}
 
@@ -99,6 +103,7 @@ class Operator:
         return self.implementations[backend]
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """The results, with the internal ones. Most of the time of small models is this way, so it is short."""
         graph = torch.is_grad_enabled()
         if graph and not self.gradients:
             with torch.no_grad():
@@ -114,16 +119,23 @@ class Operator:
                 return self._pretended(arguments)
             first = x if first is None else first
             recorded = recorded or (graph and x.requires_grad)
-        if _is_watched():
+        # Someone may follow torch's own operations and would lose sight of kernels: torch.func, forward mode, jit.
+        if _are_transforms_active() or forward_ad._current_level >= 0 or _tracing() is not None:
             return self.plain(arguments)
         device = _CPU if first is None else first.device
-        backend = dispatch.choose(self, arguments, device=device.type)
-        if device.type == "cpu" and not torch.is_autocast_enabled("cpu"):
-            return self._run(backend, arguments, recorded)
-        with without_autocast(device):
-            return self._run(backend, arguments, recorded)
+        if _is_autocast():
+            with without_autocast(device):
+                return self._run(arguments, device, recorded)
+        return self._run(arguments, device, recorded)
 
-    def _run(self, backend: Any, arguments: tuple[Any, ...], recorded: bool) -> tuple[Tensor, ...]:
+    def _run(self, arguments: tuple[Any, ...], device: torch.device, recorded: bool) -> tuple[Tensor, ...]:
+        asked = dispatch.ASKED.name or dispatch.ENVIRONMENT
+        for name in dispatch.CANDIDATES.get((asked, device)) or dispatch.candidates(asked, device):
+            backend = self.implementations.get(name) or self.implementation(name)
+            if backend is not None and self.refusal(backend, arguments) is None:
+                break
+        else:
+            backend = dispatch.choose(self, arguments)  # which says why none serves
         known = backend.__dict__
         if recorded and not known.get("DIFFERENTIABLE", False):
             # Function.apply would look up the signature of `forward` first, which takes as long as many a kernel.
@@ -133,6 +145,32 @@ class Operator:
                     result.remade = backend, arguments, i
             return results
         return (known.get("inference") or known["forward"])(*arguments)
+
+    def refusal(self, backend: Any, arguments: tuple[Any, ...]) -> str | None:
+        """Why a backend's file does not serve these arguments, or None: their types first, then what it says itself."""
+        known = backend.__dict__
+        floats = known.get("FLOATS")
+        if floats is not None:
+            states, kind = known.get("STATES", ()), None
+            for i in self.tensors:
+                x = arguments[i]
+                if x is None:
+                    continue
+                if not x.numel():
+                    return f"{self.arguments[i]} is empty"
+                found = x.dtype
+                if not found.is_floating_point or found is kind:
+                    continue
+                if self.arguments[i] in states:
+                    if found is not torch.float64:
+                        return f"it takes {self.arguments[i]} of float64, not {found}"
+                elif kind is None and found in floats:
+                    kind = found
+                else:
+                    allowed = " or ".join(str(each).removeprefix("torch.") for each in floats)
+                    return f"it takes {allowed} throughout, not {self.arguments[i]} of {found}"
+        refuse = known.get("refuse")
+        return None if refuse is None else refuse(*arguments)
 
     def results_of(self, backend: Any) -> Callable[..., tuple[Tensor, ...]]:
         """What a backend returns: as declared, unless it keeps other internal results and has `results` of its own."""
@@ -161,13 +199,42 @@ class Operator:
         return self.plain(arguments)
 
 
-def _is_watched() -> bool:
-    """Whether someone follows torch's own operations and would lose sight of kernels: torch.func, forward mode, jit."""
-    return (
-        torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-    )
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Function(Generic[P, R]):
+    """An operator as the function that people call: without its internal results, and one result alone by itself."""
+
+    def __init__(self, declaration: Callable[P, R], operator: Operator) -> None:
+        functools.update_wrapper(self, declaration)
+        self.operator, self._signature = operator, inspect.signature(declaration)
+        self._alone = operator.outputs == 1
+
+    def __call__(self, *arguments: P.args, **named: P.kwargs) -> R:
+        given: Any = arguments
+        if named or len(given) != len(self.operator.arguments):
+            bound = self._signature.bind(*arguments, **named)
+            bound.apply_defaults()
+            given = bound.args
+        results: Any = self.operator(*given)
+        internal = self.operator.internal
+        return results[0] if self._alone else results[:-internal] if internal else results
+
+
+def declared(outputs: int | None = 1, **options: Any) -> Callable[[Callable[P, R]], Function[P, R]]:
+    """A function that returns empty tensors of its results' shapes and types, the internal ones last, as an operator.
+
+    The arguments are those of `Operator`; the function's signature and docstring are what people see.
+    """
+
+    def declare(function: Callable[P, R]) -> Function[P, R]:
+        results: Any = function
+        if outputs == 1:
+            results = functools.wraps(function)(lambda *arguments: (function(*arguments),))  # type: ignore[call-arg]
+        return Function(function, Operator(function.__module__, results, outputs, **options))
+
+    return declare
 
 
 def filled(grads: tuple[Tensor | None, ...], results: tuple[Tensor, ...]) -> list[Tensor]:
@@ -204,11 +271,10 @@ def _gradients(
     return tuple(next(found, None) if needed[i] else None for i in operator.tensors)
 
 
-def _kept_results(backend: Any, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _kept_results(backend: Any) -> slice:
+    """Which results a backend's backward reads."""
     kept = getattr(backend, "READS_RESULTS", True) if hasattr(backend, "backward") else False
-    if isinstance(kept, slice):
-        return results[kept]
-    return results if kept else ()
+    return kept if isinstance(kept, slice) else slice(None) if kept else slice(0)
 
 
 class _Remade(NamedTuple):
@@ -257,13 +323,13 @@ def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
 
         @staticmethod
         def forward(ctx: Any, backend: Any, *arguments: Any) -> tuple[Tensor, ...]:
-            results = backend.forward(*arguments)
-            ctx.backend, ctx.count = backend, len(at)
+            ctx.backend, ctx.count, kept = backend, len(at), _kept_results(backend)
             ctx.others = [None if i in at else x for i, x in enumerate(arguments)]
             read = getattr(backend, "READS_ARGUMENTS", operator.arguments)
-            kept = [arguments[i] if operator.arguments[i] in read else None for i in at]
-            kept, ctx.remade, sources = _without_remade(kept)
-            ctx.save_for_backward(*kept, *_kept_results(backend, results), *sources)
+            saved = [arguments[i] if operator.arguments[i] in read else None for i in at]
+            saved, ctx.remade, sources = _without_remade(saved)
+            results = backend.forward(*arguments)
+            ctx.save_for_backward(*saved, *results[kept], *sources)
             ctx.sources = len(sources)
             if operator.internal:
                 ctx.mark_non_differentiable(*results[-operator.internal :])
@@ -283,8 +349,12 @@ def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
             for place, result in _made_again(ctx.remade, sources):
                 arguments[at[place]] = result
             needed = ctx.needs_input_grad[1:]
-            with without_autocast(dispatch.device_of(saved)):
-                found = _gradients(operator, ctx.backend, grads, tuple(arguments), saved[ctx.count :], needed)
+            given = operator, ctx.backend, grads, tuple(arguments), saved[ctx.count :], needed
+            if _is_autocast():
+                with without_autocast(dispatch.device_of(saved)):
+                    found = _gradients(*given)
+            else:
+                found = _gradients(*given)
             results: list[Tensor | None] = [None] * (1 + len(arguments))
             for i, gradient in zip(at, found, strict=True):
                 results[1 + i] = gradient if needed[i] else None
@@ -335,7 +405,7 @@ def _custom_op(operator: Operator, kinds: list[str]) -> Any:
     def backward_op(grads: Any, *rest: Any) -> list[Tensor]:
         given, results, needed, asked = rest[:count], rest[count], rest[count + 1], rest[count + 2]
         backend = dispatch.choose(operator, tuple(given), asked)
-        kept = _kept_results(backend, tuple(results))
+        kept = tuple(results)[_kept_results(backend)]
         # Inside an operator torch records no operations, which a forward pass that is run again needs.
         recording = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
         with without_autocast(dispatch.device_of(given)), recording:

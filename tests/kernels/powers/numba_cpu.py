@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from femixer.kernels.arrays import array
+from femixer.kernels.numba_kernel import array
 from femixer.kernels.operator import filled
 
 calls: list[str] = []

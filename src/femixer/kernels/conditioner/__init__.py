@@ -9,23 +9,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from femixer.kernels.operator import Operator
+from femixer.kernels.operator import declared
 from femixer.kernels.precision import wide_dtype
 from femixer.kernels.reading import state_dtype
 
 
-def _results(y: Tensor, marks: Tensor | None, initial: Tensor | None, causal: bool, eps: float) -> tuple[Tensor, ...]:
-    batch, length, channels = y.shape[0], y.shape[1], y.shape[2] // 3
-    sums = y.new_empty(batch, length, channels if causal else 2 * channels, dtype=state_dtype(y.device))
-    last = y.new_empty(batch, channels, dtype=wide_dtype(y))
-    return y.new_empty(batch, length, channels), last, sums
-
-
-# The last result is the sums over earlier tokens and, both ways, those over later ones, [B, T, C or 2 C],
+# The internal result is the sums over earlier tokens and, both ways, those over later ones, [B, T, C or 2 C],
 # or what another backend keeps.
-OPERATOR = Operator(__name__, _results, 3, internal=1)
-
-
+@declared(outputs=3, internal=1)
 def condition(
     y: Tensor, marks: Tensor | None, initial: Tensor | None, causal: bool, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -35,5 +26,10 @@ def condition(
     marks int8 [B, T]: see femixer.kernels.marks. initial [B, C]: the state before the first token, None for zero. eps:
     of the layer norm.
     """
-    features, last, _ = OPERATOR(y, marks, initial, causal, eps)
-    return features, last
+    batch, length, channels = y.shape[0], y.shape[1], y.shape[2] // 3
+    sums = y.new_empty(batch, length, channels if causal else 2 * channels, dtype=state_dtype(y.device))
+    last = y.new_empty(batch, channels, dtype=wide_dtype(y))
+    return y.new_empty(batch, length, channels), last, sums  # type: ignore[return-value]
+
+
+OPERATOR = condition.operator

@@ -9,12 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from femixer.kernels.arrays import array, strided
 from femixer.kernels.decayed_linear import numba_loops_chunked as by_products
 from femixer.kernels.decayed_linear import numba_loops_tokens as by_tokens
-from femixer.kernels.marks import no_marks
+from femixer.kernels.marks import NO_MARKS
+from femixer.kernels.numba_kernel import strided
 from femixer.kernels.operator import filled
 from femixer.kernels.streams import least_log
+
+FLOATS, STATES = (torch.float32, torch.float64), ("sums", "top")
+# Sums of exponentials below these may have lost terms.
+LEAST = {dtype: math.exp(least_log(dtype)) for dtype in FLOATS}
 
 
 class Inputs(NamedTuple):
@@ -56,14 +60,6 @@ class Inputs(NamedTuple):
         )
 
 
-def refuse(*arguments: Any) -> str | None:
-    given = Inputs(*arguments)
-    kinds = {x.dtype for x in (given.q, given.k, given.gate, given.v, given.beta) if x is not None}
-    if len(kinds) > 1 or given.v.dtype not in (torch.float32, torch.float64):
-        return f"it takes float32 or float64 throughout, not {', '.join(sorted(map(str, kinds)))}"
-    return None
-
-
 def forward(*arguments: Any) -> tuple[Tensor, ...]:
     given = Inputs(*arguments)
     q, v = given.q, given.v
@@ -71,8 +67,7 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
         return *_read_tokens(given), torch.empty(q.shape[0], q.shape[2], dtype=torch.bool)
     mean, free, log_total = _outputs(given)
     doubts = torch.zeros(q.shape[0], q.shape[2], dtype=torch.long)
-    least = math.exp(least_log(v.dtype))
-    by_products.forward(*_arrays(given), given.exclusive, least, *map(array, (mean, free, log_total, doubts)))
+    by_products.forward(*_operands(given), given.exclusive, LEAST[v.dtype], mean, free, log_total, doubts)
     # Key/value heads are read again whole.
     exact = (doubts > 0).unflatten(1, (-1, given.repeats)).any(-1).repeat_interleave(given.repeats, 1)
     for b, g in _again(exact, given.repeats):
@@ -87,7 +82,7 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _outputs(given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     mean = given.v.new_empty(*given.q.shape[:3], given.v.shape[3])
-    free = given.v.new_empty(0, 0, 0, 0) if given.beta is None else torch.empty_like(mean)
+    free = given.v.new_empty(0, 0, 0, 0) if given.beta is None else mean.new_empty(*mean.shape)
     return mean, free, given.v.new_empty(given.q.shape[:3])
 
 
@@ -98,24 +93,22 @@ def _again(exact: Tensor, repeats: int) -> list[tuple[int, int]]:
     return [(b, g) for b, g in exact[:, ::repeats].nonzero().tolist()]
 
 
-def _arrays(given: Inputs) -> list[Any]:
-    """What the loops by products read; empty arrays for what is not there."""
+def _operands(given: Inputs) -> list[Any]:
+    """What the loops by products read; empty tensors for what is not there."""
     q, k, gate, v, beta, marks, *_ = given
-    gate = v.new_empty(0, 0, 0, 0) if gate is None else gate.contiguous()
-    beta = v.new_empty(0, 0) if beta is None else beta.contiguous()
-    marks = no_marks() if marks is None else marks.contiguous()
-    return [*strided(q, k, v), (*q.shape, *v.shape[2:]), array(gate), array(beta), array(marks)]
+    gate = v.new_empty(0, 0, 0, 0) if gate is None else gate
+    beta = v.new_empty(0, 0) if beta is None else beta
+    return [*strided(q, k, v), (*q.shape, *v.shape[2:]), gate, beta, NO_MARKS if marks is None else marks]
 
 
-def _token_arrays(given: Inputs) -> list[Any]:
+def _token_operands(given: Inputs) -> list[Any]:
     """The same for the loops by tokens."""
     q, k, gate, v, beta, marks, sums, top, *_ = given
     gate = v.new_empty(0, 0, 0, 0) if gate is None else gate
     beta = v.new_empty(0, 0) if beta is None else beta
-    marks = no_marks() if marks is None else marks
     sums = v.new_empty(0, 0, 0, 0, dtype=torch.float64) if sums is None else sums
     top = v.new_empty(0, 0, 0, dtype=torch.float64) if top is None else top
-    return [array(x.contiguous()) for x in (q, k, gate, v, beta, marks, sums, top)]
+    return [q, k, gate, v, beta, NO_MARKS if marks is None else marks, sums, top]
 
 
 def _read_tokens(given: Inputs) -> tuple[Tensor, ...]:
@@ -124,7 +117,7 @@ def _read_tokens(given: Inputs) -> tuple[Tensor, ...]:
     columns = width + 1 if given.beta is None else 2 * width + 1
     last = torch.empty(batch, groups, given.k.shape[3], columns, dtype=torch.float64)
     last_top = torch.empty(batch, groups, width, dtype=torch.float64)
-    by_tokens.forward(*_token_arrays(given), given.exclusive, *map(array, (*results, last, last_top)))
+    by_tokens.forward(*_token_operands(given), given.exclusive, *results, last, last_top)
     if given.keep:
         return *results, last, last_top
     return *results, last.new_empty(0), last.new_empty(0)
@@ -161,8 +154,7 @@ def _product_gradients(
     d_q, d_k, d_v = (v.new_zeros(*q.shape[:3], width) for width in (q.shape[3], q.shape[3], v.shape[3]))
     d_gate = v.new_zeros(*q.shape[:3] if given.gate is not None else (0, 0, 0))
     d_beta = v.new_zeros(q.shape[0], q.shape[2], v.shape[3])
-    gradients = map(array, (*read, d_q, d_k, d_gate, d_v, d_beta))
-    by_products.backward(*_arrays(given), given.exclusive, *gradients)
+    by_products.backward(*_operands(given), given.exclusive, *read, d_q, d_k, d_gate, d_v, d_beta)
     return (
         d_q,
         _fold(d_k, repeats),
@@ -186,10 +178,8 @@ def _token_gradients(
     d_beta = torch.zeros(v.shape[0], *v.shape[2:], dtype=torch.float64)
     d_sums = d_beta.new_empty((0, 0, 0, 0) if sums is None else sums.shape)
     to_last = to_last if given.keep else d_beta.new_empty(0, 0, 0, 0)
-    gradients = [array(x.contiguous()) for x in (to_mean, to_free, to_log, to_last)]
-    by_tokens.backward(
-        *_token_arrays(given), given.exclusive, *gradients, *map(array, (d_q, d_k, d_gate, d_v, d_beta, d_sums))
-    )
+    gradients = to_mean, to_free, to_log, to_last, d_q, d_k, d_gate, d_v, d_beta, d_sums
+    by_tokens.backward(*_token_operands(given), given.exclusive, *gradients)
     return (
         d_q,
         d_k,

@@ -21,7 +21,8 @@ import numpy as np
 from numba import prange
 
 from femixer.kernels.marks import PADDING, START
-from femixer.kernels.numba_math import exp, job, kernel, log, summing, u64
+from femixer.kernels.numba_kernel import job, kernel, summing, u64
+from femixer.kernels.numba_math import exp, log
 from femixer.kernels.streams import FAR_BELOW, NARROW, SMALL_BETA
 
 CHUNK = u64(64)  # tokens, or fewer in a short sequence

@@ -16,7 +16,8 @@ import numpy as np
 from numba import prange
 
 from femixer.kernels.marks import PADDING, START
-from femixer.kernels.numba_math import dot, exp, exp_wide, job, kernel, log
+from femixer.kernels.numba_kernel import job, kernel
+from femixer.kernels.numba_math import dot, exp, exp_wide, log
 
 # Below this a total is nothing, and a sum of exponentials beyond sight; the free energy is then the mean.
 TINY = 1e-290

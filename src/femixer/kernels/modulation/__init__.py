@@ -9,22 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from femixer.kernels.operator import Operator
+from femixer.kernels.operator import declared
 
 
-def _results(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, widths: list[int]) -> tuple[Tensor, ...]:
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return *(y.new_empty(*y.shape[:-1], width) for width in widths), y
-
-
-# The last result is all columns as one tensor, of which the others are parts.
-OPERATOR = Operator(__name__, _results, None, internal=1, fusible=True)
-
-
+# The internal result is all columns as one tensor, of which the others are parts.
+@declared(outputs=None, internal=1, fusible=True)
 def modulation(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, widths: list[int]) -> tuple[Tensor, ...]:
     """x [..., W], features [..., C], matrix [W, C] -> y [..., width] for each of the widths, whose sum is W.
 
     The first `scaled` columns are multiplied by 1 + eta, to the others eta is added; `scaled` is the sum of some of the
     first widths.
     """
-    return OPERATOR(x, features, matrix, scaled, widths)[:-1]
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return *(y.new_empty(*y.shape[:-1], width) for width in widths), y
+
+
+OPERATOR = modulation.operator

@@ -1,51 +1,51 @@
-"""Modulation by compiled loops. Few features are multiplied with the matrix there too, because products with so narrow
-a matrix cost more elsewhere; for many of them, eta is made by torch for some rows at a time, and stays in the cache."""
+"""Modulation by compiled loops. Few features are multiplied with the matrix there too, row by row, because products
+with so narrow a matrix cost more elsewhere; for many of them, eta is made by torch for some rows at a time, and stays
+in the cache."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
+from numba import prange
 from torch import Tensor
 
-from femixer.kernels.arrays import array, rows
-from femixer.kernels.modulation import numba_loops as loops
-from femixer.kernels.operator import filled
+from femixer.kernels.modulation.numba_tiles import add_outer, combine, products, take
+from femixer.kernels.numba_kernel import inline, job, kernel, rows, summing_job, u64
+from femixer.kernels.numba_math import f32
+
+FLOATS = (torch.float32,)
+READS_ARGUMENTS = ("features", "matrix", "scaled", "widths")
+READS_RESULTS = slice(-1, None)
 
 FEW = 8
 # Numbers of eta at a time, where there are many features.
 NUMBERS = 2**20
-# Rows whose gradients of the matrix one task sums up, where there are few.
-ROWS = 512
-
-READS_ARGUMENTS = ("features", "matrix", "scaled", "widths")
-READS_RESULTS = slice(-1, None)
-
-
-def refuse(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, widths: list[int]) -> str | None:
-    kinds = {x.dtype, features.dtype, matrix.dtype}
-    if kinds != {torch.float32}:
-        return f"it takes float32 throughout, not {', '.join(sorted(map(str, kinds)))}"
-    return None if x.numel() and features.numel() else "x or features are empty"
+# Rows whose gradients of the matrix one task sums up, where there are few, and rows of a task of the forward pass.
+SUMMED, ROWS = 512, 32
+# The smallest factor 1 + eta: half of float32's eps.
+LEAST = f32(2**-24)
 
 
 def forward(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, widths: list[int]) -> tuple[Tensor, ...]:
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    given, out = rows(x), rows(y)
+    y = x.new_empty(*x.shape)
+    given, f, out = rows(x, features, y)
     if matrix.shape[1] <= FEW:
-        loops.forward(given, rows(features), array(matrix.mT.contiguous()), scaled, out)
+        forward_kernel(given, f, matrix.mT, scaled, out)
     else:
         for at, eta in _etas(features.flatten(0, -2), matrix):
-            loops.apply(given[at], array(eta), scaled, out[at])
+            apply(given[at], eta, scaled, out[at])
     return *y.split(widths, -1), y
 
 
 def inference(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, widths: list[int]) -> tuple[Tensor, ...]:
     if x.shape[-2] > 1:
         return forward(x, features, matrix, scaled, widths)
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    loops.step(rows(x), rows(features), array(matrix), scaled, rows(y))
+    y = x.new_empty(*x.shape)
+    given, f, m, out = rows(x, features, matrix, y)
+    step(given, f, m, scaled, out)
     return *y.split(widths, -1), y
 
 
@@ -53,23 +53,20 @@ def backward(
     grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor, ...]:
     _, features, matrix, scaled, widths = arguments
-    (y,) = results
-    given = tuple(rows(g) for g in filled(grads, y.split(widths, -1)))
-    to_x = torch.empty_like(y)
-    out, into = rows(y), rows(to_x)
+    (y,), found = results, zip(grads, widths, strict=False)
+    given = [y.new_zeros(*y.shape[:-1], width) if g is None else g for g, width in found]
+    to_x, to_features = y.new_empty(*y.shape), features.new_empty(*features.shape)
+    out, into, f, to_f, *pieces = rows(y, to_x, features, to_features, *given)
     if matrix.shape[1] <= FEW:
-        m = matrix.mT.contiguous()
-        to_features = torch.empty_like(features, memory_format=torch.contiguous_format)
-        to_m = m.new_empty(-(-out.shape[0] // ROWS), *m.shape)
-        loops.backward(given, out, rows(features), array(m), scaled, into, rows(to_features), array(to_m))
+        to_m = matrix.new_empty(-(-out.shape[0] // SUMMED), *matrix.mT.shape)
+        backward_kernel(tuple(pieces), out, f, matrix.mT, scaled, into, to_f, to_m)
         return to_x, to_features, to_m.sum(0).mT
-    f, to_matrix = features.flatten(0, -2), torch.zeros_like(matrix)
-    to_f = torch.empty_like(f, memory_format=torch.contiguous_format)
-    for at, eta in _etas(f, matrix):
-        loops.apply_backward(tuple(g[at] for g in given), out[at], array(eta), scaled, into[at])
-        torch.mm(eta, matrix, out=to_f[at])
-        to_matrix.addmm_(eta.mT, f[at])
-    return to_x, to_f.view(features.shape), to_matrix
+    flat, to_flat, to_matrix = features.flatten(0, -2), to_features.flatten(0, -2), matrix.new_zeros(*matrix.shape)
+    for at, eta in _etas(flat, matrix):
+        apply_backward(tuple([piece[at] for piece in pieces]), out[at], eta, scaled, into[at])
+        torch.mm(eta, matrix, out=to_flat[at])
+        to_matrix.addmm_(eta.mT, flat[at])
+    return to_x, to_features, to_matrix
 
 
 def _etas(features: Tensor, matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -79,3 +76,144 @@ def _etas(features: Tensor, matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
     for start in range(0, features.shape[0], step):
         at = slice(start, min(start + step, features.shape[0]))
         yield at, torch.mm(features[at], matrix.mT, out=memory[: at.stop - start])
+
+
+@kernel
+def forward_kernel(x, f, m, scaled, out):  # type: ignore[no-untyped-def]
+    """x, out [n, width], f [n, C], m [C, width]."""
+    for task in prange(-(-x.shape[0] // ROWS)):
+        _forward(task * ROWS, min((task + 1) * ROWS, x.shape[0]), x, f, m, scaled, out)
+
+
+@job
+def _forward(first, last, x, f, m, scaled, out):  # type: ignore[no-untyped-def]
+    eta, features = np.empty((4, x.shape[1]), dtype=f32), np.empty((4, f.shape[1]), dtype=f32)
+    for start in range(first, last, 4):
+        take(f, start, last, features)
+        _factors(features, m, scaled, eta)
+        for k in range(min(4, last - start)):
+            row = start + k
+            for j in range(scaled):
+                eta[k, j] *= x[row, j]
+            for j in range(scaled, eta.shape[1]):
+                eta[k, j] += x[row, j]
+            for j in range(eta.shape[1]):
+                out[row, j] = eta[k, j]
+
+
+@kernel
+def backward_kernel(grads, y, f, m, scaled, dx, df, dm):  # type: ignore[no-untyped-def]
+    """Gradients of x and f, and those of m from each task, [tasks, C, width], for the results y of `forward`.
+
+    grads: a tuple of arrays [n, .], of the columns one after the other. Rows are divided evenly among the tasks.
+    """
+    step = -(-y.shape[0] // dm.shape[0])
+    for task in prange(dm.shape[0]):
+        _backward(task * step, min((task + 1) * step, y.shape[0]), grads, y, f, m, scaled, dx, df, dm[task])
+
+
+@job
+def _backward(first, last, grads, y, f, m, scaled, dx, df, dm):  # type: ignore[no-untyped-def]
+    df[first:last] = f32(0.0)
+    at = 0
+    for p in range(len(grads)):
+        _backward_piece(first, last, at, grads[p], y, f, m, at < scaled, dx, df, dm)
+        at += grads[p].shape[1]
+
+
+@job
+def _backward_piece(first, last, at, grads, y, f, m, multiplied, dx, df, dm):  # type: ignore[no-untyped-def]
+    """The same for some columns from `at` on: all that is used for every row is then so small that it stays near."""
+    channels, width = f.shape[1], grads.shape[1]
+    matrix, to_matrix = m[:, at : at + width].copy(), np.zeros((channels, width), dtype=f32)
+    factors, grad = np.empty((4, width), dtype=f32), np.zeros((4, width), dtype=f32)
+    features, to_features = np.empty((4, channels), dtype=f32), np.empty((4, channels), dtype=f32)
+    n, begin = u64(width), u64(at)
+    for start in range(first, last, 4):
+        take(f, start, last, features)
+        if multiplied:
+            _factors(features, matrix, width, factors)
+        count = min(4, last - start)
+        for k in range(count):
+            row = start + k
+            if multiplied:
+                for j in range(n):
+                    dx[row, begin + j] = grads[row, j] * factors[k, j]
+                for j in range(n):
+                    grad[k, j] = grads[row, j] * (y[row, begin + j] / factors[k, j])
+            else:
+                for j in range(n):
+                    dx[row, begin + j] = grad[k, j] = grads[row, j]
+        products(matrix, grad, to_features)
+        for k in range(count):
+            for c in range(channels):
+                df[start + k, c] += to_features[k, c]
+        add_outer(features, grad, to_matrix)  # rows that are missing have no features
+    dm[:, at : at + width] = to_matrix
+
+
+@inline
+def _factors(features, m, scaled, out):  # type: ignore[no-untyped-def]
+    """out [4, width] = 1 + eta in the first `scaled` columns, eta in the others: to the last bit the same for both
+    directions, of which one divides by what the other multiplied with."""
+    combine(features, m, out)
+    for k in range(4):
+        for j in range(scaled):
+            out[k, j] = _factor(out[k, j])
+
+
+@inline
+def _factor(eta):  # type: ignore[no-untyped-def]
+    factor = f32(1.0) + eta
+    return LEAST if abs(factor) < LEAST else factor  # NaN stays NaN
+
+
+@kernel
+def apply(x, eta, scaled, out):  # type: ignore[no-untyped-def]
+    """The forward pass with eta [n, width] given."""
+    for task in prange(-(-x.shape[0] // ROWS)):
+        _apply(task * ROWS, min((task + 1) * ROWS, x.shape[0]), x, eta, scaled, out)
+
+
+@job
+def _apply(first, last, x, eta, scaled, out):  # type: ignore[no-untyped-def]
+    for row in range(first, last):
+        for j in range(scaled):
+            out[row, j] = x[row, j] * _factor(eta[row, j])
+        for j in range(scaled, x.shape[1]):
+            out[row, j] = x[row, j] + eta[row, j]
+
+
+@kernel
+def apply_backward(grads, y, eta, scaled, dx):  # type: ignore[no-untyped-def]
+    """The gradient of x, and that of eta in place of eta."""
+    for task in prange(-(-y.shape[0] // ROWS)):
+        _apply_backward(task * ROWS, min((task + 1) * ROWS, y.shape[0]), grads, y, eta, scaled, dx)
+
+
+@job
+def _apply_backward(first, last, grads, y, eta, scaled, dx):  # type: ignore[no-untyped-def]
+    at = u64(0)
+    for p in range(len(grads)):
+        grad, n = grads[p], u64(grads[p].shape[1])
+        for row in range(first, last):
+            if at < u64(scaled):
+                for j in range(n):
+                    factor = _factor(eta[row, at + j])
+                    dx[row, at + j] = grad[row, j] * factor
+                    eta[row, at + j] = grad[row, j] * (y[row, at + j] / factor)
+            else:
+                for j in range(n):
+                    dx[row, at + j] = eta[row, at + j] = grad[row, j]
+        at += n
+
+
+@summing_job
+def step(x, features, matrix, scaled, out):  # type: ignore[no-untyped-def]
+    """For few rows [B, width], with the matrix [width, C] as it is."""
+    for b in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            eta = f32(0.0)
+            for c in range(features.shape[1]):
+                eta += features[b, c] * matrix[j, c]
+            out[b, j] = x[b, j] * _factor(eta) if j < scaled else x[b, j] + eta

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from femixer.kernels.operator import Operator
+from femixer.kernels.operator import declared
 
 
-def _results(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, floor: float | None) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
-
-
-OPERATOR = Operator(__name__, _results, outputs=2, fusible=True)
-
-
+@declared(outputs=2, fusible=True)
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, floor: float | None = None) -> tuple[Tensor, Tensor]:
     """q [B, T, H, E] and k [B, T, G, E], rotated by angles whose cos and sin are [B or 1, T, E / 2]:
 
@@ -23,5 +16,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, floor: float | None =
     With a floor the results are the features max(y, 0) + floor. They have the types of q and k and are computed in the
     type of cos and sin, which have no gradients.
     """
-    first, second = OPERATOR(q, k, cos, sin, floor)
-    return first, second
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+OPERATOR = rotate.operator

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from femixer.kernels.arrays import array
 from femixer.kernels.operator import filled
 from femixer.kernels.softmax import numba_short, one_pass
 from femixer.kernels.softmax.visibility import Visibility
@@ -47,8 +45,8 @@ def forward(
     if not is_short(q, k, v, seen):
         return one_pass.forward(q, k, v, beta, seen, scale, streams)
     mean, log_z = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])
-    free = q.new_empty((0,) * 4) if beta is None else torch.empty_like(mean)
-    numba_short.forward(*_inputs(q, k, v, beta, seen), causal, scale, *map(array, (mean, free, log_z)))
+    free = q.new_empty((0,) * 4) if beta is None else mean.new_empty(*mean.shape)
+    numba_short.forward(*_inputs(q, k, v, beta, seen), causal, scale, mean, free, log_z)
     again = torch.zeros(q.shape[0], q.shape[2], dtype=torch.bool)
     # There is no shift; nothing reads it.
     top, base = (q.new_empty(0 if beta is None else (q.shape[0], 1, *v.shape[2:])) for _ in range(2))
@@ -62,15 +60,15 @@ def backward(
     seen = Visibility(bias, segments_q, segments_k, causal, window)
     if not is_short(q, k, v, seen):
         return one_pass.backward(grads, arguments, results, needed, streams)
-    mean, log_z = results[0], results[2].transpose(1, 2).contiguous()
+    mean, log_z = results[0], results[2].transpose(1, 2)
     heads, groups = q.shape[2], k.shape[2]
     to_mean, to_free = filled(grads[:2], results)
     if beta is None:
         to_free = q.new_empty((0,) * 4)
     d_q, d_k, d_v = (q.new_empty(*x.shape[:2], heads, x.shape[3]) for x in (q, k, v))
     d_beta = q.new_empty((0,) * 3 if beta is None else (q.shape[0], heads, v.shape[3]), dtype=torch.float64)
-    inputs = (array(to_mean), array(to_free), *_inputs(q, k, v, beta, seen))
-    numba_short.backward(*inputs, causal, scale, *map(array, (mean.contiguous(), log_z, d_q, d_k, d_v, d_beta)))
+    inputs = (to_mean, to_free, *_inputs(q, k, v, beta, seen))
+    numba_short.backward(*inputs, causal, scale, mean, log_z, d_q, d_k, d_v, d_beta)
     if heads != groups:
         d_k, d_v = (x.unflatten(2, (groups, -1)).sum(3) for x in (d_k, d_v))
     to_beta = None
@@ -89,7 +87,7 @@ def is_short(q: Tensor, k: Tensor, v: Tensor, seen: Visibility) -> bool:
     return seen.bias is None and (seen.window is None or seen.window >= keys)
 
 
-def _inputs(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, seen: Visibility) -> list[np.ndarray]:
+def _inputs(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, seen: Visibility) -> tuple[Tensor, ...]:
     nothing, none = q.new_empty(0, 0), q.new_empty(0, 0, dtype=torch.long)
     segments = (none if x is None else x.long() for x in (seen.segments_q, seen.segments_k))
-    return [array(x.contiguous()) for x in (q, k, v, nothing if beta is None else beta, *segments)]
+    return q, k, v, nothing if beta is None else beta, *segments

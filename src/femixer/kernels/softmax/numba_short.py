@@ -14,7 +14,8 @@ import math
 import numpy as np
 from numba import prange
 
-from femixer.kernels.numba_math import exp, exp32, f32, inline, job, kernel, log
+from femixer.kernels.numba_kernel import inline, job, kernel
+from femixer.kernels.numba_math import exp, exp32, f32, log
 
 LANES = 32
 # Exponentials of float32 arguments will do for a channel that spans at most this many nats, and this many times its

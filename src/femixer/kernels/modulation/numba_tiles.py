@@ -3,7 +3,8 @@
 Rows are taken four at a time, on both sides: then a number is loaded and stored once for sixteen products.
 """
 
-from femixer.kernels.numba_math import f32, inline, summing
+from femixer.kernels.numba_kernel import inline, summing
+from femixer.kernels.numba_math import f32
 
 
 @inline
