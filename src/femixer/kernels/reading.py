@@ -10,15 +10,22 @@ from torch import Tensor
 
 # Stands for the logarithm of nothing where an infinity would make NaN of a difference.
 NOTHING = -1e9
-# The same where exponents may be of any size, in float64.
-LOWEST = -1e300
+# The same where exponents may be of any size.
+LOWEST = -1e37
 # A total below this is nothing; gradients divide by its square.
 TINY = 1e-140
+# Devices whose float64 is good for anything. Others have little of it or, as Apple's GPUs, none.
+FLOAT64 = ("cpu",)
 
 
 def state_dtype(device: torch.device) -> torch.dtype:
-    """Of what a stream carries on. GPUs have little or no float64, and sums relative to a running shift need none."""
-    return torch.float64 if device.type == "cpu" else torch.float32
+    """Of what a stream carries on. Sums relative to a running shift need no float64 where there is little of it."""
+    return torch.float64 if device.type in FLOAT64 else torch.float32
+
+
+def wide(x: Tensor) -> Tensor:
+    """At least in the type of `state_dtype`."""
+    return x.to(torch.promote_types(x.dtype, state_dtype(x.device)))
 
 
 class Reading(NamedTuple):

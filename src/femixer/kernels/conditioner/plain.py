@@ -8,7 +8,7 @@ from torch import Tensor
 
 from femixer.kernels.marks import is_end, is_padding, is_start
 from femixer.kernels.precision import wide_dtype
-from femixer.kernels.reading import state_dtype
+from femixer.kernels.reading import wide
 from femixer.kernels.recurrence.plain import scan
 
 READS_RESULTS = slice(-1, None)
@@ -30,12 +30,12 @@ def forward(y: Tensor, marks: Tensor | None, initial: Tensor | None, causal: boo
         h, sums = sums + later, torch.cat([sums, later], -1)
     direction = F.normalize(F.softplus(_logits(y)), dim=-1)
     features = F.silu(direction) * F.layer_norm(h.to(y.dtype), h.shape[-1:], eps=eps)
-    return features.to(dtype), last, sums.to(state_dtype(y.device))
+    return features.to(dtype), last, sums
 
 
 def _gates(y: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Logarithms of the decays forwards and backwards in time, and the inputs u, in float64."""
-    s, u = y[..., : y.shape[-1] // 3 * 2].double().chunk(2, -1)
+    """Logarithms of the decays forwards and backwards in time, and the inputs u, in `wide`."""
+    s, u = wide(y[..., : y.shape[-1] // 3 * 2]).chunk(2, -1)
     gates = F.logsigmoid(-s)  # -softplus(s)
     if marks is None:
         return gates, gates, u
@@ -83,7 +83,7 @@ def backward(
 
 
 def _through_features(grad: Tensor, logits: Tensor, h: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Gradients of h, in float64, and of the logits of a. Both norms take out what points along their results."""
+    """Gradients of h, in `wide`, and of the logits of a. Both norms take out what points along their results."""
     positive = F.softplus(logits)
     length = torch.linalg.vector_norm(positive, dim=-1, keepdim=True).clamp_min(1e-12)  # F.normalize's
     z = positive / length
@@ -94,4 +94,4 @@ def _through_features(grad: Tensor, logits: Tensor, h: Tensor, eps: float) -> tu
     )
     to_z = torch.ops.aten.silu_backward(grad * normal, z)
     to_positive = torch.addcmul(to_z, z, (to_z * z).sum(-1, keepdim=True), value=-1) / length
-    return to_h.double(), torch.ops.aten.softplus_backward(to_positive, logits, 1, 20)
+    return wide(to_h), torch.ops.aten.softplus_backward(to_positive, logits, 1, 20)

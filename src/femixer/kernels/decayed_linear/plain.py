@@ -7,16 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from femixer.kernels.decayed_linear.plain_blocks import (
-    NOTHING,
     arranged,
     by_group,
-    linear_state,
     pairs_of,
     plan,
     read_level,
     read_past,
     readers_of,
     states_before,
+    written,
 )
 from femixer.kernels.decayed_linear.plain_gradients import backward as backward
 from femixer.kernels.marks import is_padding
@@ -43,11 +42,11 @@ def forward(
     parts = [read_level(pairs_of(q, tokens, size, radix, size == 1 and not exclusive)) for size in sizes]
     last, last_top = (q.new_empty(0, dtype=state_dtype(q.device)) for _ in range(2))
     if sums is not None or keep or padded > chunk:
-        states = states_before(tokens, chunk, sums, top)
-        parts.append(read_past(readers_of(q, tokens, chunk), states[:, :, :, :-1], width))
+        chunks = tokens.grouped(-1, chunk)
+        states = states_before(chunks, written(chunks), sums, top)
+        parts.append(read_past(readers_of(q, tokens, chunk), states, width))
         if keep:
-            carried = _last(states[:, :, 0, -1], width, beta is not None)
-            last, last_top = (x.to(state_dtype(x.device)) for x in carried)
+            last, last_top = (x.to(state_dtype(x.device)) for x in states.last(width)[:2])
     read, energies = zip(*parts, strict=True)
     total = torch.stack(read).sum(0)
     if marks is not None:
@@ -65,17 +64,7 @@ def forward(
     free = mean.new_empty(0, 0, 0, 0, dtype=dtype)
     if beta is not None:
         energy = torch.stack(energies).logsumexp(0) - log_total
-        free = torch.maximum(energy / beta.double()[:, None, None], mean).masked_fill(empty, 0)
+        free = torch.maximum(energy / beta.to(energy.dtype)[:, None, None], mean).masked_fill(empty, 0)
         free = rows(free)
     exact = q.new_zeros(batch, heads, dtype=torch.bool)
     return rows(mean), free, rows(log_total.masked_fill(empty, -torch.inf))[..., 0], last, last_top, exact
-
-
-def _last(state: Tensor, width: int, energetic: bool) -> tuple[Tensor, Tensor]:
-    """The state [B, G, E, 3 D + 1 or 2 D + 1] as logarithms -> sums and top of the result."""
-    sums, energies, top = linear_state(state, width)
-    if not energetic:
-        return sums, sums.new_full((*sums.shape[:2], width), -torch.inf)
-    nothing = top < NOTHING / 2
-    sums = torch.cat([sums, energies.masked_fill(nothing, 0)], -1)
-    return sums, top.masked_fill(nothing, -torch.inf)[:, :, 0]

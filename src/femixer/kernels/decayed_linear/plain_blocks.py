@@ -4,10 +4,12 @@ A token reads blocks of tokens before it, each larger than the one after it: wit
 RADIX, of RADIX^2 tokens and so on it reads the earlier blocks of its group, up to a chunk; what was before its chunk it
 reads through the state there. Every block has a shift of its own for the exponentials, the largest exponent that
 reaches its end, so that no token later than the block's end decides about its digits. The parts are put together as
-logarithms. The states before the chunks come from a scan over the chunks, which is done in logarithms too.
+logarithms. The states before the chunks come from a recurrence over the chunks, relative to the largest exponent so
+far.
 
 Decays are differences of sums within a chunk: from a token to the end of its block and from there to the reader, both
-at most one, relative to the slowest key channel. Everything is float64.
+at most one, relative to the slowest key channel. Everything is float64 on a CPU and
+float32 elsewhere (`wide`).
 
 Axes: B batch, G key/value heads, R heads that share one, T tokens, E key channels, D value channels; a block has b
 tokens, a group M blocks. Tensors are [B, G, R or 1, T, ...].
@@ -15,6 +17,7 @@ tokens, a group M blocks. Tensors are [B, G, R or 1, T, ...].
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -22,12 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from femixer.kernels.marks import is_padding, is_start
+from femixer.kernels.reading import LOWEST, wide
+from femixer.kernels.recurrence.plain import scan
 
 # Blocks in a group, with one gate per head and with one per key channel; levels of groups in a chunk.
 RADIX, CHANNEL_RADIX = 8, 4
 CHUNK = 64
-# Chunks whose decays are summed up at a time.
-STRIDE = 128
 # The logarithm of nothing, where an infinity would make NaN of a difference.
 NOTHING = -1e30
 # A log decay that leaves nothing of exponents up to 1e5, and yet leaves digits to those it is summed with.
@@ -91,9 +94,9 @@ def block_of(tokens: Tokens) -> tuple[Block, Tensor | None]:
 
 
 def logarithm(x: Tensor) -> Tensor:
-    """log(x) of x >= 0, which is used up; NOTHING of zero. Written so that NaN propagates."""
-    zero = x <= 0
-    return x.masked_fill_(zero, 1).log().masked_fill_(zero, NOTHING)
+    """log(x) of x >= 0; NOTHING of zero. Written so that NaN propagates."""
+    least = torch.finfo(x.dtype).tiny
+    return F.threshold(x.clamp_min(least).log(), math.log(least) + 1, NOTHING)
 
 
 class Pairs(NamedTuple):
@@ -147,48 +150,98 @@ def read_level(p: Pairs) -> tuple[Tensor, Tensor | None]:
     sums = (p.decayed(p.scores) @ p.stream).flatten(3, 4)
     if p.block.top is None:
         return sums, None
-    terms = logarithm(p.scores.clone() if p.block.x is None else p.scores @ p.block.x) + p.block.top
+    terms = logarithm(p.scores if p.block.x is None else p.scores @ p.block.x) + p.block.top
     return sums, terms.add_(p.far).logsumexp(-3).flatten(3, 4)
 
 
-def scan_chunks(decay: Tensor, level: Tensor) -> Tensor:
-    """log sum_j exp(level_j + decay_{j+1} + ... + decay_n) of level [B, G, 1, N, E, W] and decay [..., E or 1, 1]."""
-    count = level.shape[3]
-    if count <= STRIDE:
-        reach = decay.cumsum(3)
-        return (level - reach).logcumsumexp(3) + reach
-    missing = -count % STRIDE
-    if missing:
-        level = F.pad(level, (0, 0, 0, 0, 0, missing), value=NOTHING)
-        decay = F.pad(decay, (0, 0, 0, 0, 0, missing))
-    reach = decay.unflatten(3, (-1, STRIDE)).cumsum(4)
-    within = (level.unflatten(3, (-1, STRIDE)) - reach).logcumsumexp(4) + reach
-    ends = scan_chunks(reach[:, :, :, :, -1].clamp(min=WIPE), within[:, :, :, :, -1])
-    before = F.pad(ends[:, :, :, :-1], (0, 0, 0, 0, 1, 0), value=NOTHING)
-    return torch.logaddexp(within, before[:, :, :, :, None] + reach).flatten(3, 4)[:, :, :, :count]
+class States(NamedTuple):
+    """Before every chunk and after the last: sums [B, G, 1, N + 1, E, W] of the streams (v, 1) and of exp(beta v - top)
+    with their top [B, G, 1, N + 1, E or 1, D], a constant for gradients.
+
+    decay [B, G, 1, N or N + 1, E or 1, W or 1]: the logs of what was left of the one before, without the first state if
+    that is empty; scale [B, G, 1, N, E or 1, W]: what the sums of the chunks were multiplied by.
+    """
+
+    sums: Tensor
+    top: Tensor | None
+    decay: Tensor
+    scale: Tensor | None
+
+    def readable(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Sums with one top for all key channels, that top, and the factors that this took (None: ones)."""
+        if self.top is None or self.top.shape[-2] == 1:
+            return self.sums, self.top, None
+        top = self.top.amax(-2, keepdim=True)
+        factor = _with_ones((self.top - top).exp(), self.sums)
+        return self.sums * factor, top, factor
+
+    def last(self, width: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Sums and top of the result, a channel's largest exponential one, and what the sums were multiplied by."""
+        sums, top, factor = (None if x is None else x[:, :, 0, -1] for x in self.readable())
+        assert sums is not None
+        if top is None:
+            return sums, sums.new_full((*sums.shape[:2], width), -torch.inf), None
+        largest = sums[..., width + 1 :].detach().amax(-2, keepdim=True)
+        nothing = largest <= 0
+        largest = largest.masked_fill(nothing, 1)
+        scale = _with_ones(1 / largest, sums)
+        top = (top + largest.log()).masked_fill(nothing, -torch.inf)[:, :, 0]
+        return sums * scale, top, scale if factor is None else scale * factor
 
 
-def states_before(tokens: Tokens, chunk: int, first: Tensor | None, top: Tensor | None) -> Tensor:
-    """The states before every chunk and after the last [B, G, 1, N + 1, E, 3 D + 1 or 2 D + 1] as logarithms: sums of
-    the positive and negative part of v, each plus one, of 1, and of exp(beta v)."""
-    chunks = tokens.grouped(-1, chunk)
-    block, _ = block_of(chunks)
-    v = chunks.stream[..., :-1]
-    size = v.abs()
-    streams = torch.cat([(size + v) / 2 + 1, (size - v) / 2 + 1, chunks.stream[..., -1:]], -1)
-    streams = streams if block.slow is None else streams * block.slow.exp()
-    if block.x is not None:
-        streams = torch.cat([streams, block.x], -1)
-    elif block.top is not None:
-        streams = F.pad(streams, (0, block.top.shape[-1]), value=1.0)
-    level = logarithm(block.k.mT @ streams)
+def _with_ones(factor: Tensor, sums: Tensor) -> Tensor:
+    """Factors of the exponentials as those of all sums."""
+    return F.pad(factor, (sums.shape[-1] - factor.shape[-1], 0), value=1.0)
+
+
+def recurrent(decay: Tensor, x: Tensor, marked: bool) -> Tensor:
+    """The recurrence along N of x [B, G, 1, N, E, W] and log decays [..., E or 1, W or 1]."""
+    fast = x.dtype == torch.float64 or decay.shape[-2] == 1
+    decay = decay.expand(*x.shape[:4], decay.shape[-2], x.shape[-1])
+    return scan(decay.flatten(0, 2), x.flatten(0, 2), resets=marked or not fast).view(x.shape)
+
+
+class Written(NamedTuple):
+    """A chunk's tokens as blocks, the factors of their keys, and streams (v, 1, exp(beta v - top)) as the chunk's end
+    sees them."""
+
+    block: Block
+    factor: Tensor | None
+    streams: Tensor
+
+
+def written(chunks: Tokens) -> Written:
+    block, factor = block_of(chunks)
+    streams = chunks.stream if block.slow is None else chunks.stream * block.slow.exp()
     if block.top is not None:
-        level = level + F.pad(block.top, (streams.shape[-1] - block.top.shape[-1], 0))
+        streams = torch.cat([streams, torch.ones_like(block.top) if block.x is None else block.x], -1)
+    return Written(block, factor, streams)
+
+
+def states_before(chunks: Tokens, by: Written, first: Tensor | None, first_top: Tensor | None) -> States:
+    """The exponentials' top is the largest exponent so far, as it decays."""
+    sums, decay, marked = by.block.k.mT @ by.streams, kept_over(chunks), chunks.segment is not None
+    top = scale = None
+    given = first is not None
+    if given:
+        decay = F.pad(decay, (0, 0, 0, 0, 1, 0))
+    if by.block.top is not None:
+        local = by.block.top
+        if first_top is not None:
+            local = torch.cat([first_top.to(sums.dtype).clamp(min=LOWEST)[:, :, None, None, None], local], 3)
+        reach = decay.detach().cumsum(3)
+        top = (local.detach() - reach).cummax(3).values + reach
+        scale = _with_ones((local - top).exp()[:, :, :, given:], sums)
+        sums = sums * scale
+        rise = F.pad(top[:, :, :, :-1] - top[:, :, :, 1:], (0, 0, 0, 0, 1, 0))
+        decay = decay + F.pad(rise, (sums.shape[-1] - rise.shape[-1], 0))
+    if first is not None:
+        sums = torch.cat([first.to(sums.dtype)[:, :, None, None], sums], 3)
+    sums = recurrent(decay, sums, marked)
     if first is None:
-        level = F.pad(level, (0, 0, 0, 0, 1, 0), value=NOTHING)
-    else:
-        level = torch.cat([_log_state(first, top), level], 3)
-    return scan_chunks(F.pad(kept_over(chunks), (0, 0, 0, 0, 1, 0)), level)
+        sums = F.pad(sums, (0, 0, 0, 0, 1, 0))
+        top = None if top is None else F.pad(top, (0, 0, 0, 0, 1, 0), value=LOWEST)
+    return States(sums, top, decay, scale)
 
 
 def kept_over(chunks: Tokens) -> Tensor:
@@ -200,24 +253,6 @@ def kept_over(chunks: Tokens) -> Tensor:
         last = chunks.segment[..., -1:, :]
         kept = kept.masked_fill(last != F.pad(last, (0, 0, 0, 0, 1, 0))[:, :, :, :-1], WIPE)
     return kept.clamp(min=WIPE)
-
-
-def _log_state(sums: Tensor, top: Tensor | None) -> Tensor:
-    """A state [B, G, E, W] as `states_before` has it."""
-    width = top.shape[-1] if top is not None else 0
-    v, total, energies = sums[..., :width], sums[..., width : width + 1], sums[..., width + 1 :]
-    size = v.abs()
-    level = logarithm(torch.cat([(size + v) / 2 + total, (size - v) / 2 + total, total, energies], -1))
-    if energies.shape[-1] and top is not None:
-        level = level + F.pad(top.detach().clamp(min=NOTHING), (2 * width + 1, 0))[:, :, None]
-    return level[:, :, None, None]
-
-
-def linear_state(states: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums of v and 1 [..., D + 1], and the sums of exponentials [..., E, D] relative to top [..., 1, D]."""
-    plus, minus, total, energies = states.split([width, width, 1, states.shape[-1] - 2 * width - 1], -1)
-    top = energies.detach().amax(-2, keepdim=True)
-    return torch.cat([plus.exp() - minus.exp(), total.exp()], -1), (energies - top).exp(), top
 
 
 class Readers(NamedTuple):
@@ -239,18 +274,19 @@ def readers_of(q: Tensor, tokens: Tokens, chunk: int) -> Readers:
     return Readers(times(q, factor), factor, far)
 
 
-def read_past(readers: Readers, states: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
-    """What tokens read of the states [..., N, E, W] before their chunks, as `read_level` has it."""
-    sums, energies, top = linear_state(states, width)
-    read = ((readers.q @ sums) * readers.far.exp()).flatten(3, 4)
-    if not energies.shape[-1]:
-        return read, None
-    return read, (logarithm(readers.q @ energies) + (top + readers.far)).flatten(3, 4)
+def read_past(readers: Readers, states: States, width: int) -> tuple[Tensor, Tensor | None]:
+    """What tokens read of the states before their chunks, as `read_level` has it."""
+    sums, top, _ = states.readable()
+    read = readers.q @ sums[:, :, :, :-1]
+    linear = (read[..., : width + 1] * readers.far.exp()).flatten(3, 4)
+    if top is None:
+        return linear, None
+    return linear, (logarithm(read[..., width + 1 :]) + (top[:, :, :, :-1] + readers.far)).flatten(3, 4)
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float64, and side by side in memory, which every product would otherwise copy."""
-    return x.to(torch.float64, memory_format=torch.contiguous_format)
+    """In `wide`, and side by side in memory, which every product would otherwise copy."""
+    return wide(x).contiguous()
 
 
 def arranged(
@@ -258,7 +294,7 @@ def arranged(
 ) -> Tokens:
     """Tokens, padded to a length of whole chunks with tokens of no weight."""
     k, v = (_wide(x.transpose(1, 2)[:, :, None]) for x in (k, v))
-    z = None if beta is None else beta.double()[:, None, None] * v
+    z = None if beta is None else beta.to(v.dtype)[:, None, None] * v
     gate = None if gate is None else _wide(gate.transpose(1, 2)[:, :, None])
     missing, segment = length - k.shape[3], None
     if marks is not None:

@@ -4,11 +4,12 @@ With w_t(i) the weights of tokens and E = beta F + log total,
 
     d w_t(i) = <cotangent of the streams at t, (v_i, 1)> + sum_d slope_t exp(beta v_i - E_t),   slope = dF / beta
 
-Gradients of states are signed: they are scanned as the logarithms of their positive and negative parts.
+Gradients of states follow the same recurrence in reversed time.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -16,29 +17,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from femixer.kernels.decayed_linear.plain_blocks import (
-    NOTHING,
     Pairs,
     Readers,
-    Tokens,
+    States,
+    Written,
     arranged,
-    block_of,
     by_group,
-    kept_over,
-    linear_state,
-    logarithm,
     pairs_of,
     plan,
     readers_of,
-    scan_chunks,
+    recurrent,
     states_before,
     times,
     together,
+    written,
 )
 from femixer.kernels.marks import is_padding, is_start
 from femixer.kernels.operator import filled
-
-# Exponentials of more than this are of tokens that nobody sees.
-MOST = 600.0
+from femixer.kernels.reading import wide
 
 
 class Cotangents(NamedTuple):
@@ -56,7 +52,8 @@ class Cotangents(NamedTuple):
         """Gradients of sums of exponentials that are read times exp(top + far)."""
         assert self.slope is not None
         assert self.energy is not None
-        return (top - self.energy).add_(far).clamp_(max=MOST).exp_().mul_(self.slope)
+        most = 0.85 * math.log(torch.finfo(top.dtype).max)  # exponentials of more are of tokens that nobody sees
+        return (top - self.energy).add_(far).clamp_(max=most).exp_().mul_(self.slope)
 
 
 def _cotangents(
@@ -64,14 +61,14 @@ def _cotangents(
 ) -> tuple[Cotangents, Tensor | None]:
     """mean = sum_v / total, F = (energy - log total) / beta, or the mean where that is larger; and the gradient of beta
     through the division."""
-    to_mean, to_free, to_log = (x.double() for x in grads[:3])
-    mean, free, log_total = (x.double() for x in results[:3])
+    to_mean, to_free, to_log = (wide(x) for x in grads[:3])
+    mean, free, log_total = (wide(x) for x in results[:3])
     empty = (log_total == -torch.inf)[..., None]
     log_total = log_total[..., None].masked_fill(empty, 0)
     to_total = to_log[..., None]
     parts, d_beta, width = [], None, mean.shape[-1]
     if beta is not None:
-        temperature = beta.double().repeat_interleave(mean.shape[2] // groups, 0)
+        temperature = beta.to(mean.dtype).repeat_interleave(mean.shape[2] // groups, 0)
         at_mean = free <= mean
         slope = (to_free / temperature).masked_fill(at_mean, 0)
         to_mean = to_mean + to_free.where(at_mean, 0)
@@ -135,78 +132,26 @@ def _level_gradients(p: Pairs, c: Cotangents) -> Gradients:
     return Gradients(d_q, d_k, d_v, d_z).flat(2)
 
 
-def _signed(x: Tensor) -> Tensor:
-    """Positive and negative part side by side."""
-    return torch.cat([x, -x], -1).relu_()
-
-
-def _twice(x: Tensor) -> Tensor:
-    return torch.cat([x, x], -1)
-
-
-def _read_gradients(readers: Readers, c: Cotangents, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Of what tokens read of the states before their chunks: gradients of q [..., T, E] and, as signed logarithms, of
-    the states [..., N, E, 4 D + 2 or 2 D + 2]."""
-    sums, energies, top = linear_state(states, c.stream.shape[-1] - 1)
+def _read_gradients(readers: Readers, c: Cotangents, states: States) -> tuple[Tensor, Tensor]:
+    """Of what tokens read of the states before their chunks: gradients of q [..., T, E], and of the states' sums
+    [..., N, E, W]."""
+    sums, top, factor = (None if x is None else x[:, :, :, :-1] for x in states.readable())
+    assert sums is not None
     cotangent = c.stream * readers.far.exp()
-    d_q = cotangent @ sums.mT
-    level = logarithm(_signed((readers.q.mT @ cotangent).sum(2, keepdim=True)))
-    if c.slope is not None and c.energy is not None:
-        d_q += c.reached(top, readers.far) @ energies.mT
-        reach = readers.far - c.energy
-        highest = reach.amax((2, -2), keepdim=True)
-        added = readers.q.mT @ reach.sub_(highest).exp_().mul_(c.slope)
-        level = torch.cat([level, logarithm(_signed(added.sum(2, keepdim=True))) + _twice(highest)], -1)
-    return times(d_q, readers.factor), level
+    if top is not None:
+        cotangent = torch.cat([cotangent, c.reached(top, readers.far)], -1)
+    to_sums = readers.q.mT @ cotangent
+    to_sums = to_sums.sum(2, keepdim=True) if to_sums.shape[2] > 1 else to_sums
+    return times(cotangent @ sums.mT, readers.factor), times(to_sums, factor)
 
 
-def _last_gradients(to_sums: Tensor, top: Tensor, width: int) -> Tensor:
-    """Gradients of the last state's sums [B, G, E, W] as signed logarithms [B, G, 1, 1, E, W]."""
-    level = logarithm(_signed(to_sums[..., : width + 1]))
-    if to_sums.shape[-1] > width + 1:
-        energies = logarithm(_signed(to_sums[..., width + 1 :])) - _twice(top.clamp(min=NOTHING)[:, :, None])
-        level = torch.cat([level, energies], -1)
-    return level[:, :, None, None]
-
-
-def _first_gradients(to: Shifted, top: Tensor) -> Tensor:
-    """Of the first state's sums."""
-    if to.energetic is None or to.top is None:
-        return to.linear
-    return torch.cat([to.linear, to.energetic * (to.top + top[:, :, None]).clamp_(max=MOST).exp_()], -1)
-
-
-class Shifted(NamedTuple):
-    """Gradients of states [..., E, W]: of the sums of the streams; of those of exponentials, relative to exp(top)."""
-
-    linear: Tensor
-    energetic: Tensor | None
-    top: Tensor | None
-
-
-def _shifted(level: Tensor, width: int) -> Shifted:
-    """From signed logarithms."""
-    energetic = level.shape[-1] > 2 * width + 2
-    plus, minus, *energies = level.split([width + 1] * 2 + [width] * (2 if energetic else 0), -1)
-    linear = plus.exp() - minus.exp()
-    if not energies:
-        return Shifted(linear, None, None)
-    top = torch.maximum(*energies).amax(-2, keepdim=True)
-    return Shifted(linear, (energies[0] - top).exp() - (energies[1] - top).exp(), top)
-
-
-def _write_gradients(d_q: Tensor, chunks: Tokens, to: Shifted) -> Gradients:
-    """Of what tokens wrote into the states after their chunks, from the gradients of those; with that of q."""
-    block, factor = block_of(chunks)
-    stream = chunks.stream if block.slow is None else chunks.stream * block.slow.exp()
-    d_k = stream @ to.linear.mT
-    d_v = (block.k @ to.linear[..., :-1]) * stream[..., -1:]
-    d_z = None
-    if block.top is not None and to.energetic is not None and to.top is not None:
-        x = (block.top + to.top).clamp_(max=MOST).exp_()
-        x = x if block.x is None else block.x * x
-        d_k += x @ to.energetic.mT
-        d_z = x * (block.k @ to.energetic)
+def _write_gradients(d_q: Tensor, by: Written, to: Tensor) -> Gradients:
+    """Of what tokens wrote into the states after their chunks, from the gradients of their sums; with that of q."""
+    (block, factor, streams), (energetic, slow) = by, (by.block.top is not None, by.block.slow)
+    d_k, d_streams = streams @ to.mT, block.k @ to
+    width = (streams.shape[-1] - 1) // (2 if energetic else 1)
+    d_v = d_streams[..., :width] if slow is None else d_streams[..., :width] * slow.exp()
+    d_z = d_streams[..., width + 1 :] * streams[..., width + 1 :] if energetic else None
     return Gradients(d_q, times(d_k, factor), d_v, d_z)
 
 
@@ -228,16 +173,20 @@ def backward(
     d_sums = end = None
     if sums is not None or keep or padded > chunk:
         chunks = tokens.grouped(-1, chunk)
-        to_last, last, last_top = given[3].double(), results[3].double(), results[4].double()
-        states = states_before(tokens, chunk, sums, top)[:, :, :, :-1]
+        by, to_last = written(chunks), wide(given[3])
+        states = states_before(chunks, by, sums, top)
         d_q, level = _read_gradients(readers_of(q, tokens, chunk), c.grouped(chunk), states)
-        after = _last_gradients(to_last, last_top, width) if keep else torch.full_like(level[:, :, :, :1], NOTHING)
-        level = torch.cat([after, level.flip(3)], 3)
-        level = scan_chunks(F.pad(kept_over(chunks).flip(3), (0, 0, 0, 0, 1, 0)), level).flip(3)
-        found = _write_gradients(d_q, chunks, _shifted(level[:, :, :, 1:], width)).flat(2).plus(found)
-        if sums is not None and top is not None:
-            d_sums = _first_gradients(_shifted(level[:, :, 0, 0], width), top).to(sums.dtype)
-        end = (to_last * last).sum(-1)[:, :, None, None] if keep else None
+        after = (
+            times(to_last, states.last(width)[2])[:, :, None, None] if keep else torch.zeros_like(level[:, :, :, :1])
+        )
+        level, later = torch.cat([level, after], 3), states.decay.flip(3).roll(1, 3)  # the first is used by none
+        level = level[:, :, :, -later.shape[3] :].flip(3)
+        level = recurrent(later, level, marks is not None).flip(3)
+        found = (
+            _write_gradients(d_q, by, times(level[:, :, :, -by.streams.shape[3] :], states.scale)).flat(2).plus(found)
+        )
+        d_sums = None if sums is None else level[:, :, 0, 0].to(sums.dtype)
+        end = (to_last * wide(results[3])).sum(-1)[:, :, None, None] if keep else None
     d_q, d_k, d_v, d_z = found
     d_gate = None
     if gate is not None:
@@ -252,7 +201,7 @@ def backward(
         d_k = d_k.masked_fill(F.pad(is_padding(marks), (0, padded - length))[:, None, None, :, None], 0)
     if beta is not None and d_z is not None and d_beta is not None:
         d_beta = (d_beta + (d_z * tokens.stream[..., :-1]).sum((0, 2, 3))).to(beta.dtype)
-        d_v = d_v + d_z * beta.double()[:, None, None]
+        d_v = d_v + d_z * beta.to(d_z.dtype)[:, None, None]
 
     def rows(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x[:, :, :, :length].permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype)

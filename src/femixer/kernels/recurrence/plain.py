@@ -1,7 +1,8 @@
 """The linear recurrence in torch's operations, whose number grows with the logarithm of the length.
 
-Chunks of 16 tokens are summed by a cumulative sum relative to their middle, in float64, where exp of 8 log decays of
-LEAST has range to spare. The chunks' ends are a recurrence of a sixteenth of the length.
+In float64 chunks of 16 tokens are summed by a cumulative sum relative to their middle: exp of 8 log decays of LEAST has
+range to spare. float32 has not; there all pairs of a chunk of 64 are summed, which a GPU does in no time. The chunks'
+ends are a recurrence of a sixteenth of the length, or less.
 """
 
 import math
@@ -10,20 +11,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 16
+from femixer.kernels.reading import wide
+
+CHUNK, PAIRED_CHUNK = 16, 64
 # A log decay below this is taken for it: a free energy sees no further than 60 nats.
 LEAST = -80.0
 
 
 def scan(log_decay: Tensor, x: Tensor, initial: Tensor | None = None, *, resets: bool = False) -> Tensor:
-    """h_t = exp(log_decay_t) h_{t-1} + x_t in float64: log_decay <= 0 and x [B, T, ...], initial [B, ...] or zero.
+    """h_t = exp(log_decay_t) h_{t-1} + x_t in `wide`: log_decay <= 0 and x [B, T, ...], initial [B, ...] or zero.
 
     log_decay broadcasts to x in the dimensions after T. resets: it may be -inf, and then exactly nothing is left of the
     past; that takes more operations.
     """
-    log_decay, x = log_decay.double(), x.double()
+    log_decay, x = wide(log_decay), wide(x)
     if initial is not None:
-        first = torch.addcmul(x[:, :1], log_decay[:, :1].exp(), initial.double()[:, None])
+        first = torch.addcmul(x[:, :1], log_decay[:, :1].exp(), initial.to(x.dtype)[:, None])
         x = torch.cat([first, x[:, 1:]], 1)
     # An exported program of any length is made of the same operations for all of them.
     levels = 2 if isinstance(x.shape[1], torch.SymInt) else None
@@ -44,17 +47,15 @@ def _scan(gates: Tensor, x: Tensor, levels: int | None = None) -> Tensor:
     """levels: of chunks, before all pairs of what is left are summed; None: as many as the length needs."""
     length = x.shape[1]
     if levels == 0:
-        reach, seen = gates.cumsum(1), torch.ones(length, length, device=x.device, dtype=x.dtype).tril()
-        decay = (reach[:, :, None] - reach[:, None]).clamp(max=0).exp()
-        return (decay * x[:, None] * seen.view(length, length, *[1] * (x.dim() - 2))).sum(2)
-    chunk = CHUNK if levels else min(CHUNK, max(1, length))
+        return _pairs(gates[:, None], x[:, None])[1][:, 0]
+    exact = x.dtype == torch.float64
+    chunk = CHUNK if exact else PAIRED_CHUNK
+    chunk = chunk if levels else min(chunk, max(1, length))
     missing = -length % chunk
     if levels or missing:
         gates, x = (F.pad(y, (0, 0) * (y.dim() - 2) + (0, missing)) for y in (gates, x))
-    reach = gates.unflatten(1, (-1, chunk)).cumsum(2)
-    middle = reach - reach[:, :, chunk // 2 : chunk // 2 + 1]
-    # Not a quotient: its gradient squares the divisor, which then overflows.
-    h = middle.exp() * (x.unflatten(1, (-1, chunk)) * (-middle).exp()).cumsum(2)
+    gates, x = gates.unflatten(1, (-1, chunk)), x.unflatten(1, (-1, chunk))
+    reach, h = _around_the_middle(gates, x) if exact else _pairs(gates, x)
     if levels or length > chunk:
         ends = _scan(reach[:, :, -1].clamp_min(LEAST), h[:, :, -1], levels and levels - 1)[:, :-1]
         before = F.pad(ends, (0, 0) * (ends.dim() - 2) + (1, 0))
@@ -62,9 +63,29 @@ def _scan(gates: Tensor, x: Tensor, levels: int | None = None) -> Tensor:
     return h.flatten(1, 2)[:, :length]
 
 
+def _around_the_middle(gates: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of the gates, and the recurrence of every chunk by itself, of gates and x [B, J, L, ...]."""
+    reach = gates.cumsum(2)
+    half = reach.shape[2] // 2
+    middle = reach - reach[:, :, half : half + 1]
+    # Not a quotient: its gradient squares the divisor, which then overflows.
+    return reach, middle.exp() * (x * (-middle).exp()).cumsum(2)
+
+
+def _pairs(gates: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The same as [B, J, L, L, ...], for any range of gates."""
+    reach, length = gates.cumsum(2), gates.shape[2]
+    later = torch.ones(length, length, device=x.device, dtype=torch.bool).triu(1)
+    later = later.view(length, length, *[1] * (gates.dim() - 3))
+    decay = (reach[:, :, :, None] - reach[:, :, None]).masked_fill(later, -torch.inf).exp()
+    if gates.dim() == 5 and gates.shape[3] == 1:  # shared by all of a dimension, which a product can do
+        return reach, torch.einsum("bjtiw,bjiew->bjtew", decay[..., 0, :], x)
+    return reach, (decay * x[:, :, None]).sum(3)
+
+
 def forward(decay: Tensor, inputs: Tensor, initial: Tensor, resets: bool) -> tuple[Tensor, ...]:
     # Not the logarithm of zero, whose gradient is infinite.
-    log_decay = torch.where(decay == 0, -torch.inf, decay.double().clamp_min(math.exp(LEAST)).log())
+    log_decay = torch.where(decay == 0, -torch.inf, wide(decay).clamp_min(math.exp(LEAST)).log())
     return (scan(log_decay, inputs, initial, resets=resets).to(inputs.dtype),)
 
 
@@ -78,7 +99,7 @@ def backward(
     (grad,), (decay, inputs, initial, resets), (h,) = grads, arguments, results
     if not h.shape[1]:
         return torch.zeros_like(decay), torch.zeros_like(inputs), torch.zeros_like(initial)
-    later = decay.double().log().roll(-1, 1)  # the last one is used by none
+    later = wide(decay).log().roll(-1, 1)  # the last one is used by none
     error = scan(later.flip(1), grad.flip(1), resets=resets).flip(1).to(inputs.dtype)
     before = torch.cat([initial[:, None], h[:, :-1]], 1)
     return error * before, error, error[:, 0] * decay[:, 0]
