@@ -48,7 +48,7 @@ def gated_read(
     """Each [B, T, H, D]. Without `free` the read is the mean; without lam_logits it is the free energy. The logits may
     have fewer digits; a gated read has theirs."""
     lam, gate = (None if x is None else x.to(handed_dtype(x)) for x in (lam_logits, gate_logits))
-    if free is None or lam is None:
+    if free is None or lam_logits is None:
         read = mean if free is None else free
-        return read if gate is None or gate_logits is None else gated(read, None, None, gate, eps).to(gate_logits.dtype)
+        return read if gate_logits is None else gated(read, None, None, gate, eps).to(gate_logits.dtype)
     return gated(mean, free, lam, gate, eps).to(lam_logits.dtype)
