@@ -2,20 +2,17 @@
 
 from femixer.baselines import attention, convolution, fox, gsa, hyena, path, tnn
 from femixer.baselines.aft import AFT
-from femixer.baselines.attention import Attention, GatedAttention
+from femixer.baselines.attention import Attention, GatedAttention, Laser
 from femixer.baselines.base import Baseline
 from femixer.baselines.deltanet import KDA, DeltaNet, GatedDeltaNet
 from femixer.baselines.diff_transformer import DiffTransformer
 from femixer.baselines.fox import FoX
-from femixer.baselines.gla import GLA
 from femixer.baselines.gsa import GSA
 from femixer.baselines.hgrn import HGRN, HGRN2
 from femixer.baselines.hyena import Hyena
-from femixer.baselines.laser import Laser
-from femixer.baselines.linear_attention import LinearAttention
+from femixer.baselines.linear_attention import GLA, LinearAttention, RetNet
 from femixer.baselines.mamba import Mamba, Mamba2
 from femixer.baselines.path import PaTH
-from femixer.baselines.retnet import RetNet
 from femixer.baselines.rwkv import RWKV6, RWKV7
 from femixer.baselines.tnn import TNN
 from femixer.trees import register_tuple

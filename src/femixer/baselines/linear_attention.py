@@ -1,4 +1,6 @@
-"""Linear attention: positive features of queries and keys in place of softmax, normalized."""
+"""Linear attention as published: positive features of queries and keys in place of softmax; RetNet's retention, with a
+fixed decay per head; gated linear attention, with decays per key channel, an output norm and a gate.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from femixer.baselines.base import Baseline
+from femixer.baselines.base import Baseline, HeadNorm, RMSNorm, check_sizes
 from femixer.baselines.kernels.linear_attention import linear_attention
 from femixer.kernels.precision import without_autocast
 from femixer.layout import Layout
 from femixer.options import check
+from femixer.rotary import Rotation, check_base, rotated
 
 FEATURE_MAPS = ("elu", "learned")
 EPS = 1e-6
@@ -73,3 +76,101 @@ class LinearAttention(Baseline):
             return F.elu(x) + 1
         logits = torch.einsum("bthe,hef->bthf", x, self.feature_map[of].to(x.dtype))
         return torch.cat([logits.softmax(-1), (-logits).softmax(-1)], -1)
+
+
+class RetNet(Baseline):
+    """y_t = [GroupNorm(S_tᵀ R_t q_t / sqrt(E)) * silu(x_t W_g)] W_o per head h, with
+
+        S_t = (1 - 2^(-5-h)) S_{t-1} + (R_t k_t) v_tᵀ,    R_t: rotation by the token's position
+
+    Values have expand * dim channels in all, queries and keys half as many (rounded up to even heads), the published
+    ratio. 4 expand dim² parameters: 4 dim² by default; published is expand=2, with a feed-forward layer half as wide.
+    The publication's other normalizations of the scores cancel in the norm. Sun et al. 2023, arXiv 2307.08621.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        causal: bool = True,
+        bias: bool = False,
+        dropout: float = 0.0,
+        *,
+        expand: float = 1.0,
+        rope_base: float = 10000.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, heads, causal, dropout)
+        check(round(expand * dim / heads) >= 1, "expand", expand, "a positive factor of dim / heads channels")
+        check_base(rope_base)
+        self.rope_base = rope_base
+        value = heads * round(expand * dim / heads)
+        self.width = 2 * -(-value // (4 * heads))
+        self.widths = (heads * self.width, heads * self.width, value, value)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.in_proj = nn.Linear(dim, sum(self.widths), bias=bias, **made)
+        self.norm = HeadNorm(heads, value, eps=1e-5, **made)
+        self.out_proj = nn.Linear(value, dim, bias=bias, **made)
+        self.reset_parameters()
+
+    def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
+        q, k, v, g = self.in_proj(x).split(self.widths, -1)
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        with without_autocast(x.device):
+            q, k = rotated(q, k, Rotation(layout.position, self.width, self.rope_base), dtype)
+            head = torch.arange(self.heads, dtype=torch.float64, device=x.device)
+            gate = torch.log1p(-(2.0 ** (-5 - head))).expand(1, x.shape[1], -1)
+            v = v.unflatten(-1, (self.heads, -1))
+            read, state = linear_attention(q * self.width**-0.5, k, v, gate, layout.marks(), memory, keep=keep)
+            y = self.norm(read) * F.silu(g.to(dtype))
+        return self.out_proj(self.dropout(y.to(x.dtype))), state
+
+
+# Log decays are divided by this: a sigmoid of one half keeps 0.96 of a channel.
+CALM = 16.0
+
+
+class GLA(Baseline):
+    """y_t = [RMSNorm(S_tᵀ q_t / sqrt(E)) * silu(x_t W_g)] W_o per head, with
+
+        S_t = diag(a_t) S_{t-1} + k_t v_tᵀ,    a_t = sigmoid(x_t W_1 W_2 + b)^(1/16) per key channel
+
+    Keys have E = dim / (2 heads) channels, values dim / heads, as published; rank: that of the decays' map.
+    4 dim² parameters, and dim (3 rank / 2) for the decays. Yang et al. 2023, arXiv 2312.06635.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        causal: bool = True,
+        bias: bool = False,
+        dropout: float = 0.0,
+        *,
+        rank: int = 16,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, heads, causal, dropout)
+        check_sizes(rank=rank)
+        self.width = -(-dim // (2 * heads))
+        keys = heads * self.width
+        self.widths = (keys, keys, dim, dim, rank)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.in_proj = nn.Linear(dim, sum(self.widths), bias=bias, **made)
+        self.decay_proj = nn.Linear(rank, keys, **made)
+        self.norm = RMSNorm(dim // heads, eps=1e-5, **made)
+        self.out_proj = nn.Linear(dim, dim, bias=bias, **made)
+        self.reset_parameters()
+
+    def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
+        q, k, v, g, low = self.in_proj(x).split(self.widths, -1)
+        logits = self.decay_proj(low)
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        with without_autocast(x.device):
+            q, gate = q.to(dtype) * self.width**-0.5, F.logsigmoid(logits.to(dtype)) / CALM
+            q, k, v, gate = (part.unflatten(-1, (self.heads, -1)) for part in (q, k, v, gate))
+            read, state = linear_attention(q, k, v, gate, layout.marks(), memory, keep=keep)
+            y = self.norm(read).flatten(2) * F.silu(g.to(dtype))
+        return self.out_proj(self.dropout(y.to(x.dtype))), state
