@@ -19,7 +19,7 @@ from femixer.inspection.page import check_size, write_page
 from femixer.inspection.summary import HEADING, channels_by_kl, table_row
 from femixer.inspection.tokens import labels
 from femixer.optional import require
-from femixer.options import check, parse
+from femixer.options import check, model_first, parse
 from femixer.tasks.lm.checkpoint import Placement, check_positions, given_text, load
 from femixer.tasks.lm.usage import FIGURE, summarize
 from femixer.training import atomic
@@ -74,7 +74,7 @@ class Command:
 
 
 def main(args: Sequence[str]) -> int:
-    command = parse(Command, args, "inspect")
+    command = parse(Command, model_first(args), "inspect")
     command.validate()
     model_folder(command.checkpoint)  # says what is wrong before anything slow
     text = given_text(command.text, command.file, "text", "file", errors="replace")

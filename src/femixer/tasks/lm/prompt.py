@@ -101,12 +101,22 @@ def tokens(tokenizer: Any, prompt: Prompt) -> Iterator[tuple[list[int], int]]:
     if second is None:
         yield whole_tokens(tokenizer, first), len(first.encode())
         return
-    plain = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     begin, end = special_tokens(tokenizer)
     yield begin, 0
     for text in chain((first, second), texts):
-        yield tokenizer(text, **plain)["input_ids"], len(text.encode())
+        yield plain_tokens(tokenizer, text), len(text.encode())
     yield end, 0
+
+
+def plain_tokens(tokenizer: Any, text: str) -> list[int]:
+    """Without those that begin and end a text."""
+    if not tokenizer.is_fast:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    # What transformers makes around it is in reference cycles: 50 MB of each stretch would wait for the collector.
+    rules = tokenizer.backend_tokenizer
+    rules.no_truncation()
+    rules.no_padding()
+    return rules.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def whole_tokens(tokenizer: Any, text: str) -> list[int]:
