@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from femixer import memory
-from femixer.damage import Damaged
+from femixer.damage import Damaged, reading
 from femixer.options import check
 from femixer.tasks.lm.checkpoint import check_positions
 from femixer.tasks.lm.data.sources import pieces
@@ -45,7 +45,10 @@ class Prompt:
 
     @classmethod
     def of(cls, text: str) -> Prompt:
-        return cls([text], "prompt", text if len(text) <= 40 else text[:39] + "…", len(text.encode()))
+        value = text if len(text) <= 40 else text[:39] + "…"
+        size = len(text.encode(errors="replace"))
+        check(text == text.encode(errors="replace").decode(), "prompt", value, "text that can be written in UTF-8")
+        return cls([text], "prompt", value, size)
 
     def shown(self, show: Callable[[str], object]) -> Prompt:
         """The same, shown as it is read."""
@@ -75,7 +78,13 @@ def given(text: str | None, file: Path | None) -> Prompt:
 
 def of_file(path: Path) -> Iterator[str]:
     with path.open("rb") as file:
-        yield from stretches(file, str(path))
+        texts = stretches(file, str(path))
+        while True:
+            with reading(path):  # not around the yield, which would take over the errors of who reads
+                text = next(texts, None)
+            if text is None:
+                return
+            yield text
 
 
 def stretches(file: IO[bytes], name: str) -> Iterator[str]:
