@@ -127,12 +127,12 @@ def test_errors_are_means_over_all_known_values_of_all_windows():
         before = np.nan_to_num(scaled[row - 1])
         errors += [value for value in (before - scaled[row : row + 3]).ravel() if not math.isnan(value)]
     for batch in (1, 5, 64):
-        found = score(last, test, batch)
+        found = score(last, test, batch, "test")
         assert found["mse"] == pytest.approx(np.mean(np.square(errors)), rel=1e-5)
         assert found["mae"] == pytest.approx(np.mean(np.abs(errors)), rel=1e-5)
     values[70:] = np.nan
     with pytest.raises(ValueError, match="everything in them is missing"):
-        score(last, windows(series(values), 7, 3)[0]["test"], 5)
+        score(last, windows(series(values), 7, 3)[0]["test"], 5, "test")
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(1000, 0.05), (37, 0.3)])
@@ -184,9 +184,9 @@ def scripted(monkeypatch, errors, stop_at=None):
     """Validation errors from a script, with the weights that each was given for; the test split is scored as it is."""
     seen, original = [], fit.score
 
-    def fake(model, split, batch):
+    def fake(model, split, batch, what):
         if split.first == 169:  # the first row of the test split
-            return original(model, split, batch)
+            return original(model, split, batch, what)
         if stop_at is not None and len(seen) == stop_at:
             raise KeyboardInterrupt
         seen.append({name: value.clone() for name, value in model.state_dict().items()})

@@ -206,6 +206,7 @@ def test_a_reader_that_closes_the_pipe_ends_it_quietly(checkpoint, monkeypatch, 
         (["--top-k", "0", "--temperature", "1"], "top_k=0 is not allowed"),
         (["--beams", "2", "--temperature", "1"], "beams=2 is not allowed"),
         (["--prompt-file", "nowhere"], "prompt='x' is not allowed; choose either"),
+        (["--prompt", "\ud800"], "is not allowed; choose text that can be written in UTF-8"),
         (["--device", "warp"], "device='warp' cannot be used here"),
         (["--dtype", "int8"], "dtype='int8' is not allowed"),
     ],
@@ -379,6 +380,7 @@ def test_a_prompt_that_cannot_be_remembered_is_refused_after_two_pieces(checkpoi
     [
         ("folder", None, "prompt_file='{path}' is not allowed; choose a file with text, not a folder"),
         ("bytes.txt", LONG.encode() * 3 + b"\xff", "{path}: not text in UTF-8 (invalid start byte at byte 2118)"),
+        ("/proc/self/mem", None, "/proc/self/mem: [Errno 5]"),
         ("missing.txt", None, "No such file or directory: '{path}'"),
     ],
 )

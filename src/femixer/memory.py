@@ -36,18 +36,17 @@ def free(device: torch.device) -> int | None:
         return None
 
 
-TRAINED = 16
-"""Bytes of a parameter in training: itself, its gradient and Adam's two moments, in float32."""
+def check_fits(parameters: int, name: str, value: object) -> None:
+    """Raise a ValueError if a model of so many parameters cannot be trained here. name, value: of the option.
 
-
-def check_fits(parameters: int, name: str, value: object, each: int = TRAINED) -> None:
-    """Raise a ValueError if a model of so many parameters, `each` of so many bytes, is larger than all memory here."""
-    there, needed = installed(), parameters * each
-    allowed = (
-        f"smaller sizes: {parameters:,} parameters take {gigabytes(needed)} to train, and this machine has "
-        f"{gigabytes(there or 0)}"
-    )
-    check(there is None or needed <= there, name, value, allowed)
+    A parameter takes 16 bytes: itself, its gradient and Adam's two moments in float32. Where there is a GPU only the
+    model itself is made in main memory, and several processes may share one.
+    """
+    alone = not torch.cuda.is_available() and os.environ.get("WORLD_SIZE", "1") == "1"
+    there, needed = installed(), parameters * (16 if alone else 4)
+    what = "in training" if alone else "alone"
+    allowed = f"smaller sizes: {parameters:,} parameters take {gigabytes(needed)} {what}"
+    check(there is None or needed <= there, name, value, f"{allowed}, and this machine has {gigabytes(there or 0)}")
 
 
 def gigabytes(size: float) -> str:

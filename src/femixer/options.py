@@ -26,6 +26,23 @@ def parse(options: type[Options], args: Sequence[str], command: str, default: Op
     return found
 
 
+MODEL = "--model"
+
+
+def model_first(args: Sequence[str]) -> list[str]:
+    """For commands whose model is the first argument: `--model PATH` anywhere is the same."""
+    args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith(MODEL + "=") else [arg])]
+    if MODEL not in args[:-1]:
+        return args
+    at = args.index(MODEL)
+    return [args[at + 1], *args[:at], *args[at + 2 :]]
+
+
+def model_named(args: Sequence[str]) -> list[str]:
+    """For commands with the option --model: the first argument, if it is no option, is the same."""
+    return [MODEL, *args] if args and not args[0].startswith("-") else [*args]
+
+
 def check_numbers(options: Any) -> None:
     """No option means NaN, infinity or a number that no machine counts to."""
     for field in dataclasses.fields(options):

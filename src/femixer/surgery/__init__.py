@@ -9,9 +9,9 @@ require("transformers", "lm")
 
 from femixer.surgery import attention, families  # noqa: E402
 from femixer.surgery.families import FAMILIES  # noqa: E402
-from femixer.surgery.upgrading import load, upgrade  # noqa: E402
+from femixer.surgery.upgrading import check_ends, load, upgrade  # noqa: E402
 
 attention.register()
 families.register()
 
-__all__ = ["FAMILIES", "load", "upgrade"]
+__all__ = ["FAMILIES", "check_ends", "load", "upgrade"]

@@ -17,9 +17,9 @@ from femixer.finite import check_tensor
 from femixer.models.loading import only_local, saved_tokenizer
 from femixer.models.saving import Card, write_card
 from femixer.optional import require
-from femixer.options import check, parse
+from femixer.options import check, model_first, parse
 from femixer.surgery.attention import PARTS
-from femixer.surgery.upgrading import check_parts, check_upgradable, load, upgrade
+from femixer.surgery.upgrading import check_ends, check_parts, check_upgradable, load, upgrade
 from femixer.training import atomic
 from femixer.training.results import model_folder
 
@@ -51,7 +51,7 @@ class Command:
 
 
 def main(args: Sequence[str]) -> int:
-    options = parse(Command, args, "upgrade")
+    options = parse(Command, model_first(args), "upgrade")
     check(not options.out.exists(), "out", str(options.out), "a folder that does not exist yet")
     check_parts(options.parts)
     if not sys.stderr.isatty():  # a bar drawn into a file is only noise
@@ -59,6 +59,8 @@ def main(args: Sequence[str]) -> int:
     source = str(model_folder(Path(options.model))) if Path(options.model).exists() else options.model
     model = load(source).eval()
     check_upgradable(model)
+    if model.can_generate():
+        check_ends(source, model)
     torch.manual_seed(options.seed)
     inputs = probe(model)
     before, count = outputs(model, inputs, f"what {source} computes"), model.num_parameters()

@@ -86,6 +86,17 @@ def load(path: str | Path, **options: Any) -> Any:
     return load_all(kind.from_pretrained, path, kind, False, options, spare=True)[0]
 
 
+def check_ends(folder: str | Path, model: Any) -> None:
+    """Raise a ValueError unless the tokens that begin, end and pad a text are some of the vocabulary, or none."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    for file, config in (("generation_config.json", model.generation_config), ("config.json", model.config)):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            given = getattr(config, name, None)
+            for token in given if isinstance(given, list) else [given]:
+                fits = token is None or (type(token) is int and 0 <= token < rows)
+                check(fits, f"{Path(folder) / file}: {name}", token, f"a token below {rows}, or null")
+
+
 def check_known(name: str | Path, local: bool) -> None:
     """Raise a ValueError unless the hub has a model of this name, or its files were loaded before."""
     try:

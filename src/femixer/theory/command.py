@@ -18,6 +18,7 @@ from femixer.theory.capacity import minimal_degree, most_patterns, per_dimension
 from femixer.theory.nodes import NodeCost, cost, nodes, state_numbers
 from femixer.theory.tangent import tangent_kernels
 from femixer.training import atomic
+from femixer.training.results import check_no_run
 
 PRIORS = ("softmax", "linear", "gla", "aft", "decay", "ssm", "mamba")
 TEMPERATURES = (0.0, 1.0, 4.0, 16.0)
@@ -44,6 +45,7 @@ def main(args: Sequence[str]) -> int:
     check(command.dim > 0 and command.dim % 8 == 0, "dim", command.dim, "a multiple of 8")
     doubled = [2 * length for length in command.lengths[:-1]]
     check([*command.lengths[1:]] == doubled != [], "lengths", command.lengths, "two or more, each twice the one before")
+    check_no_run(command.out)
     command.out.mkdir(parents=True, exist_ok=True)
     start, unit = kernel_shares(unit=False), kernel_shares(unit=True)
     costs = node_costs(command.dim, command.lengths)

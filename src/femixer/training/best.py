@@ -87,6 +87,12 @@ def check_trained(record: Record, saved: str = "") -> None:
         raise FloatingPointError(f"training diverged: {record['diverged']}; {kept}")
 
 
+def untrained_note(record: Record) -> list[str]:
+    """What a table says if no evaluation was better than that of the untrained weights, which are the ones kept."""
+    kept = not record["best_step"] and record["steps"] and not record["diverged"]
+    return ["No evaluation was better than that of the untrained weights, which are the ones kept."] if kept else []
+
+
 def lowest(scores: Mapping[int, Error]) -> int:
     """The first step of the lowest error; NaN is above all numbers."""
     return min(scores, key=lambda step: (any(map(math.isnan, scores[step])), scores[step], step))

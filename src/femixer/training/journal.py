@@ -37,13 +37,25 @@ def terminal_bar(*texts: str, **options: Any) -> Any:
 SECONDS_BETWEEN_LINES = 10.0
 
 
+_shown: list[Any] = []
+"""The bar of a training, above which lines stay readable and a second bar would not."""
+
+
 @contextmanager
 def counting(total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
-    """Gives the function that is told how many more of `total` are done: a bar, or a line now and then.
+    """Gives the function that is told how many more of `total` are done: a bar, or a line now and then; in the main
+    process.
 
     total: None where nobody knows.
     """
-    bar = terminal_bar("{task.completed:,}" + (f"/{total:,} {unit}" if total is not None else f" {unit}"))
+    if not distributed.is_main():
+        yield lambda more: None
+        return
+    bar = (
+        None
+        if _shown
+        else terminal_bar("{task.completed:,}" + (f"/{total:,} {unit}" if total is not None else f" {unit}"))
+    )
     task = None if bar is None else bar.add_task("", total=total)
     done, began = 0, time.monotonic()
     shown = began
@@ -73,7 +85,11 @@ def display(start: int, steps: int, shown: bool = True) -> Iterator[Display]:
         yield Lines(steps) if shown else Display()
         return
     with bar:
-        yield Bar(bar, start, steps)
+        _shown.append(bar)
+        try:
+            yield Bar(bar, start, steps)
+        finally:
+            _shown.pop()
 
 
 class Display:

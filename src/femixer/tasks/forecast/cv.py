@@ -149,7 +149,7 @@ def score_windows(spec: Spec, series: Series, held: Held, results: Results, comm
     if command.levels:
         chosen_kind(made.model.config, command.levels, command.intervals)
     with torch.no_grad():
-        sums = torch.cat(distributed.gather(window_sums(made.model, made.windows["test"], batch)))[:, :3]
+        sums = torch.cat(distributed.gather(window_sums(made.model, made.windows["test"], batch, "test")))[:, :3]
     # Every series has all windows, one series after the other.
     by_window = [*sums.unflatten(0, (-1, held.windows)).sum(0)]
     frame = distributed.on_main(lambda: forecasts(made, spec, series, held, command))

@@ -21,14 +21,18 @@ from femixer.tasks.forecast.model import Spec, build_model
 from femixer.tasks.forecast.paired import ERRORS, packed
 from femixer.training import EngineOptions, Fit, Results, TrainOptions, adamw, distributed, train
 from femixer.training.best import Best
+from femixer.training.journal import counting
 from femixer.training.optimizer import one_cycle
 from femixer.training.results import Record, environment
 from femixer.training.seeding import Epochs
 
 
-def score(model: Callable[..., Tensor], windows: Windows, batch: int) -> dict[str, float]:
-    """MSE and MAE: the means of (forecast - future)^2 and |forecast - future| over all known values of all windows."""
-    return means_of(window_sums(model, windows, batch))
+def score(model: Callable[..., Tensor], windows: Windows, batch: int, what: str) -> dict[str, float]:
+    """MSE and MAE: the means of (forecast - future)^2 and |forecast - future| over all known values of all windows.
+
+    what: of which windows, for progress.
+    """
+    return means_of(window_sums(model, windows, batch, what))
 
 
 def means_of(sums: Tensor) -> dict[str, float]:
@@ -39,11 +43,16 @@ def means_of(sums: Tensor) -> dict[str, float]:
     return {name: total / count for name, total in zip(("mse", "mae", PINBALL), totals, strict=False)}
 
 
-def window_sums(model: Callable[..., Any], windows: Windows, batch: int) -> Tensor:
+def window_sums(model: Callable[..., Any], windows: Windows, batch: int, what: str) -> Tensor:
     """[N, 3] in float64: how many known values each of this process's windows has, and sums over them of
     (forecast - future)^2 and |forecast - future|; of a model with quantiles [N, 4], with that of their loss."""
     mine = torch.arange(windows.count)[distributed.part().rows(windows.count)]
-    return torch.cat([batch_sums(model, windows.take(numbers)) for numbers in mine.split(batch)])
+    found = []
+    with counting(len(mine), f"{what} windows scored") as told:
+        for numbers in mine.split(batch):
+            found.append(batch_sums(model, windows.take(numbers)))
+            told(len(numbers))
+    return torch.cat(found)
 
 
 def batch_sums(model: Callable[..., Any], given: Batch) -> Tensor:
@@ -110,7 +119,7 @@ def fit(spec: Spec, model: Forecaster, split: Mapping[str, Windows], results: Re
     how = spec.training
 
     def evaluate(forecaster: Forecaster) -> list[Record]:
-        return [{"split": "validation", **score(forecaster, split["validation"], WIDER * how.batch)}]
+        return [{"split": "validation", **score(forecaster, split["validation"], WIDER * how.batch, "validation")}]
 
     if not model.trainable:
         if not best.scores():
@@ -147,7 +156,7 @@ def with_test(spec: Spec, model: Forecaster, windows: Windows, results: Results)
     if metrics[-1]["split"] != "test":
         model.eval()
         with torch.no_grad():
-            sums = window_sums(model, windows, WIDER * spec.training.batch)
+            sums = window_sums(model, windows, WIDER * spec.training.batch, "test")
         last = {name: metrics[-1][name] for name in ("step", "seconds")}
         metrics.append({"split": "test", **means_of(sums), **last, ERRORS: errors_of_windows(sums, windows)})
         results.append(metrics[-1:])

@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 import torch
 
+from femixer.memory import check_fits
 from femixer.models.config import plain_refusals
 from femixer.models.forecast import ForecastConfig, Forecaster, build
-from femixer.models.named import NAMED, Fields
+from femixer.models.named import NAMED, Fields, parameters_of
 from femixer.options import check, given
 from femixer.tasks.forecast.data import KNOWN, Series, default_lookback
 from femixer.tasks.forecast.data.files import frequency_of, season_of
@@ -186,4 +187,5 @@ def check_possible(spec: Spec, series: Series, held: Held | None = None) -> None
     """A ValueError unless there are windows and the model can be built: before anything is written."""
     (long_places if series.sections else wide_places)(series, spec.lookback, spec.horizon, held)
     with torch.device("meta"):
-        build_model(spec, series, scaling_of(series, spec.horizon, held), held)
+        model = build_model(spec, series, scaling_of(series, spec.horizon, held), held)
+    check_fits(parameters_of(model), "width", model.config.hidden_size)

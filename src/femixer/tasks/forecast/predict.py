@@ -10,7 +10,7 @@ from femixer.models.forecast.frames import is_date_name, regular
 from femixer.models.forecast.intervals import Kind, chosen_kind, column_names
 from femixer.models.loading import without_bars
 from femixer.optional import require
-from femixer.options import check, parse
+from femixer.options import check, model_named, parse
 from femixer.reporting.figures import save
 from femixer.reporting.writers import in_csv
 from femixer.tasks.forecast.data import ABOUT_PACKAGED, PACKAGED, Reading, Series, read, read_future
@@ -183,7 +183,7 @@ def as_csv(forecast: Any, date_column: str | None) -> str:
 
 
 def main(args: Sequence[str]) -> int:
-    command = parse(Command, args, "forecast predict", Command())
+    command = parse(Command, model_named(args), "forecast predict", Command())
     check_no_run(command.out)
     model = load(command.model)
     config = model.config

@@ -34,7 +34,7 @@ from femixer.tasks.forecast.model import (
 from femixer.tasks.forecast.table import COLUMNS, DATASETS, NO_SEASON, tabulate
 from femixer.tasks.runner import DataJob, Run, told
 from femixer.training import Results, RunOptions, distributed, show_table
-from femixer.training.best import check_trained
+from femixer.training.best import check_trained, untrained_note
 from femixer.training.jobs import RECORD, Jobs
 from femixer.training.results import MODEL, Record, new_model
 
@@ -135,7 +135,7 @@ def simple_errors(name: str, spec: Spec, series: Series, made: Fitted, held: Hel
         print(f"{name} is not in the table: {error}", file=sys.stderr)
         return {}
     with torch.no_grad():
-        return score(model, made.windows["test"], WIDER * spec.training.batch)
+        return score(model, made.windows["test"], WIDER * spec.training.batch, f"test ({name})")
 
 
 def finish(results: Results, spec: Spec, made: Fitted, rivals: dict[str, dict[str, float]], about: str) -> None:
@@ -171,7 +171,7 @@ def summary(spec: Spec, made: Fitted, rivals: dict[str, dict[str, float]], about
         + ", ".join(f"{count:,} {split}" for split, count in counts.items())
         + " windows. The best weights by validation MSE, scored on the test split, in scaled units."
     )
-    notes = [f"Data: {about}."]
+    notes = [f"Data: {about}.", *untrained_note(record)]
     notes += [f"Training ended early: {record['diverged']}."] if record["diverged"] else []
     notes += [
         f"Intervals ({kind}) hold of the test values: {', '.join(f'{s:.1f} % at {v:g} %' for v, s in shares.items())}."

@@ -85,7 +85,7 @@ def load(checkpoint: Path, placement: Placement | None = None, writes: bool = Tr
     model = surgery.load(folder, dtype=dtype)
     if writes:
         _check_writes(folder, model)
-        _check_ends(folder, model)
+        surgery.check_ends(folder, model)
     _check_vocabulary(folder, tokenizer, model)
     watch_logits(model, str(folder))
     return model.to(placement.torch_device()).eval(), tokenizer
@@ -126,16 +126,6 @@ def _check_writes(folder: Path, model: Any) -> None:
             f"checkpoint={str(folder)!r} is a {type(model).__name__}, which does not continue a text; choose a causal "
             "language model"
         )
-
-
-def _check_ends(folder: Path, model: Any) -> None:
-    """The tokens that begin and end a text, of generation_config.json, must be some."""
-    rows = model.get_input_embeddings().weight.shape[0]
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        given = getattr(model.generation_config, name)
-        for token in given if isinstance(given, list) else [given]:
-            fits = token is None or (type(token) is int and 0 <= token < rows)
-            check(fits, f"{folder / 'generation_config.json'}: {name}", token, f"a token below {rows}, or null")
 
 
 def _check_vocabulary(folder: Path, tokenizer: Any, model: Any) -> None:

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 from femixer.damage import check_fields
 from femixer.finite import check_numbers
 from femixer.optional import require
-from femixer.options import check, parse
+from femixer.options import check, model_first, parse
 from femixer.reporting import Column, Table, as_markdown
 from femixer.tasks.lm import harness
 from femixer.tasks.lm.checkpoint import Placement, check_positions, fingerprint, load
@@ -227,7 +227,7 @@ class EvaluationInterrupted(Interrupted):
 
 
 def main(args: Sequence[str]) -> int:
-    command = parse(Evaluate, args, "eval")
+    command = parse(Evaluate, model_first(args), "eval")
     command.validate()
     folder = model_folder(command.checkpoint)
     catalog = Catalog(command.include_path, command.requested())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from femixer.optional import require
-from femixer.options import check, parse
+from femixer.options import check, model_first, parse
 from femixer.tasks.lm.checkpoint import Placement, check_positions, load
 from femixer.tasks.lm.prompt import LEFT, Prompt, given, read
 from femixer.training.results import model_folder
@@ -211,7 +211,7 @@ class Command:
 
 
 def main(args: Sequence[str]) -> int:
-    command = parse(Command, args, "generate")
+    command = parse(Command, model_first(args), "generate")
     command.sampling.validate()
     model_folder(command.checkpoint)  # says what is wrong before anything slow
     prompt = given(command.prompt, command.prompt_file)

@@ -36,7 +36,7 @@ from femixer.inspection.usage import (
     without,
 )
 from femixer.optional import require
-from femixer.options import check, check_positive, parse
+from femixer.options import check, check_positive, model_first, parse
 from femixer.reporting import Row, Table, as_markdown
 from femixer.reporting.figures import save
 from femixer.tasks.lm.checkpoint import Placement, check_positions, given_text, load
@@ -148,7 +148,7 @@ class Command:
 
 
 def main(args: Sequence[str]) -> int:
-    command = parse(Command, args, "inspect")
+    command = parse(Command, model_first(args), "inspect")
     command.validate()
     model_folder(command.checkpoint)  # says what is wrong before anything slow
     text = given_text(command.text, command.file, "text", "file", errors="replace")

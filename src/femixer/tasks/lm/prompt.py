@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from femixer import memory
-from femixer.damage import Damaged
+from femixer.damage import Damaged, reading
 from femixer.options import check
 from femixer.tasks.lm.checkpoint import check_positions
 from femixer.tasks.lm.data.sources import pieces
@@ -45,7 +45,10 @@ class Prompt:
 
     @classmethod
     def of(cls, text: str) -> Prompt:
-        return cls([text], "prompt", text if len(text) <= 40 else text[:39] + "…", len(text.encode()))
+        value = text if len(text) <= 40 else text[:39] + "…"
+        size = len(text.encode(errors="replace"))
+        check(text == text.encode(errors="replace").decode(), "prompt", value, "text that can be written in UTF-8")
+        return cls([text], "prompt", value, size)
 
     def shown(self, show: Callable[[str], object]) -> Prompt:
         """The same, shown as it is read."""
@@ -75,7 +78,13 @@ def given(text: str | None, file: Path | None) -> Prompt:
 
 def of_file(path: Path) -> Iterator[str]:
     with path.open("rb") as file:
-        yield from stretches(file, str(path))
+        texts = stretches(file, str(path))
+        while True:
+            with reading(path):  # not around the yield, which would take over the errors of who reads
+                text = next(texts, None)
+            if text is None:
+                return
+            yield text
 
 
 def stretches(file: IO[bytes], name: str) -> Iterator[str]:
@@ -101,12 +110,22 @@ def tokens(tokenizer: Any, prompt: Prompt) -> Iterator[tuple[list[int], int]]:
     if second is None:
         yield whole_tokens(tokenizer, first), len(first.encode())
         return
-    plain = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     begin, end = special_tokens(tokenizer)
     yield begin, 0
     for text in chain((first, second), texts):
-        yield tokenizer(text, **plain)["input_ids"], len(text.encode())
+        yield plain_tokens(tokenizer, text), len(text.encode())
     yield end, 0
+
+
+def plain_tokens(tokenizer: Any, text: str) -> list[int]:
+    """Without those that begin and end a text."""
+    if not tokenizer.is_fast:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    # What transformers makes around it is in reference cycles: 50 MB of each stretch would wait for the collector.
+    rules = tokenizer.backend_tokenizer
+    rules.no_truncation()
+    rules.no_padding()
+    return rules.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def whole_tokens(tokenizer: Any, text: str) -> list[int]:

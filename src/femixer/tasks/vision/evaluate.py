@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from femixer.models.vision.pictures import Picture
-from femixer.options import check, check_positive, parse
+from femixer.options import check, check_positive, model_named, parse
 from femixer.reporting.figures import BLUE, GREY, VERMILION, figure, quiet, save
 from femixer.tasks.runner import told
 from femixer.tasks.vision.data import ABOUT_DIGITS, DIGITS, Broken, Images, Reading, found
@@ -21,7 +21,6 @@ from femixer.tasks.vision.data.views import Views, spread
 from femixer.tasks.vision.fit import Predictions, predicted
 from femixer.tasks.vision.model import Classifier
 from femixer.training import atomic
-from femixer.training.journal import counting
 from femixer.training.results import Record, check_no_run
 
 CONFUSION, PREDICTIONS = "confusion.png", "predictions.png"
@@ -223,8 +222,7 @@ def run(command: Command) -> tuple[Predictions, Views]:
     told(command.data, ABOUT_DIGITS)
     chosen = choose(classifier, command.data, command.reading, command.split)
     images, views = chosen.images, chosen.views
-    with counting(len(views), "pictures") as counted:
-        predictions = predicted(classifier.model, views, command.batch, chosen.split, told=counted)
+    predictions = predicted(classifier.model, views, command.batch, chosen.split)
     broken = [*empty_files(images, chosen.split), *views.broken.values()]
     title = f"{command.model.name} on {images.name}, {chosen.split}"
     write(command, predictions, views, classifier.classes, title, len(broken))
@@ -256,7 +254,7 @@ def write(
 
 
 def main(args: Sequence[str]) -> int:
-    command = parse(Command, args, "vision eval", Command())
+    command = parse(Command, model_named(args), "vision eval", Command())
     run(command)
     print(f"Results are in {command.out}/")
     return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -31,6 +31,7 @@ from femixer.training import (
     train,
 )
 from femixer.training.best import Best, Error
+from femixer.training.journal import counting
 from femixer.training.results import Record, environment
 
 KEY = "average"
@@ -121,16 +122,16 @@ def predicted(
     batch: int,
     part: str,
     workers: int = 0,
-    told: Callable[[int], object] = lambda pictures: None,
 ) -> Predictions:
     """This process's share of the pictures. Called in all processes at once; part: their name; workers: as
-    of `Views.batches`; told: how many more are done."""
+    of `Views.batches`."""
     device = next(model.parameters()).device
     begin, end = (len(views) * at // distributed.world() for at in (distributed.rank(), distributed.rank() + 1))
     found = []
-    for some in _found(model, views.batches(torch.arange(begin, end), batch, workers), views, device):
-        found.append(some)
-        told(len(some[0]))
+    with counting(end - begin, f"{part} pictures") as told:
+        for some in _found(model, views.batches(torch.arange(begin, end), batch, workers), views, device):
+            found.append(some)
+            told(len(some[0]))
     if distributed.total(len(found)) == [0]:
         first = next((f"; of {each.name}: {each.reason}" for each in views.broken.values()), "")
         raise ValueError(f"none of the {len(views)} {part} pictures can be read{first}")

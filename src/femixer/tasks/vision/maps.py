@@ -13,7 +13,7 @@ from torch import Tensor
 from femixer.finite import check_tensor
 from femixer.models.vision.pictures import Unreadable, as_tensor
 from femixer.models.vision.reading import PatchMaps, patch_maps
-from femixer.options import check, check_positive, parse
+from femixer.options import check, check_positive, model_named, parse
 from femixer.reporting.figures import figure, save
 from femixer.tasks.runner import told
 from femixer.tasks.vision.data import ABOUT_DIGITS, DIGITS, Reading
@@ -166,7 +166,7 @@ def opened(path: Path, channels: int) -> Any:
 
 
 def main(args: Sequence[str]) -> int:
-    command = parse(Command, args, "vision maps", Command())
+    command = parse(Command, model_named(args), "vision maps", Command())
     run(command)
     print(f"The figure is {command.out}")
     return 0

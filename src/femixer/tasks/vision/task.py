@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from femixer import command_line
+from femixer.memory import check_fits
 from femixer.models import Card
 from femixer.models.named import parameter_count
 from femixer.options import check, expanded, parse
@@ -23,7 +24,7 @@ from femixer.tasks.vision.maps import MAPS, map_figure
 from femixer.tasks.vision.model import ENCODERS, Sizes, Spec, Training, config_of, specified
 from femixer.tasks.vision.table import ORDER, TOP1, tabulate
 from femixer.training import EngineOptions, Results, RunOptions, distributed, show_table
-from femixer.training.best import check_trained
+from femixer.training.best import check_trained, untrained_note
 from femixer.training.jobs import RECORD, Jobs
 from femixer.training.recipe import apply, with_recipe
 from femixer.training.results import MODEL, Record
@@ -122,7 +123,8 @@ def trained(command: Train) -> Results:
     about = told(command.data, ABOUT_DIGITS)
     images = read(command.data, command.reading, command.sizes.channels)
     spec = specified(command.model, images, command.seed, command.sizes, command.training, command.augmentation)
-    parameter_count(config_of(spec, images))  # its layers say what they cannot be, before anything is written
+    config = config_of(spec, images)  # the layers say what they cannot be, before anything is written
+    check_fits(parameter_count(config), "width", config.hidden_size)
     written = (BROKEN, CONFUSION, PREDICTIONS, MAPS, RECORD)
     results = Results("vision", spec, command.run, written, {"data": about})
     if not results.finished:
@@ -166,7 +168,7 @@ def summary(spec: Spec, images: Images, made: Fitted, about: str) -> Table:
     best = record["best_step"] * spec.training.epochs // max(1, record["steps"])
     shares = [f"{record[name]:.2%}" for name in ("validation_top1", "top1", "top5")]
     row = [spec.model, f"{record['parameter_count']:,}", str(best), *shares]
-    notes = [f"Data: {about}."]
+    notes = [f"Data: {about}.", *untrained_note(record)]
     if record["broken"]:
         notes.append(f"{record['broken']} pictures could not be read and were skipped; {BROKEN} names them.")
     if record["diverged"]:

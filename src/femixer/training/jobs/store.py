@@ -20,7 +20,7 @@ from typing import Any
 from femixer.damage import Damaged, Fields, check_fields, read_json
 from femixer.options import check
 from femixer.training import atomic
-from femixer.training.results import METRICS, STORE, Record
+from femixer.training.results import CONFIG, STORE, TABLE, Record
 
 INDEX, JOBS, ERRORS, RUNNING = STORE, "jobs", "errors", "running"
 RECORD = "record.json"
@@ -109,18 +109,31 @@ def put(path: Path, text: str) -> None:
 def load(path: str | os.PathLike[str], kind: Kind) -> list[Record]:
     """The records of a store (a folder), of one training's folder that holds its record, or of an exported file."""
     path = Path(path)
+    made = f"femixer {kind.command}"
+    allowed = f"choose a store of `{made} run`, a finished run that keeps its {RECORD}, or a file of `{made} export`"
+    if not (path / INDEX).exists() and (path / RECORD).exists():
+        path = path / RECORD
     if path.is_dir():
-        if not (path / INDEX).exists() and (path / RECORD).exists():
-            return check_format(path / RECORD, kind)["records"]
-        if not (path / INDEX).exists() and (path / METRICS).exists():
-            made = f"femixer {kind.command}"
-            told = f"one run of `{made} train` without a {RECORD}; tables are made of `{made} run`"
-            raise ValueError(f"results={str(path)!r} is {told}")
+        if not (path / INDEX).exists():
+            raise ValueError(f"results={str(path)!r} {no_store(path)}; {allowed}")
         check_format(path / INDEX, kind)
         return [kind.checked(read_json(file), file) for file in sorted((path / JOBS).glob("*.json"))]
-    check(path.is_file(), "results", str(path), f"a store of results, or a file of `femixer {kind.command} export`")
+    if not path.is_file():
+        raise ValueError(f"results={str(path)!r} does not exist; {allowed}")
     records = check_fields(check_format(path, kind), {"records": [dict]}, path)["records"]
     return [kind.checked(record, f"{path}, record {number}") for number, record in enumerate(records, start=1)]
+
+
+def no_store(folder: Path) -> str:
+    """What a folder is instead."""
+    if not (folder / CONFIG).is_file():
+        return "is a folder without results"
+    config = read_json(folder / CONFIG)
+    task = config.get("task") if isinstance(config, dict) else None
+    if task is None:
+        return "is a folder with a model, and not its results"
+    state = "a run" if (folder / TABLE).exists() else "an unfinished run"
+    return f"is {state} of {task!r} without a {RECORD}"
 
 
 def export(records: Iterable[Record], path: Path, kind: Kind) -> None:

@@ -101,6 +101,7 @@ def prepare(
     identity = {"corpus": corpus.identity, "tokenizer": tokenizers.identity(tokenizer), "tokens": tokens}
     fingerprint = fingerprint_of(identity)
     place = CACHE / f"{corpus.name[:60]}-{fingerprint}" if folder is None else Path(folder)
+    check(not place.exists() or place.is_dir(), "shards", str(place), "a folder")
     place.mkdir(parents=True, exist_ok=True)
     with alone(place):
         if atomic.is_being_replaced(place):
