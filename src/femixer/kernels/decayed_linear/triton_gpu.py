@@ -282,7 +282,7 @@ def backward(
     to = [mean if g is None else g.contiguous() for g in grads[:4]]
     by = {name: g is not None for name, g in zip(("BY_MEAN", "BY_FREE", "BY_LOG"), grads, strict=False)}
     read = mean, free, log_total, *to[:3]
-    options = {"H": heads, **by, **plan.shape, **plan.flags, **plan.tiles}
+    options = {"H": heads, **by, **plan.shape, **plan.flags, **plan.tiles, "num_warps": 8}
     by_last = given.keep and grads[3] is not None
     stateful = given.sums is not None or by_last or n > 1
     states, to_states, to_sums = None, (mean,) * 3, None
@@ -332,7 +332,7 @@ def backward(
     operands = q, k, gate, v, beta, marks, *before, *read, *to_states
     to_gate = (d_k, sum_k) if d_gate is None else (d_gate, sum_gate)
     found = d_q, d_k, to_gate[0], d_v, sum_q, sum_k, to_gate[1], sum_v, sum_beta, plan.length, n
-    options |= {"STATE": stateful, "EXCLUSIVE": given.exclusive, "ROUNDED": sum_v is not d_v, "num_warps": 8}
+    options |= {"STATE": stateful, "EXCLUSIVE": given.exclusive, "ROUNDED": sum_v is not d_v}
     launch(
         gradients.token_gradients,
         (n * batch * groups,),
