@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import femixer
 from femixer.kernels import check
 from femixer.kernels.operator import OPERATORS, Operator
+from femixer.kernels.rotary import rotate
 
 from .backends import BACKENDS, examples
 from .powers import OPERATOR, _results, definition, numba_cpu
@@ -268,3 +271,34 @@ def test_two_operators_cannot_have_one_name() -> None:
     with pytest.raises(ValueError, match=r"operator='powers' exists already, in .*kernels\.powers"):
         Operator("elsewhere.powers", _results, 3)
     assert OPERATORS["powers"] is OPERATOR
+
+
+def test_a_declared_function_has_a_signature_defaults_and_names() -> None:
+    q, k, angles = torch.randn(2, 3, 2, 4), torch.randn(2, 3, 1, 4), torch.randn(1, 3, 2)
+    assert list(inspect.signature(rotate).parameters) == ["q", "k", "cos", "sin", "floor"]
+    assert "y_2i = x_2i cos_i" in str(rotate.__doc__)
+    wanted = rotate(q, k, angles, angles, None)
+    for found in (rotate(q, k, angles, angles), rotate(q, k, sin=angles, cos=angles, floor=None)):
+        assert all(map(torch.equal, found, wanted)) and len(found) == 2
+    with pytest.raises(TypeError, match="missing a required argument: 'cos'"):
+        rotate(q, k)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"x": torch.float16}, "it takes float32 or float64 throughout, not x of torch.float16"),
+        (
+            {"x": torch.float32, "weight": torch.float64},
+            "it takes float32 or float64 throughout, not weight of torch.float64",
+        ),
+        ({"x": torch.float32, "bias": torch.float32}, "it takes bias of float64, not torch.float32"),
+        ({"x": torch.float32, "weight": torch.float32, "bias": torch.float64}, None),
+        ({"x": None}, "x is empty"),
+    ],
+)
+def test_a_backend_takes_one_float_type_throughout(given: dict[str, torch.dtype | None], why: str | None) -> None:
+    """States apart, which are float64 always."""
+    backend = SimpleNamespace(FLOATS=(torch.float32, torch.float64), STATES=("bias",))
+    tensors = {name: torch.ones(0 if dtype is None else 3, dtype=dtype) for name, dtype in given.items()}
+    assert OPERATOR.refusal(backend, (*map(tensors.get, ("x", "weight", "bias")), *OTHERS)) == why

@@ -159,14 +159,12 @@ class Operator:
                 if not x.numel():
                     return f"{self.arguments[i]} is empty"
                 found = x.dtype
-                if not found.is_floating_point or found is kind:
-                    continue
-                if self.arguments[i] in states:
+                if states and self.arguments[i] in states:
                     if found is not torch.float64:
                         return f"it takes {self.arguments[i]} of float64, not {found}"
                 elif kind is None and found in floats:
                     kind = found
-                else:
+                elif found is not kind and found.is_floating_point:
                     allowed = " or ".join(str(each).removeprefix("torch.") for each in floats)
                     return f"it takes {allowed} throughout, not {self.arguments[i]} of {found}"
         refuse = known.get("refuse")
