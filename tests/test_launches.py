@@ -22,17 +22,17 @@ spec.loader.exec_module(launches)
 # The most operations of the forward and of the backward pass, and the highest peak as a multiple of attention's. The
 # aim is 120, 160 and 3 for every prior; until then they may only become fewer.
 MOST = {
-    "softmax": (115, 170, 2.1),
-    "fox": (190, 330, 7.9),
-    "linear": (205, 365, 4.8),
-    "gla": (220, 390, 5.0),
-    "gla:decay=channel": (275, 480, 7.3),
-    "aft": (105, 200, 3.8),
-    "decay": (110, 205, 4.1),
-    "ssm": (300, 860, 12.0),
-    "mamba": (305, 890, 13.2),
-    "mamba:normalize=false": (310, 905, 13.2),
-    "mamba-interactive": (190, 355, 5.5),
+    "softmax": (100, 155, 2.1),
+    "fox": (170, 305, 7.9),
+    "linear": (178, 282, 3.0),
+    "gla": (194, 308, 3.0),
+    "gla:decay=channel": (260, 410, 4.4),
+    "aft": (93, 188, 3.0),
+    "decay": (98, 195, 3.2),
+    "ssm": (270, 810, 4.9),
+    "mamba": (278, 790, 7.8),
+    "mamba:normalize=false": (282, 800, 8.0),
+    "mamba-interactive": (176, 340, 5.5),
 }
 # Memory kept for the backward pass, as a multiple of attention's.
 KEPT = 3.0
@@ -62,7 +62,7 @@ def test_operations_do_not_grow_with_the_length(prior: str) -> None:
     modes are many numbers per token, take more blocks of channels, and decays of scores, which are a mask, more blocks
     of rows, so that memory stays bounded."""
     short, long = launches.measure(prior, 1024), measure(prior)
-    blocks = 2 if prior.startswith(("ssm", "mamba", "fox")) else 1
+    blocks = 3 if prior.startswith(("ssm", "mamba")) else 2 if prior == "fox" else 1
     assert long.forward <= blocks * short.forward + 16
     assert long.backward <= blocks * short.backward + 24
 

@@ -3,7 +3,6 @@ their errors are at most twice those of plain torch, which widens them first."""
 
 import pytest
 import torch
-from femixer.priors.parsing import parse_prior
 from torch import Tensor
 
 import femixer.conditioner
@@ -11,6 +10,7 @@ import femixer.kernels.gates
 import femixer.priors.directed
 import femixer.priors.softmax
 from femixer import FreeEnergyMixer, use_backend
+from femixer.priors import parse_prior
 
 KINDS = ("softmax", "gla", "decay", "mamba:normalize=false", "mamba-interactive")
 DIM, HEADS, LENGTH = 16, 2, 7

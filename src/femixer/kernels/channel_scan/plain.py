@@ -14,7 +14,7 @@ prime for the token before:
 As c_{t+1} = exp(total_t - total_{t+1}), A and R are cumulative sums of exponentials too, in reversed time.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -130,14 +130,14 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     key, gate, v, beta, marks, state = arguments
     b = None if beta is None else _column(beta)
-    value, log, _ = _weights(arguments)
+    value, log = _weights(arguments)[:2]
     log_sum = log.logcumsumexp(-1)
     mean = _mean(value, log[0], log_sum[0])
     share = log.sub_(log_sum).exp_()
-    flows, h = _flows(grads, arguments, mean, b)
-    m, n = _backwards(flows, log_sum[0])
-    del flows
-    f = None if h is None else _backwards(h[None], log_sum[1])[0]
+    *flows, h = _flows(grads, arguments, mean, b)
+    # One after the other, and gone when it is used: at the peak of a training step.
+    n, m = (_backwards(flows.pop(), log_sum[0]) for _ in range(2))
+    f = None if h is None else _backwards(h, log_sum[1])
     d_gate = None if gate is None else _to_gate(log_sum, mean, (m, n, f), marks, gate.dtype)
     d_value = share[0] * m
     d_log = share[0] * n.addcmul_(value, m, value=-1).neg_()
@@ -167,18 +167,18 @@ def _to_gate(
 ) -> Tensor:
     """o f - c (n - mean' m), [B, T, C]."""
     m, n, f = flows
-    past = (log_sum[..., :-1] - log_sum[..., 1:]).exp_()
-    found = -past[0] * torch.addcmul(n[..., 1:], mean[..., :-1], m[..., 1:], value=-1)
+    past = ((x[..., :-1] - x[..., 1:]).exp_() for x in log_sum)  # c, then o
+    found = torch.addcmul(n[..., 1:], mean[..., :-1], m[..., 1:], value=-1).mul_(next(past)).neg_()
     if f is not None:
-        found = found.addcmul_(past[1], f[..., 1:])
+        found = found.addcmul_(next(past), f[..., 1:])
     found = found.mT.to(dtype, memory_format=torch.contiguous_format)
     return found if marks is None else found.masked_fill(is_padding(marks)[..., None], 0)
 
 
 def _flows(
     grads: tuple[Tensor | None, ...], arguments: Arguments, mean: Tensor, beta: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """d mean and mean d mean + h - d log_total [2, B, C, 1 + T], and h = d free / beta [B, C, 1 + T]."""
+) -> tuple[Any, ...]:
+    """d mean, mean d mean + h - d log_total, and h = d free / beta [B, C, 1 + T]."""
     marks = arguments[4]
     of_mean, of_free, of_log, of_last = grads[:4]
 
@@ -201,16 +201,15 @@ def _flows(
     else:
         h = to_free / beta
         cost = torch.addcmul(h, mean, to_mean)
-    return torch.stack([to_mean, cost if to_log is None else cost - to_log]), h
+    return to_mean, cost if to_log is None else cost - to_log, h
 
 
-def _backwards(flows: Tensor, total: Tensor) -> Tensor:
-    """sum over t >= s of exp(total_s - total_t) flow_t, for flows [n, B, C, 1 + T] and total [B, C, 1 + T]."""
+def _backwards(flow: Tensor, total: Tensor) -> Tensor:
+    """sum over t >= s of exp(total_s - total_t) flow_t, for flow and total [B, C, 1 + T]."""
     # One name for all, so that no more than two of them are held at a time.
-    x = torch.cat([flows, -flows])
-    del flows
+    x = torch.stack([flow, -flow])
+    del flow
     x = x.clamp_min_(LEAST).log_().sub_(total).flip(-1)
     x = x.logcumsumexp(-1)
     x = x.flip(-1).add_(total).exp_()
-    positive, negative = x.chunk(2)
-    return positive - negative
+    return x[0] - x[1]

@@ -196,9 +196,8 @@ def _with_ones(factor: Tensor, sums: Tensor) -> Tensor:
 
 def recurrent(decay: Tensor, x: Tensor, marked: bool) -> Tensor:
     """The recurrence along N of x [B, G, 1, N, E, W] and log decays [..., E or 1, W or 1]."""
-    fast = x.dtype == torch.float64 or decay.shape[-2] == 1
     decay = decay.expand(*x.shape[:4], decay.shape[-2], x.shape[-1])
-    return scan(decay.flatten(0, 2), x.flatten(0, 2), resets=marked or not fast).view(x.shape)
+    return scan(decay.flatten(0, 2), x.flatten(0, 2), resets=marked).view(x.shape)
 
 
 class Written(NamedTuple):

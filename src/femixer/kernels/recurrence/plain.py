@@ -1,8 +1,8 @@
 """The linear recurrence in torch's operations, whose number grows with the logarithm of the length.
 
 In float64 chunks of 16 tokens are summed by a cumulative sum relative to their middle: exp of 8 log decays of LEAST has
-range to spare. float32 has not; there all pairs of a chunk of 64 are summed, which a GPU does in no time. The chunks'
-ends are a recurrence of a sixteenth of the length, or less.
+range to spare. float32 has not; there all pairs of a chunk of 64 are summed, which a GPU does in no time, or, if those
+are too many, tokens 1, 2, 4 ... apart. The chunks' ends are a recurrence of a sixteenth of the length, or less.
 """
 
 import math
@@ -16,6 +16,8 @@ from femixer.kernels.reading import wide
 CHUNK, PAIRED_CHUNK = 16, 64
 # A log decay below this is taken for it: a free energy sees no further than 60 nats.
 LEAST = -80.0
+# More numbers than this are not made of pairs.
+NUMBERS = 2**23
 
 
 def scan(log_decay: Tensor, x: Tensor, initial: Tensor | None = None, *, resets: bool = False) -> Tensor:
@@ -30,17 +32,36 @@ def scan(log_decay: Tensor, x: Tensor, initial: Tensor | None = None, *, resets:
         x = torch.cat([first, x[:, 1:]], 1)
     # An exported program of any length is made of the same operations for all of them.
     levels = 2 if isinstance(x.shape[1], torch.SymInt) else None
+    if levels is None and x.dtype != torch.float64:
+        resets = resets or PAIRED_CHUNK * log_decay.numel() > NUMBERS
     return _by_doubling(log_decay.exp(), x) if resets else _scan(log_decay.clamp_min(LEAST), x, levels)
 
 
 def _by_doubling(decay: Tensor, x: Tensor) -> Tensor:
     """Sums of 2, 4, 8 ... tokens up to each. Only products of decays are formed, so a decay of zero stays that."""
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if not (traced or torch.is_grad_enabled()):
+        decay, x = decay.expand_as(x).contiguous(), x.clone()
+        _in_place(decay, x)
+        return x
     distance = 1
     while distance < x.shape[1]:
         x = torch.cat([x[:, :distance], torch.addcmul(x[:, distance:], decay[:, distance:], x[:, :-distance])], 1)
         decay = torch.cat([decay[:, :distance], decay[:, distance:] * decay[:, :-distance]], 1)
         distance *= 2
     return x
+
+
+def _in_place(decay: Tensor, x: Tensor) -> None:
+    """Pairs of tokens as one, which is a recurrence of half the length, and then the first of each pair after its
+    predecessor: without further memory."""
+    if x.shape[1] > 1:
+        odd = x[:, 1::2]
+        odd.addcmul_(decay[:, 1::2], x[:, : 2 * odd.shape[1] : 2])
+        if x.shape[1] > 2:
+            decay[:, 1::2].mul_(decay[:, : 2 * odd.shape[1] : 2])
+            _in_place(decay[:, 1::2], odd)
+            x[:, 2::2].addcmul_(decay[:, 2::2], x[:, 1:-1:2])
 
 
 def _scan(gates: Tensor, x: Tensor, levels: int | None = None) -> Tensor:

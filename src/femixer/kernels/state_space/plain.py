@@ -1,34 +1,34 @@
-"""The state-space read in torch's operations: chunks of 16 tokens side by side, and a recurrence over their ends.
+"""The state-space read in torch's operations: chunks of tokens side by side, and a recurrence over their ends.
 
 Inside a chunk the weight of token i at t is, for every channel, an entry of a product P Q over the modes,
 
     P[t, n] = read_t[n] exp(G_t[n]),   Q[n, i] = write_i[n] exp(-G_i[n]),   G: log decays summed from the middle token,
 
-which float64 can hold, because a log decay below LEAST is taken for it. Sums of exponentials are relative to a running
-shift, the largest exponent so far as it decays with the slowest mode. Blocks of channels are worked on one after the
-other, so that no temporary has more than NUMBERS numbers; the backward pass computes each block again.
+which the float type can hold, because a log decay below `least` is taken for it: -80 in float64 with chunks of 16, -20
+in float32 with chunks of 8. Sums of exponentials are relative to a running shift, the largest exponent so far as it
+decays with the slowest mode. Blocks of channels are worked on one after the other, so that no temporary has more than
+NUMBERS numbers; the backward pass computes each block again.
 
 Axes: C channels, B batch, J chunks, L tokens of a chunk, N modes, S streams 1, v and exp(beta v - shift).
 """
 
-from collections.abc import Callable
-from functools import partial
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from femixer.kernels.marks import PADDING, is_padding, is_start
 from femixer.kernels.precision import wide_dtype
-from femixer.kernels.reading import last_top, read_of_sums, running_shift
-from femixer.kernels.recurrence import linear_recurrence
-from femixer.kernels.recurrence.plain import CHUNK, LEAST
+from femixer.kernels.reading import TINY, last_top, read_of_sums, running_shift, state_dtype, wide
+from femixer.kernels.recurrence.plain import CHUNK, LEAST, scan
 
-NUMBERS = 2**23
-# A token so many nats above the shift has too little weight to be seen.
-FAR = 600.0
+# Of the forward and of the backward pass, which holds more tensors at a time.
+NUMBERS, BACKWARD_NUMBERS = 2**24, 3 * 2**22
+# Tokens of a chunk, and the least log decay.
+SIZES = {torch.float64: (CHUNK, LEAST), torch.float32: (8, -20.0)}
 
 READS_RESULTS = False
 
@@ -36,13 +36,14 @@ READS_RESULTS = False
 class Layout(NamedTuple):
     """What is to be known of the tokens [B, T], None without marks; T is a multiple of the chunk's size L.
 
-    visible [1, B, J, L, L] or [1, 1, 1, L, L]: whether a row t sees the token i of its chunk, through the state.
+    hidden [1, B, J, L, L] or [L, L]: whether a row t does not see the token i of its chunk, through the state.
     """
 
     padding: Tensor | None
     start: Tensor | None
-    visible: Tensor
+    hidden: Tensor
     size: int
+    least: float
 
     def chunks(self, x: Tensor) -> Tensor:
         """[..., T] -> [..., J, L]"""
@@ -53,203 +54,284 @@ class Layout(NamedTuple):
         assert self.start is not None
         return self.chunks(self.start).cumsum(-1)
 
-    def seen_at_end(self) -> Tensor | None:
-        """[1, B, J, L, 1]: whether the end of its chunk sees a token."""
-        if self.start is None:
-            return None
-        segments = self.segments()
-        return (segments == segments[..., -1:]).double()[None, ..., None]
 
+class Inputs(NamedTuple):
+    """Of the channels, or of a block of them: rates [C, N], pace (the steps) [C or 1, B, J, L], write [1, B, J, L, N],
+    query [C or 1, B, J, L, N], where 1 may stand for B, J and L; streams x [C, B, J, L, S] relative to shift
+    [C, B, J, L], which is `ends` [C, B, J + 1] at the chunks' ends and before the first; modes before the first token
+    [C, B, N, S]; skip and beta [C, 1, 1].
+    """
 
-class Shift(NamedTuple):
-    """Of exponents: at every token [C, B, J, L], and at the ends of the chunks and before the first [C, B, J + 1]."""
+    rates: Tensor
+    pace: Tensor
+    write: Tensor | None
+    query: Tensor
+    x: Tensor
+    shift: Tensor | None
+    ends: Tensor | None
+    initial: Tensor
+    skip: Tensor | None
+    beta: Tensor | None
 
-    tokens: Tensor
-    ends: Tensor
+    def blocks(self, numbers: int) -> Iterator[tuple[slice, "Inputs"]]:
+        """Blocks of channels, of so many numbers per token, channel and mode."""
+        channels, modes = self.rates.shape
+        block = -(-channels // max(1, -(-self.x[..., 0].numel() * max(self.pace.shape[-1], modes) // numbers)))
+        for here in (slice(low, low + block) for low in range(0, channels, block)):
+            yield here, Inputs(*(x if x is None or x.shape[0] == 1 else x[here] for x in self))  # type: ignore[arg-type]
 
 
 def forward(*arguments: Any) -> tuple[Tensor, ...]:
-    return _read(arguments, lambda function, *given: function(*given))
+    v, beta, sums, top = (arguments[i] for i in (6, 7, 9, 10))
+    if v.numel() == 0:
+        return v.clone(), v.new_empty((0, 0, 0) if beta is None else v.shape), v.clone(), sums.clone(), top.clone()
+    kind = wide_dtype(v)
+    inputs, layout = _prepared(arguments)
+    found = []
+    for _, block in inputs.blocks(NUMBERS):
+        work = Work(block, layout)
+        highest = None if block.shift is None else block.shift.flatten(2)
+        read = read_of_sums(work.y.flatten(2, 3).unbind(-1), highest, block.beta, layout.padding)
+        found.append([*read, work.last.clone()])
+        del work  # before the next block takes its memory
+    *shown, last = (torch.cat(parts) for parts in zip(*found, strict=True))
+    shown = [x.permute(1, 2, 0)[:, : v.shape[1]].to(kind, memory_format=torch.contiguous_format) for x in shown]
+    mean, *free, log_total = shown
+    last = last.permute(1, 3, 2, 0).to(sums.dtype)  # [B, S, N, C]
+    if inputs.ends is None:
+        last = torch.cat([last, torch.zeros_like(sums[:, 2:])], 1)
+        return mean, v.new_empty(0, 0, 0), log_total, last, top.clone()
+    last_shift = last_top(inputs.ends[..., -1].mT).to(top.dtype)
+    return mean, *free, log_total, last.contiguous(), last_shift.contiguous()
 
 
 def backward(
     grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], _: object, needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """By autograd. Of a block its arguments are kept until its turn comes."""
+    """What is elementwise goes by autograd, the sums through the state by `Work`."""
+    made: Iterable[Any]
+    to: Iterable[Any]
     with torch.enable_grad():
         again = [
             x.detach().requires_grad_(need) if isinstance(x, Tensor) and x.is_floating_point() else x
             for x, need in zip(arguments, needed, strict=True)
         ]
-        results = _read(tuple(again), partial(checkpoint, use_reentrant=False, preserve_rng_state=False))
-        used = [(y, g) for y, g in zip(results, grads, strict=True) if g is not None and y.requires_grad]
-        inputs = [x for x in again if isinstance(x, Tensor) and x.requires_grad]
-        found = iter(torch.autograd.grad([y for y, _ in used], inputs, [g for _, g in used], allow_unused=True))
+        if again[6].numel() == 0:
+            made, to = forward(*again), grads
+        else:
+            inputs, layout = _prepared(tuple(again))
+            plain = Inputs(*(None if x is None else x.detach() for x in inputs))  # type: ignore[arg-type]
+            made, to = inputs, _gradients(plain, layout, grads)
+        used = [(x, g) for x, g in zip(made, to, strict=True) if x is not None and g is not None and x.requires_grad]
+        leaves = [x for x in again if isinstance(x, Tensor) and x.requires_grad]
+        found = iter(torch.autograd.grad([x for x, _ in used], leaves, [g for _, g in used], allow_unused=True))
     return tuple(next(found) if isinstance(x, Tensor) and x.requires_grad else None for x in again[:-1])
 
 
-def _read(arguments: tuple[Any, ...], call: Callable[..., Any]) -> tuple[Tensor, ...]:
-    """call(function, *arguments) runs what is computed of a block of channels."""
+def _gradients(inputs: Inputs, layout: Layout, grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    """Of the inputs, those of `shift` and `ends` being none."""
+    length = inputs.x.shape[2] * layout.size
+
+    def tokens_last(g: Tensor | None) -> Tensor | None:
+        if g is None:
+            return None
+        g = F.pad(g.permute(2, 0, 1).to(inputs.x.dtype), (0, length - g.shape[1]))
+        return g if layout.padding is None else g.masked_fill(layout.padding, 0)
+
+    of_results = [tokens_last(g) for g in (grads[:3] if inputs.beta is not None else (grads[0], grads[2]))]
+    to_last = None if grads[3] is None else grads[3].to(inputs.x.dtype).permute(3, 0, 2, 1)[..., : inputs.x.shape[-1]]
+    found: list[list[Tensor | None]] = []
+    for channels, block in inputs.blocks(BACKWARD_NUMBERS):
+        work = Work(block, layout)
+        to_y, to_beta = _read_gradients(work.y, block, layout, [None if g is None else g[channels] for g in of_results])
+        found.append([*work.gradients(to_y, None if to_last is None else to_last[channels]), to_beta])
+        del work, to_y  # before the next block takes its memory
+    together: list[Tensor | None] = []
+    for whole, *parts in zip(inputs, *found, strict=True):
+        known = [x for x in parts if x is not None]
+        shared = whole is not None and whole.shape[0] == 1  # by all blocks
+        together.append(None if not known else torch.stack(known).sum(0) if shared else torch.cat(known))
+    return together
+
+
+def _read_gradients(
+    y: Tensor, inputs: Inputs, layout: Layout, grads: list[Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    """Of the sums and of beta, from those of mean, free energy and log total: slope = d free / beta."""
+    y = y.flatten(2, 3)
+    to_mean, *to_free, to_log = (torch.zeros_like(y[..., 0]) if g is None else g for g in grads)
+    inverse = 1 / y[..., 0].masked_fill(y[..., 0] <= TINY, torch.inf)
+    mean = y[..., 1] * inverse
+    streams, to_beta = [], None
+    if inputs.beta is not None and inputs.shift is not None:
+        ratio = y[..., 2] * inverse
+        value = (inputs.shift.flatten(2) + ratio.log()) / inputs.beta
+        at_mean = (value <= mean) | (ratio <= TINY)
+        to_mean = to_mean + to_free[0].where(at_mean, 0)
+        slope = (to_free[0] / inputs.beta).masked_fill(at_mean, 0)
+        to_log = to_log - slope
+        streams = [slope / y[..., 2].masked_fill(at_mean, 1)]
+        to_beta = -(slope * value.masked_fill(at_mean, 0)).sum((1, 2), keepdim=True)
+    to_y = torch.stack([(to_log - to_mean * mean) * inverse, to_mean * inverse, *streams], -1)
+    return to_y.unflatten(2, (-1, layout.size)), to_beta
+
+
+def _prepared(arguments: tuple[Any, ...]) -> tuple[Inputs, Layout]:
+    """In whole chunks, padding emptied, in `wide`. Tokens write step times 1, v and exp(beta v - shift)."""
     rate, step, write, read, weight, skip, v, beta, marks, sums, top, exclusive = arguments
-    length, width = v.shape[1:]
-    if v.numel() == 0:
-        return v.clone(), v.new_empty((0, 0, 0) if beta is None else v.shape), v.clone(), sums.clone(), top.clone()
-    layout, (step, write, read, values) = _laid_out(marks, exclusive or skip is not None, step, write, read, v)
-    rates = rate.double().mT[:, None, None, None]  # [C, 1, 1, 1, N]
-    query = weight.double().mT[:, None, None, None] if read is None else read
-    x, shift = _streams(step, values, beta, rates, top, layout)
-    pace = layout.chunks(step)
-    if arguments[1] is None and layout.padding is None:
-        pace = pace[:, :, :1]  # all chunks decay alike
-    blocks = max(1, -(-values.numel() * max(layout.size, rate.shape[0]) // NUMBERS))
-    del step, values
-    run = partial(_by_channels, call, -(-width // blocks))
-    given = (x, None if shift is None else shift.tokens, layout.visible, layout.seen_at_end())
-    y, written, fall = run(_within, rates, pace, write, query, *given)
-    initial = sums[:, : x.shape[-1]].double().permute(3, 0, 2, 1)  # [C, B, N, S]
-    carried, last = _carry(fall, written, initial, shift, layout)
-    (past,) = run(_from_past, rates, pace, query, carried)
-    y = torch.addcmul(y, past, _fade(x, shift, layout))
-    if skip is not None and not exclusive:
-        y = torch.addcmul(y, skip.double()[:, None, None, None, None], x)
-    highest = None if shift is None else shift.tokens.flatten(2)
-    warmth = None if beta is None else beta.double()[:, None, None]
-    found = read_of_sums(y.flatten(2, 3).unbind(-1), highest, warmth, layout.padding)
-    results = [r.permute(1, 2, 0)[:, :length].to(wide_dtype(v), memory_format=torch.contiguous_format) for r in found]
-    last = last.permute(1, 3, 2, 0).to(sums.dtype, memory_format=torch.contiguous_format)  # [B, S, N, C]
-    if shift is None:
-        last = torch.cat([last, torch.zeros_like(sums[:, 2:])], 1)
-        return results[0], v.new_empty(0, 0, 0), results[1], last, top.clone()
-    return (
-        *results,
-        last.contiguous(),
-        last_top(shift.ends[..., -1].mT).to(top.dtype, memory_format=torch.contiguous_format).contiguous(),
-    )
-
-
-def _laid_out(
-    marks: Tensor | None, strictly: bool, step: Tensor | None, write: Tensor | None, read: Tensor | None, v: Tensor
-) -> tuple[Layout, tuple[Any, ...]]:
-    """Whole chunks of tokens, padding emptied: step and v as [C, B, T], write and read [1, B, J, L, N], float64."""
-    length = v.shape[1]
-    size = min(CHUNK, length)
-    missing = -length % size
-    if missing:
-        marks = v.new_zeros(v.shape[:2], dtype=torch.int8) if marks is None else marks
-        marks = F.pad(marks, (0, missing), value=PADDING)
-    padding, start = (None, None) if marks is None else (is_padding(marks), is_start(marks))
-    visible = v.new_ones(size, size, dtype=torch.float64).tril(-1 if strictly else 0)[None, None, None]
-    layout = Layout(padding, start, visible, size)
-    if marks is not None:
-        segments = layout.segments()
-        layout = layout._replace(visible=visible * (segments[..., None] == segments[..., None, :]))
+    dtype = torch.promote_types(v.dtype, state_dtype(v.device))
+    layout = _laid_out(marks, exclusive or skip is not None, v, *SIZES[dtype])
+    missing, padding = -v.shape[1] % layout.size, layout.padding
 
     def tokens_last(x: Tensor) -> Tensor:
-        x = F.pad(x.permute(2, 0, 1), (0, missing)).to(torch.float64, memory_format=torch.contiguous_format)
+        x = F.pad(x.permute(2, 0, 1), (0, missing)).to(dtype, memory_format=torch.contiguous_format)
         return x if padding is None else x.masked_fill(padding, 0)
 
-    def by_modes(x: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
-        x = F.pad(x.double(), (0, 0, 0, missing))
+    def by_modes(x: Tensor) -> Tensor:
+        x = F.pad(x.to(dtype), (0, 0, 0, missing))
         x = x if padding is None else x.masked_fill(padding[..., None], 0)
-        return x.unflatten(1, (-1, size))[None]
+        return x.unflatten(1, (-1, layout.size))[None]
 
-    if step is not None:
-        steps = tokens_last(step)
-    elif padding is None:
-        steps = v.new_ones(1, 1, length, dtype=torch.float64)
-    else:
-        steps = (~padding).double()[None]
-    return layout, (steps, by_modes(write), by_modes(read), tokens_last(v))
-
-
-def _streams(
-    step: Tensor, v: Tensor, beta: Tensor | None, rates: Tensor, top: Tensor, layout: Layout
-) -> tuple[Tensor, Shift | None]:
-    """What tokens write, step times 1, v and exp(beta v - shift), [C, B, J, L, S]; without beta only the first two."""
-    streams, shift = [step.expand_as(v), step * v], None
-    if beta is not None:
-        exponent = beta.double()[:, None, None] * v
-        slowest = (step * rates.amax(-1)[..., 0]).clamp_min(LEAST)
-        highest, first = running_shift(exponent, slowest, top.double().mT, layout.padding, layout.start)
+    rates, values = wide(rate).mT, tokens_last(v)
+    every = values.new_ones(1, 1, v.shape[1]) if padding is None else (~padding).to(dtype)[None]
+    steps = every if step is None else tokens_last(step)
+    streams, shift, ends = [steps.expand_as(values), steps * values], None, None
+    warmth, skips = (None if x is None else wide(x)[:, None, None] for x in (beta, None if exclusive else skip))
+    if warmth is not None:
+        exponent = warmth * values
+        slowest = (steps * rates.detach().amax(-1)[:, None, None]).clamp_min(layout.least)
+        highest, first = running_shift(exponent, slowest, top.to(dtype).mT, padding, layout.start)
         below = exponent - highest
-        below = below if layout.padding is None else below.masked_fill(layout.padding, 0)
-        streams.append(step * below.exp())
-        tokens = layout.chunks(highest)
-        shift = Shift(tokens, torch.cat([first, tokens[..., -1]], -1))
-    return torch.stack(streams, -1).unflatten(2, (-1, layout.size)), shift
+        streams.append(steps * (below if padding is None else below.masked_fill(padding, 0)).exp())
+        shift = layout.chunks(highest)
+        ends = torch.cat([first, shift[..., -1]], -1)
+    x = torch.stack(streams, -1).unflatten(2, (-1, layout.size))
+    pace = layout.chunks(steps)
+    if step is write is read is padding is None:
+        pace = pace[:, :, :1]  # all chunks decay alike
+    query = wide(weight).mT[:, None, None, None] if read is None else by_modes(read)
+    initial = wide(sums[:, : x.shape[-1]]).permute(3, 0, 2, 1)
+    writes = None if write is None else by_modes(write)
+    return Inputs(rates, pace, writes, query, x, shift, ends, initial, skips, warmth), layout
 
 
-def _by_channels(call: Callable[..., Any], block: int, function: Callable[..., Any], *tensors: Any) -> list[Tensor]:
-    """The results of a function of tensors [C, ...] or [1, ...], a block of channels after the other."""
-    found = [
-        call(function, *(x if x is None or x.shape[0] == 1 else x[low : low + block] for x in tensors))
-        for low in range(0, tensors[0].shape[0], block)
-    ]
-    return [torch.cat(parts, 0) for parts in zip(*found, strict=True)] if len(found) > 1 else list(found[0])
+def _laid_out(marks: Tensor | None, strictly: bool, v: Tensor, size: int, least: float) -> Layout:
+    size = min(size, v.shape[1])
+    hidden = torch.ones(size, size, dtype=torch.bool, device=v.device).triu(0 if strictly else 1)
+    missing = -v.shape[1] % size
+    if marks is None and not missing:
+        return Layout(None, None, hidden, size, least)
+    marks = v.new_zeros(v.shape[:2], dtype=torch.int8) if marks is None else marks
+    marks = F.pad(marks, (0, missing), value=PADDING)
+    layout = Layout(is_padding(marks), is_start(marks), hidden, size, least)
+    segments = layout.segments()
+    return layout._replace(hidden=(hidden | (segments[..., None] != segments[..., None, :]))[None])
 
 
-def _within(
-    rates: Tensor,
-    pace: Tensor,
-    write: Tensor | None,
-    query: Tensor,
-    x: Tensor,
-    shift: Tensor | None,
-    visible: Tensor,
-    seen_at_end: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums that rows read of their own chunk [C, B, J, L, S], what the chunk leaves in the modes [C, B, J, N, S], and
-    its log decay [C, B or 1, J or 1, N]."""
-    out, into, end, fall = _factors(rates, pace, write, query)
-    pairs = (out @ into.mT) * visible
-    y, left = pairs @ x[..., :2], x
-    if shift is not None:
-        fade = (shift[..., None, :] - shift[..., None]).clamp_max(FAR).exp()
-        y = torch.cat([y, (pairs * fade) @ x[..., 2:]], -1)
-        left = torch.cat([x[..., :2], x[..., 2:] * fade[..., -1, :, None]], -1)
-    if seen_at_end is not None:
-        left = left * seen_at_end
-    return y, (into.mT @ left) * end[..., None], fall
+class Work:
+    """What is computed of a block of channels: the sums y [C, B, J, L, S] that rows read, and the modes after the last
+    chunk [C, B, N, S]."""
+
+    def __init__(self, inputs: Inputs, layout: Layout) -> None:
+        rates, pace, write, query, x, shift, ends, initial, *_ = inputs
+        self.inputs, self.layout = inputs, layout
+        alike = pace.shape[1:3] != x.shape[1:3]
+        # Of factors and of pairs, where all chunks have the same ones.
+        self.modes, self.pairs = ("cln", "cti") if alike else ("cbjln", "cbjti")
+        reach = (pace[..., None] * rates[:, None, None, None]).clamp_min(layout.least).cumsum(-2)
+        start, fall = reach[..., layout.size // 2, :].clone(), reach[..., -1, :].clone()
+        self.middle = reach - start[..., None, :]
+        del reach
+        self.p, self.q = self.middle.exp() * query, (-self.middle).exp()
+        self.q = self.q if write is None else self.q * write
+        self.a = (self.p @ self.q.mT).masked_fill(layout.hidden, 0)
+        self.begin, self.end, self.fall = start.exp()[..., None], (fall - start).exp()[..., None], fall
+        self.fade: Tensor | None = None
+        log_decay, past_fade, seen = fall[..., None], None, None
+        y, left = torch.einsum(f"{self.pairs},cbjis->cbjts", self._one(self.a), x[..., :2]), x
+        if shift is not None and ends is not None:
+            most = 0.85 * math.log(torch.finfo(x.dtype).max)  # what is so far above the shift has no weight
+            self.fade = (shift[..., None, :] - shift[..., None]).clamp_max(most).exp()
+            y = torch.cat([y, (self.a * self.fade) @ x[..., 2:]], -1)
+            left = torch.cat([x[..., :2], x[..., 2:] * self.fade[..., -1, :, None]], -1)
+            log_decay = log_decay + F.pad((ends[..., :-1] - ends[..., 1:])[..., None, None], (2, 0))
+            past_fade = F.pad((ends[..., :-1, None] - shift).clamp_max(most).exp()[..., None], (2, 0), value=1.0)
+        if layout.start is not None:
+            segments = layout.segments()
+            seen = (segments == segments[..., -1:])[..., None].to(x.dtype)
+            left = left * seen
+            log_decay = log_decay.masked_fill((segments[..., -1] > 0)[..., None, None], -torch.inf)
+            continued = (segments == 0)[..., None].to(x.dtype)
+            past_fade = continued if past_fade is None else past_fade * continued
+        self.left, self.seen, self.past_fade = left, seen, past_fade
+        written = torch.einsum(f"{self.modes},cbjls->cbjns", self._one(self.q), left) * self.end
+        self.decay = log_decay.expand_as(written)
+        self.h = _recurrence(self.decay, written, initial, layout.start is not None)
+        self.k = torch.cat([initial[:, :, None], self.h[:, :, :-1]], 2) * self.begin
+        past = torch.einsum(f"{self.modes},cbjns->cbjls", self._one(self.p), self.k)
+        self.y, self.last = y + (past if past_fade is None else past * past_fade), self.h[:, :, -1]
+        if inputs.skip is not None:
+            self.y = torch.addcmul(self.y, inputs.skip[..., None, None], x)
+
+    def _one(self, x: Tensor) -> Tensor:
+        """Of all chunks, if they are alike."""
+        return x[:, 0, 0] if self.modes == "cln" else x
+
+    def _all(self, x: Tensor) -> Tensor:
+        return x[:, None, None] if self.modes == "cln" else x
+
+    def gradients(self, to_y: Tensor, to_last: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Of the inputs but beta, from those of y and of the last modes."""
+        rates, pace, write, query, x, *_ = self.inputs
+        layout, modes = self.layout, self.modes
+        to_past = to_y if self.past_fade is None else to_y * self.past_fade
+        to_before = torch.einsum(f"{modes},cbjls->cbjns", self._one(self.p), to_past) * self.begin
+        to_last = torch.zeros_like(self.last) if to_last is None else to_last
+        # Gradients of the modes before each chunk and after the last: the same recurrence backwards.
+        to_modes = torch.cat([to_before, to_last[:, :, None]], 2).flip(2)
+        to_modes = _recurrence(
+            F.pad(self.decay.flip(2), (0, 0, 0, 0, 1, 0)), to_modes, None, layout.start is not None
+        ).flip(2)
+        to_end = to_modes[:, :, 1:]
+        across = (self.h * to_end).sum(-1).sum_to_size(self.fall.shape)  # what flows across chunks' ends
+        to_end = to_end * self.end
+        to_left = torch.einsum(f"{modes},cbjns->cbjls", self._one(self.q), to_end)
+        to_left = to_left if self.seen is None else to_left * self.seen
+        d_x = torch.einsum(f"{self.pairs},cbjts->cbjis", self._one(self.a), to_y[..., :2])
+        to_pairs = self._all(torch.einsum(f"cbjts,cbjis->{self.pairs}", to_y[..., :2], x[..., :2]))
+        if self.fade is not None:
+            d_x = torch.cat([d_x, (self.a * self.fade).mT @ to_y[..., 2:]], -1)
+            to_left = torch.cat([to_left[..., :2], to_left[..., 2:] * self.fade[..., -1, :, None]], -1)
+            to_pairs = to_pairs + ((to_y[..., 2:] @ x[..., 2:].mT) * self.fade).sum_to_size(self.a.shape)
+        d_x, d_skip = d_x.add_(to_left), None
+        if self.inputs.skip is not None:
+            d_x.addcmul_(to_y, self.inputs.skip[..., None, None])
+            d_skip = (to_y * x).sum((1, 2, 3, 4))[:, None, None]
+        to_pairs = to_pairs.masked_fill(layout.hidden, 0)
+        # What is not needed any more goes at once: these are the largest of all tensors.
+        d_q = (to_pairs.mT @ self.p).add_(self._all(torch.einsum(f"cbjls,cbjns->{modes}", self.left, to_end)))
+        del self.p, self.a, self.fade, self.decay, self.h, to_end
+        d_p = (to_pairs @ self.q).add_(self._all(torch.einsum(f"cbjls,cbjns->{modes}", to_past, self.k)))
+        del self.q, self.k, to_pairs
+        d_p.mul_(self.middle.exp())
+        d_q.mul_(self.middle.neg_().exp_())
+        del self.middle
+        d_query, d_write = d_p.sum_to_size(query.shape), None if write is None else d_q.sum_to_size(write.shape)
+        # A gate's gradient is what flows across it: to later tokens of its chunk and across the chunk's end.
+        flow = d_p * query
+        flow = flow.sub_(d_q) if write is None else flow.addcmul_(d_q, write, value=-1)
+        del d_p, d_q
+        within = flow.cumsum(-2)
+        flow = flow.sub_(within).add_(within[..., -1:, :] + across[..., None, :])
+        del within
+        rates = rates[:, None, None, None]
+        flow = flow.masked_fill_(pace[..., None] * rates < layout.least, 0)
+        d_pace, d_rates = (flow * rates).sum(-1).sum_to_size(pace.shape), (flow * pace[..., None]).sum((1, 2, 3))
+        return d_rates, d_pace, d_write, d_query, d_x, None, None, to_modes[:, :, 0].clone(), d_skip
 
 
-def _factors(rates: Tensor, pace: Tensor, write: Tensor | None, query: Tensor) -> tuple[Tensor, ...]:
-    """P and Q as [C, B, J, L, N]; exp(G) at the chunk's end, and the chunk's log decay [C, B, J, N]."""
-    reach = (pace[..., None] * rates).clamp_min(LEAST).cumsum(-2)
-    fall = reach[..., -1, :].clone()  # not a view, which would keep the whole
-    half = reach.shape[-2] // 2
-    reach = reach - reach[..., half : half + 1, :]
-    into, out = (-reach).exp(), reach.exp()
-    return out * query, into if write is None else into * write, out[..., -1, :].clone(), fall
-
-
-def _from_past(rates: Tensor, pace: Tensor, query: Tensor, carried: Tensor) -> tuple[Tensor]:
-    """Sums that rows read of what came before their chunk, as far above the shift as that was [C, B, J, L, S]."""
-    reach = (pace[..., None] * rates).clamp_min(LEAST).cumsum(-2)
-    return ((reach.exp() * query) @ carried,)
-
-
-def _fade(x: Tensor, shift: Shift | None, layout: Layout) -> Tensor:
-    """With what the past of its chunk is multiplied at a token, by its stream."""
-    fade = x.new_ones(1)
-    if shift is not None:
-        fade = (shift.ends[..., :-1, None] - shift.tokens).clamp_max(FAR).exp()
-        fade = F.pad(fade[..., None], (2, 0), value=1.0)
-    return fade if layout.start is None else fade * (layout.segments() == 0)[..., None]
-
-
-def _carry(
-    fall: Tensor, written: Tensor, initial: Tensor, shift: Shift | None, layout: Layout
-) -> tuple[Tensor, Tensor]:
-    """The modes before every chunk [C, B, J, N, S], and after the last [C, B, N, S]."""
-    log_decay = fall[..., None]
-    if shift is not None:
-        rise = shift.ends[..., :-1] - shift.ends[..., 1:]
-        log_decay = log_decay + F.pad(rise[..., None, None], (2, 0))
-    if layout.start is not None:
-        log_decay = log_decay.masked_fill((layout.segments()[..., -1] > 0)[..., None, None], -torch.inf)
-    decay, inputs = (x.flatten(3).flatten(0, 1) for x in (log_decay.exp().expand_as(written), written))
-    h = linear_recurrence(decay, inputs, initial.flatten(2).flatten(0, 1), resets=layout.start is not None)
-    h = h.reshape(written.shape)
-    return torch.cat([initial[:, :, None], h[:, :, :-1]], 2), h[:, :, -1]
+def _recurrence(log_decay: Tensor, x: Tensor, initial: Tensor | None, resets: bool) -> Tensor:
+    """Along J of [C, B, J, N, S]."""
+    first = None if initial is None else initial.flatten(2).flatten(0, 1)
+    flat = [y.flatten(3).flatten(0, 1) for y in (log_decay, x)]
+    return scan(flat[0], flat[1], first, resets=resets).view(x.shape)
