@@ -93,7 +93,7 @@ class TestState:
     @EVERY_CASE
     def test_a_step_after_a_million_tokens_is_a_step(self, case: Case, monkeypatch: pytest.MonkeyPatch):
         # Angles of positions that an earlier test asked for are kept, and cost it no operations: here none are.
-        monkeypatch.setattr(rotary_angles, "_few", rotary_angles._few.__wrapped__)
+        monkeypatch.setattr(rotary_angles, "_kept", rotary_angles._kept.__wrapped__)
         m = stir(case.build())
         x = tokens(length=11, dim=DIM, dtype=torch.float32)
         with torch.no_grad():
