@@ -184,7 +184,7 @@ def scripted(monkeypatch, errors, stop_at=None):
     """Validation errors from a script, with the weights that each was given for; the test split is scored as it is."""
     seen, original = [], fit.score
 
-    def fake(model, split, batch, what):
+    def fake(model, split, batch, what=""):
         if split.first == 169:  # the first row of the test split
             return original(model, split, batch, what)
         if stop_at is not None and len(seen) == stop_at:

@@ -27,7 +27,7 @@ from femixer.training.results import Record, environment
 from femixer.training.seeding import Epochs
 
 
-def score(model: Callable[..., Tensor], windows: Windows, batch: int, what: str) -> dict[str, float]:
+def score(model: Callable[..., Tensor], windows: Windows, batch: int, what: str = "held-out") -> dict[str, float]:
     """MSE and MAE: the means of (forecast - future)^2 and |forecast - future| over all known values of all windows.
 
     what: of which windows, for progress.

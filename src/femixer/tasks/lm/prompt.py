@@ -194,7 +194,8 @@ class Reader:
         """ids: the tokens of so many bytes."""
         self.count += len(ids)
         self.bytes += size
-        check_positions(self.model, self.count + self.new, self.prompt.option, self.prompt.value)
+        check_positions(self.model, self.count + 1, self.prompt.option, self.prompt.value)
+        check_positions(self.model, self.count + self.new, "max_tokens", self.new)
         self.waiting = torch.cat([self.waiting, torch.tensor([ids], dtype=torch.long)], 1)
         if all_later or self.waiting.shape[1] <= PIECE + LEFT:
             told(size)

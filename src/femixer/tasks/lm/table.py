@@ -169,10 +169,10 @@ def main(args: Sequence[str]) -> int:
     check(bool(command.results), "results", command.results, "results folders of `femixer eval`")
     check_no_run(command.out)
     models = [read(argument) for argument in command.results]
-    for model in models:
+    for argument, model in zip(command.results, models, strict=True):
         there = any(value is not None for value in model.values)
         tasks = ", ".join(column.task for column in COLUMNS)
-        check(there, "results", model.name, f"folders with at least one task of the paper's table ({tasks})")
+        check(there, "results", argument, f"folders with at least one task of the paper's table ({tasks})")
     table = tabulate(models)
     with atomic.replacing_files(command.out) as new:
         write(new, [table])
