@@ -131,6 +131,29 @@ class TestLongSequences:
         assert error[within_sight].max() <= 1e-5
 
 
+class TestGatesThatAlternate:
+    """Each row of a state fades at other tokens than its neighbour, so that no step lets all of them fade: what an
+    outlier has left must not hide what came after it."""
+
+    LENGTH = 61
+
+    @EVERY_CASE
+    @pytest.mark.parametrize("period", [1, 3])
+    @pytest.mark.parametrize("strength", [0.5, 4.0, STRONG])
+    def test_an_outlier_that_fades_leaves_the_free_energy_exact(self, case: Case, period: int, strength: float):
+        prior, inputs, v, beta, layout = setup_read(case, "tame", case.gates()[-1], self.LENGTH)
+        for name, columns in prior.columns().items():
+            if columns.additive:
+                turn = torch.arange(self.LENGTH)[:, None] // period + torch.arange(columns.width)
+                inputs[name] = (strength * (2.0 * (turn % 2) - 1))[None]
+        v[:, 5] = 600 / beta.expand(-1, WIDTH)
+        with torch.no_grad():
+            _, free, _ = prior.read(inputs, v, beta, layout, None, False)
+            _, wanted = oracle(prior, inputs, v, beta, layout)
+        error = (free - wanted).abs() / wanted.abs().clamp(min=1)
+        assert error.max() <= 2e-5  # float32 exponents of 600 at temperatures down to 0.02
+
+
 class TestLogSpace:
     LENGTH = 701
 

@@ -312,6 +312,17 @@ class TestCache:
         error = (stream - wanted).abs().amax((0, 2)) / wanted.abs().amax((0, 2)).clamp(min=1)
         assert error.max() <= 1e-5
 
+    @pytest.mark.parametrize("size", [1e5, 1e8, 1e18])
+    @pytest.mark.parametrize("backend", ["auto", "plain"])
+    def test_beyond_the_range_that_is_exact_a_stream_is_still_the_full_read(self, size: float, backend: str):
+        m = stir(FreeEnergyMixer(24, 3, parts="CLTG"))
+        x = size * tokens(length=29, dtype=torch.float32)
+        with torch.no_grad(), use_backend(backend):
+            stream, whole = streamed(m, x, [9] + [1] * 20), m(x)
+        assert whole.isfinite().all()
+        error = (stream - whole).abs().amax((0, 2)) / whole.abs().amax((0, 2)).clamp(min=1)
+        assert error.max() <= 1e-4
+
     @pytest.mark.parametrize("cache", ["value", "exp"])
     @pytest.mark.parametrize("size", [1.0, 100.0])
     def test_steps_at_small_temperatures_are_exact(self, cache: str, size: float):
