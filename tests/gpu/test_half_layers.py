@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import femixer.conditioner
-import femixer.kernels.gates
+import femixer.gates
 import femixer.priors.directed
 import femixer.priors.softmax
 from femixer import FreeEnergyMixer, use_backend
@@ -34,7 +34,7 @@ def test_half_precision_is_as_good_as_plain_torchs(kind: str, monkeypatch: pytes
         torch.nn.init.normal_(parameter, std=0.3)
     layer, x = layer.half(), torch.randn(1, LENGTH, DIM).half()
     plain = run(layer, x, "plain")
-    for module in (femixer.conditioner, femixer.kernels.gates, femixer.priors.directed, femixer.priors.softmax):
+    for module in (femixer.conditioner, femixer.gates, femixer.priors.directed, femixer.priors.softmax):
         monkeypatch.setattr(module, "handed_dtype", lambda given: given.dtype)
     found = run(layer, x, "triton")
     wanted = run(layer.double(), x.double(), "plain")

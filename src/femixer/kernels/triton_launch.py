@@ -19,6 +19,8 @@ from torch import Tensor
 
 # The GPU for which tiles are chosen where tensors are on none: see `aimed_at`.
 DEFAULT_TARGET = "sm_90"
+# Types of the tensors that kernels read; inside they compute in float32.
+HALF_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 # CUDA's limit along all axes of a grid but the first.
 MOST_PROGRAMS = 65535
 

@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from femixer.kernels.triton_launch import launch
+from femixer.kernels.triton_launch import HALF_OR_SINGLE, launch
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Tokens of the shortest chunk: up to here a sequence is a single one, which takes one launch.
 SHORTEST = 8
 # Chunks times channels that a program walks through side by side, and how many channels at most; its warps.
@@ -29,7 +28,7 @@ LANES, FEW_WARPS = 32, 1
 
 def unserved(*tensors: Tensor | None) -> str | None:
     """Why these floating-point tensors are not served, or None."""
-    kinds = sorted({str(x.dtype) for x in tensors if x is not None and x.dtype not in FLOATS})
+    kinds = sorted({str(x.dtype) for x in tensors if x is not None and x.dtype not in HALF_OR_SINGLE})
     return f"it takes float32, bfloat16 and float16, not {', '.join(kinds)}" if kinds else None
 
 

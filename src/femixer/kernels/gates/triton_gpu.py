@@ -13,10 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from femixer.kernels.gates import OPERATOR
-from femixer.kernels.triton_launch import launch, size_of
+from femixer.kernels.triton_launch import HALF_OR_SINGLE, launch, size_of
 from femixer.kernels.triton_math import sigmoid, softplus
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Numbers that a program holds of each tensor.
 ELEMENTS, WIDEST = 1024, 1024
 
@@ -25,7 +24,7 @@ READS_RESULTS = False
 
 def refuse(mean: Tensor, free: Tensor | None, lam: Tensor | None, gate: Tensor | None, eps: float) -> str | None:
     for x in (mean, free, lam, gate):
-        if x is not None and (x.dtype not in FLOATS or x.shape != mean.shape or x.dim() != 4):
+        if x is not None and (x.dtype not in HALF_OR_SINGLE or x.shape != mean.shape or x.dim() != 4):
             return f"it takes float32, bfloat16 and float16 of one shape [B, T, H, D], not {x.dtype} {tuple(x.shape)}"
     return (
         None if mean.shape[-1] <= WIDEST else f"heads of {mean.shape[-1]} channels are too wide, {WIDEST} are the most"

@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from femixer.kernels.triton_launch import exact_products, launch, size_of, target_of
+from femixer.kernels.triton_launch import HALF_OR_SINGLE, exact_products, launch, size_of, target_of
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ROWS, COLUMNS, MOST_FEATURES, MOST_PIECES = 32, 64, 128, 4
 # Programs; each keeps its part of the matrix for all its rows.
 PROGRAMS = 1024
@@ -27,7 +26,7 @@ READS_RESULTS = slice(-1, None)
 
 def refuse(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, widths: list[int]) -> str | None:
     for each in (x, features, matrix):
-        if each.dtype not in FLOATS:
+        if each.dtype not in HALF_OR_SINGLE:
             return f"it takes float32, bfloat16 and float16, not {each.dtype}"
     if len(widths) > MOST_PIECES:
         return f"{len(widths)} pieces are too many, {MOST_PIECES} are the most"

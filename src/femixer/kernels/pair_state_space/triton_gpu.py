@@ -13,18 +13,17 @@ import triton
 from torch import Tensor
 
 from femixer.kernels.pair_state_space import triton_kernels as kernels
-from femixer.kernels.triton_launch import launch
+from femixer.kernels.triton_launch import HALF_OR_SINGLE, launch
 
 # Tokens of a chunk.
 CHUNK = 32
 MOST_MODES, WIDEST = 64, 256
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 READS_RESULTS = slice(0, 4)
 
 
 def refuse(*arguments: Any) -> str | None:
     v, modes = arguments[5], arguments[0].shape[3]
-    if v.dtype not in FLOATS:
+    if v.dtype not in HALF_OR_SINGLE:
         return f"it takes float32, bfloat16 and float16, not {v.dtype}"
     if not v.shape[1]:
         return "there is no token"

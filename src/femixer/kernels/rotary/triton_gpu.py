@@ -10,16 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from femixer.kernels.triton_launch import launch, size_of
+from femixer.kernels.triton_launch import HALF_OR_SINGLE, launch, size_of
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ELEMENTS, WIDEST = 2048, 1024
 
 READS_RESULTS, REMADE = False, True
 
 
 def refuse(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, floor: float | None) -> str | None:
-    if q.dtype not in FLOATS or k.dtype != q.dtype or cos.dtype != torch.float32:
+    if q.dtype not in HALF_OR_SINGLE or k.dtype != q.dtype or cos.dtype != torch.float32:
         return (
             "it takes float32, bfloat16 and float16 with angles of float32, "
             f"not q of {q.dtype}, k of {k.dtype}, cos of {cos.dtype}"

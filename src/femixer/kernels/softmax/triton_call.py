@@ -11,10 +11,9 @@ import triton
 from torch import Tensor
 
 from femixer.kernels.softmax.visibility import Visibility
-from femixer.kernels.triton_launch import target_of
+from femixer.kernels.triton_launch import HALF_OR_SINGLE, target_of
 
 WIDEST = 128
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
@@ -38,7 +37,7 @@ class Tiles(NamedTuple):
 def refuse(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, seen: Visibility, *gates: Tensor | None) -> str | None:
     """Why kernels do not serve a read."""
     for x in (q, k, v, *gates):
-        if x is not None and x.dtype not in FLOATS:
+        if x is not None and x.dtype not in HALF_OR_SINGLE:
             return f"it takes float32, bfloat16 and float16, not {x.dtype}"
     if q.dtype != k.dtype or q.dtype != v.dtype:
         return f"queries, keys and values must be of one type, not {q.dtype}, {k.dtype} and {v.dtype}"

@@ -12,19 +12,18 @@ import triton
 from torch import Tensor
 
 from femixer.kernels.state_space import triton_backward, triton_kernels
-from femixer.kernels.triton_launch import launch
+from femixer.kernels.triton_launch import HALF_OR_SINGLE, launch
 
 # Tokens of a chunk, and those whose states the backward holds in registers at a time.
 CHUNK, STRETCH = 32, 4
 # Modes times channels of a program, and the most modes.
 NUMBERS, MOST_MODES = 512, 64
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 READS_RESULTS = slice(0, 4)
 
 
 def refuse(*arguments: Any) -> str | None:
     rate, v = arguments[0], arguments[6]
-    if v.dtype not in FLOATS:
+    if v.dtype not in HALF_OR_SINGLE:
         return f"it takes float32, bfloat16 and float16, not {v.dtype}"
     if not v.shape[1]:
         return "there is no token"

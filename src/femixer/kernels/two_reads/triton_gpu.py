@@ -12,17 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from femixer.kernels.triton_launch import launch, size_of
+from femixer.kernels.triton_launch import HALF_OR_SINGLE, launch, size_of
 from femixer.kernels.triton_math import expm1, log1p, shares, softplus
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Numbers that a program holds of each tensor.
 ELEMENTS, WIDEST = 1024, 1024
 READS_RESULTS = False
 
 
 def refuse(mean: Tensor, *others: Any) -> str | None:
-    if mean.dtype not in FLOATS:
+    if mean.dtype not in HALF_OR_SINGLE:
         return f"it takes float32, bfloat16 and float16, not {mean.dtype}"
     width = mean.shape[-1]
     return None if width <= WIDEST else f"heads of {width} channels are too wide, {WIDEST} are the most"

@@ -202,7 +202,12 @@ class Preparation:
         check(path.is_file(), "model", str(folder), f"a model of `femixer vision train`, which has {PREPARATION}")
         about = check_fields(read_json(path), FIELDS, path)
         found = cls(**{each.name: about[each.name] for each in fields(cls) if each.name in about})
-        for name, least, most in (("size", 1, 2**14), ("channels", 1, 64), ("crop", 1e-3, 1.0), ("validation", 1e-6, 0.999999)):
+        for name, least, most in (
+            ("size", 1, 2**14),
+            ("channels", 1, 64),
+            ("crop", 1e-3, 1.0),
+            ("validation", 1e-6, 0.999999),
+        ):
             value = getattr(found, name)
             fits = value is None or least <= value <= most
             check(fits, f"{path}: {name}", value, f"a number from {least:g} to {most:g}")
