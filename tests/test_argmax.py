@@ -256,6 +256,7 @@ def test_paper_is_a_set_of_defaults_that_other_options_change(tmp_path):
         ("--length 1", "length=1 is not allowed; choose a whole number above 1"),
         ("--fixed-data 63", "fixed_data=63 is not allowed; choose a whole number of at least batch=64"),
         ("--threads 0", "threads=0 is not allowed; choose a whole number above 0"),
+        ("--threads 1000000000", "threads=1000000000 is not allowed; choose a whole number up to 1024"),
     ],
 )
 def test_bad_values_give_one_line_and_exit_code_two(tmp_path, capsys, options, message):

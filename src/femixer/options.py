@@ -68,6 +68,16 @@ def check_positive(**values: float | None) -> None:
         check(value is None or value > 0, name, value, "a whole number above 0")
 
 
+MOST_THREADS = 1024
+"""Beyond it OpenMP asks for memory that no machine has, and ends the process."""
+
+
+def check_threads(threads: int | None) -> None:
+    """Raise a ValueError unless a process can have as many; None is torch's choice."""
+    check_positive(threads=threads)
+    check(threads is None or threads <= MOST_THREADS, "threads", threads, f"a whole number up to {MOST_THREADS}")
+
+
 def expanded(names: Sequence[str], groups: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """The names, with the members of a group in the place of its name; what a group repeats is there once."""
     found: list[str] = []

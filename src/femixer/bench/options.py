@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from femixer.options import check, check_positive
+from femixer.options import check, check_positive, check_threads
 from femixer.state import SPARE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -50,7 +50,7 @@ class MeasureOptions:
         """Raise a ValueError that names the first value that makes no sense; the layers check their own."""
         check_positive(batch=self.batch, rounds=self.rounds)
         check(self.warmup >= 0, "warmup", self.warmup, "a whole number of at least 0")
-        check_positive(threads=self.threads)
+        check_threads(self.threads)
         check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         usable = self.device == "cpu" or (self.device == "cuda" and torch.cuda.is_available())
         check(usable, "device", self.device, "cpu, or cuda where torch finds one")

@@ -35,7 +35,7 @@ from femixer import command_line
 from femixer.damage import Damaged, read_json, read_lines, read_text
 from femixer.finite import check_numbers
 from femixer.optional import MissingExtra, require
-from femixer.options import check
+from femixer.options import check, check_threads
 from femixer.training import atomic, distributed, locks
 
 CONFIG, METRICS, CHECKPOINTS, FIGURE, TABLE = "config.json", "metrics.jsonl", "checkpoints", "figure.png", "table.md"
@@ -78,7 +78,7 @@ class RunOptions:
         check(self.device in ("auto", "cpu"), "device", self.device, "auto or cpu")
         check(self.keep >= 0, "keep", self.keep, "a whole number of at least 0")
         check(self.save_every is None or self.save_every > 0, "save_every", self.save_every, "a whole number above 0")
-        check(self.threads is None or self.threads > 0, "threads", self.threads, "a whole number above 0")
+        check_threads(self.threads)
         check(not (self.resume and self.overwrite), "resume", self.resume, "either --resume or --overwrite")
         for name in self.track:
             check(name in get_args(Tracker), "track", name, f"from {', '.join(get_args(Tracker))}")

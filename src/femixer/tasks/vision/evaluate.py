@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from femixer.models.vision.pictures import Picture
-from femixer.options import check, check_positive, model_named, parse
+from femixer.options import check, check_positive, check_threads, model_named, parse
 from femixer.reporting.figures import BLUE, GREY, VERMILION, figure, quiet, save
 from femixer.tasks.runner import told
 from femixer.tasks.vision.data import ABOUT_DIGITS, DIGITS, Broken, Images, Reading, found
@@ -214,7 +214,8 @@ def renamed(images: Images, classes: Sequence[str], pictures: Pictures) -> Pictu
 
 
 def run(command: Command) -> tuple[Predictions, Views]:
-    check_positive(batch=command.batch, threads=command.threads)
+    check_positive(batch=command.batch)
+    check_threads(command.threads)
     check_no_run(command.out)
     if command.threads is not None:
         torch.set_num_threads(command.threads)

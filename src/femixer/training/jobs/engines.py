@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 from femixer.optional import require
-from femixer.options import check
+from femixer.options import check, check_threads
 from femixer.training import atomic, locks
 from femixer.training.jobs.store import RUNNING, add_record, is_finished
 from femixer.training.processes import Interrupted, carried_out, cores
@@ -166,7 +166,7 @@ class JobEngine:
     def validate(self) -> None:
         check(self.engine in ("local", "ray"), "engine", self.engine, "local or ray")
         check(self.jobs is None or self.jobs > 0, "jobs", self.jobs, "a whole number above 0")
-        check(self.threads > 0, "threads", self.threads, "a whole number above 0")
+        check_threads(self.threads)
         check(self.device in ("auto", "cpu"), "device", self.device, "auto or cpu")
         check(self.address is None or self.engine == "ray", "address", self.address, "--engine ray too")
         check(self.gpus >= 0, "gpus", self.gpus, "a number of at least 0")
