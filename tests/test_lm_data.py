@@ -453,6 +453,7 @@ def test_wrong_options_are_errors_in_one_line(tmp_path, monkeypatch, capsys, opt
 
 def test_part_sizes_follow_the_corpus(tmp_path):
     path = tmp_path / "big.txt"
-    with path.open("wb") as file:  # sparse: nothing is read, it only looks large
+    with path.open("wb") as file:  # sparse: little is read, it only looks large
+        file.write(b"a" * corpus.HEAD)
         file.truncate(corpus.SMALLEST_PART * 5)
     assert len(open_corpus([path]).parts) == 6

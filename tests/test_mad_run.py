@@ -342,7 +342,7 @@ def test_results_of_another_version_or_kind_are_refused(tmp_path, content, capsy
         path.write_text(content)
     told = "was written by another version of femixer" if content and len(content) > 2 else "not "
     for path in (folder, file):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=told if content is not None else "without results|does not exist"):
             TASK.load(path)
     if content is not None:
         assert run(folder) == 2

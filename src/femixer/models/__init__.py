@@ -3,9 +3,11 @@
 Importing this package registers them with transformers' Auto classes.
 """
 
+from importlib import import_module
+
 from femixer.optional import require
 
-transformers = require("transformers", "lm")
+require("transformers", "lm")
 
 from femixer.models.cache import FEMCache  # noqa: E402
 from femixer.models.config import FEMConfig  # noqa: E402
@@ -27,6 +29,8 @@ from femixer.models.vision import (  # noqa: E402
     patch_maps,
 )
 
+# Asked for again: transformers has put another module in its place since.
+transformers = import_module("transformers")
 for _names in CLASSES.values():
     _config = globals()[_names["AutoConfig"]]
     for _auto, _name in _names.items():

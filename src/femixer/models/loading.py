@@ -214,4 +214,9 @@ def saved_tokenizer(source: str | Path) -> Any:
         words = {*tokenizer.get_vocab()} - {*tokenizer.all_special_tokens}
     if not words:
         raise Damaged(f"{source}: the tokenizer knows no word; save it again beside the model")
+    longest = tokenizer.model_max_length
+    if isinstance(longest, bool) or not isinstance(longest, int | float):
+        raise Damaged(
+            f"{folder / 'tokenizer_config.json'}: model_max_length={longest!r} is not allowed; choose a number"
+        )
     return tokenizer
