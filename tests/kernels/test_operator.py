@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import femixer
 from femixer.kernels import check
-from femixer.kernels.operator import OPERATORS, Operator
+from femixer.kernels.operator import OPERATORS, Operator, _without_remade
 from femixer.kernels.rotary import rotate
 
 from .backends import BACKENDS, examples
@@ -302,3 +302,13 @@ def test_a_backend_takes_one_float_type_throughout(given: dict[str, torch.dtype 
     backend = SimpleNamespace(FLOATS=(torch.float32, torch.float64), STATES=("bias",))
     tensors = {name: torch.ones(0 if dtype is None else 3, dtype=dtype) for name, dtype in given.items()}
     assert OPERATOR.refusal(backend, (*map(tensors.get, ("x", "weight", "bias")), *OTHERS)) == why
+
+
+def test_a_result_that_was_changed_since_is_kept_and_not_made_again() -> None:
+    y = torch.ones(3)
+    y.remade = None, (torch.ones(3),), 0, y._version  # type: ignore[attr-defined]
+    kept, remade, sources = _without_remade([y])
+    assert kept == [None] and len(remade) == len(sources) == 1
+    y.mul_(5)
+    kept, remade, _ = _without_remade([y])
+    assert kept[0] is y and not remade

@@ -142,7 +142,7 @@ class Operator:
             results = super(torch.autograd.Function, self._function).apply(backend, *arguments)  # type: ignore[misc]
             if known.get("REMADE", False):
                 for i, result in enumerate(results):
-                    result.remade = backend, arguments, i
+                    result.remade = backend, arguments, i, result._version
             return results
         return (known.get("inference") or known["forward"])(*arguments)
 
@@ -293,7 +293,9 @@ def _without_remade(kept: list[Tensor | None]) -> tuple[list[Tensor | None], lis
         made = getattr(x, "remade", None)
         if made is None:
             continue
-        backend, arguments, which = made
+        backend, arguments, which, version = made
+        if x is None or x._version != version:  # it is no longer what it was made as
+            continue
         if id(arguments) not in found:
             at = [i for i, y in enumerate(arguments) if isinstance(y, Tensor)]
             others = [None if i in at else y for i, y in enumerate(arguments)]

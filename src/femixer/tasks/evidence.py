@@ -31,6 +31,8 @@ class Measured(NamedTuple):
     setting: str
     model: str
     score: Score
+    counted: bool = True
+    """In the row of all settings; not where another setting has the same runs of the priors."""
 
 
 def of_mad(records: Sequence[Record]) -> Iterator[Measured]:
@@ -71,7 +73,7 @@ def of_lm(records: Sequence[Record]) -> Iterator[Measured]:
         row = "validation loss" + ("" if len(names) == 1 else f", experiment {names.index(setting) + 1}")
         name, _, own = model.partition(", ")
         for variant in {own} if own or name in PRIORS else sorted(variants[setting]):
-            yield Measured(", ".join(filter(None, (row, variant))), name, Score(losses, len(losses)))
+            yield Measured(", ".join(filter(None, (row, variant))), name, Score(losses, len(losses)), not variant)
 
 
 class Kind(NamedTuple):
@@ -154,8 +156,10 @@ def tabulate(records: dict[str, list[Record]]) -> Table:
 
 def gains(kind: Kind, records: Sequence[Record]) -> Group | None:
     scores: dict[str, dict[str, Score]] = defaultdict(dict)
-    for setting, model, score in kind.measured(records) if records else ():
+    apart = set[str]()
+    for setting, model, score, counted in kind.measured(records) if records else ():
         scores[setting][model] = score
+        apart |= set() if counted else {setting}
     everything: dict[str, list[float]] = defaultdict(list)
     rows: list[Row] = []
     for setting, of in scores.items():
@@ -163,7 +167,7 @@ def gains(kind: Kind, records: Sequence[Record]) -> Group | None:
         for fem, prior in PRIORS.items():
             found = difference(of[fem], of[prior]).scores.values() if {fem, prior} <= {*of} else ()
             own = [kind.scale * each for each in found]
-            everything[fem] += own
+            everything[fem] += [] if setting in apart else own
             cells.append(cell(own, kind.digits))
         if any(each.value for each in cells):
             rows.append([setting, *cells])

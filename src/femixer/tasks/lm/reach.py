@@ -67,6 +67,11 @@ def main(args: Sequence[str]) -> int:
     runs = [run for path in command.results for run in runs_on(shards, path)]
     contexts = sorted({context_of(run) for run in runs})
     check(len(contexts) == 1, "results", contexts, "runs of one training length")
+    named = [f"{run.model}, seed {run.seed}" for run in runs]
+    twice = [each for each in named if named.count(each) > 1]
+    check(not twice, "results", twice[:1], "folders in which each model has each seed once")
+    most = (shards.validation.tokens - 1) // contexts[0]
+    check(command.times <= most, "times", command.times, f"at most {most}: there is no more held-out text")
     measurement = Measurement(shards, contexts[0], command)
     records = []
     for number, run in enumerate(runs, 1):
@@ -135,9 +140,10 @@ class Measurement:
 
 
 def bounds(context: int, length: int) -> list[int]:
-    """Of stretches of positions, each twice as long as the one before; one of them begins at the training length."""
-    least = max(1, context // 8)
-    return [0, *(least << n for n in range((length // least).bit_length()) if least << n < length), length]
+    """Of stretches of positions, most of them twice as long as the one before; one begins at the training length."""
+    shorter = (context >> n for n in (3, 2, 1))
+    longer = (context << n for n in range((length // context).bit_length()))
+    return sorted({0, *shorter, *(bound for bound in longer if bound < length), length})
 
 
 def places_of(batch: Batch, repeat: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
