@@ -296,6 +296,20 @@ def test_kill_nine_then_again_does_only_what_was_missing(tmp_path, lines, bytes_
     assert documents_of(shards.train, bytes_tokenizer) == [one.text for one in whole.documents()]
 
 
+def test_a_text_is_known_by_its_contents_and_a_long_one_by_its_time(tmp_path, monkeypatch):
+    path = tmp_path / "text.txt"
+    path.write_text("one two three")
+    before = open_corpus([path]).identity
+    os.utime(path, (1, 1))
+    assert open_corpus([path]).identity == before
+    path.write_text("one two threE")
+    assert open_corpus([path]).identity != before
+    monkeypatch.setattr("femixer.tasks.lm.data.corpus.LONG", 12)
+    before = open_corpus([path]).identity
+    os.utime(path, (2, 2))
+    assert open_corpus([path]).identity != before
+
+
 def test_finished_shards_are_not_made_again(tmp_path, lines, bytes_tokenizer, monkeypatch):
     whole = open_corpus([lines])
     first = prepare(whole, bytes_tokenizer, tmp_path / "shards", workers=1)

@@ -70,7 +70,7 @@ def stepped(variant: Variant, steps: int) -> tuple[FreeEnergyMixer, dict[str, Te
 
 def test_a_variant_starts_lambda_beta_and_the_maps_of_gates() -> None:
     mixer, _ = stepped(VARIANTS["CLTG-lam-0.05-maps-normal"], 0)
-    assert torch.allclose(mixer.lam_bias.sigmoid(), torch.tensor(0.05))
+    assert torch.allclose(mixer.lam_odds, torch.tensor(1 / 19))
     for rows in columns(mixer.value_proj.linear.weight, mixer.value_proj, "lam", "gate"):
         assert rows.std().item() == pytest.approx(0.02, rel=0.1)
     mixer, _ = stepped(VARIANTS["CLTG-beta-0.5"], 0)
@@ -93,7 +93,7 @@ def test_gates_and_temperatures_learn_at_a_multiple_of_the_rate() -> None:
         mixer, began = stepped(Variant("LTG", "prior", rate=rate), 1)
         after = dict(mixer.named_parameters())
         weight = after["value_proj.linear.weight"] - began["value_proj.linear.weight"]
-        named = {name: (after[name] - began[name]).abs().max().item() for name in ("raw_beta", "lam_bias")}
+        named = {name: (after[name] - began[name]).abs().max().item() for name in ("raw_beta", "lam_odds")}
         for column in ("v", "lam", "gate"):
             named[column] = columns(weight, mixer.value_proj, column)[0].abs().max().item()
         return named

@@ -71,10 +71,29 @@ def test_everything_learns_from_the_first_two_steps(prior: str, options: dict[st
     assert not dead
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_lam_opens_where_the_free_energy_helps_and_stays_where_it_does_not(sign: int) -> None:
+    """The target is the read of a free energy, or what lies on the other side of the mean."""
+    torch.manual_seed(3)
+    x = noise(5, 37, SIZES[0])
+    m = FreeEnergyMixer(*SIZES, parts="LT", start="prior", dtype=x.dtype)
+    torch.nn.init.normal_(m.value_proj.linear.weight[: 3 * m.widths.value].detach())
+    read = m.inspect(x)
+    mean, free = (m.out_proj(each.transpose(1, 2).flatten(-2)).detach() for each in (read.mean, read.free_energy))
+    target = mean + sign * (free - mean) / 2
+    optimizer = torch.optim.Adam([m.lam_odds], 2e-3)
+    for _ in range(100):
+        optimizer.zero_grad()
+        (m(x) - target).square().mean().backward()
+        optimizer.step()
+    lam = m.inspect(x).lam
+    assert (lam.mean() > 0.1) if sign > 0 else (lam.mean() < 0.03)
+
+
 def test_the_paper_s_start_is_the_default() -> None:
     torch.manual_seed(2)
     m = FreeEnergyMixer(*SIZES, bias=False)
-    assert m.lam_bias is None
+    assert m.lam_odds is None
     assert m.value_proj.linear.weight.std().item() == pytest.approx(0.02, rel=0.1)
     assert m.beta_max.mean().item() == pytest.approx(1.953, abs=1e-3)
 

@@ -93,6 +93,16 @@ def test_kernels_of_the_gates_the_temperature_and_the_output(prior: str) -> None
     same(output_kernel(r), expected["output"])
 
 
+def test_odds_of_lam_belong_to_the_temperature() -> None:
+    torch.manual_seed(5)
+    mixer = FreeEnergyMixer(DIM, 2, parts="LT", start="prior", dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter += 0.5 * torch.randn_like(parameter)
+    x = normal(LENGTH, DIM)
+    same(temperature_kernel(read_of(mixer, x), mixer.lam_odds), tangent_kernels(mixer, x)["temperature"])
+
+
 @every_prior
 def test_prior_path_kernel_is_the_logits_gradient_times_that_of_the_logits(prior: str) -> None:
     same(prior_kernel(*example(prior)), kernels(prior)["prior"])

@@ -15,6 +15,8 @@ from femixer.kernels.precision import handed_dtype
 EPS = 1e-6
 # softplus underflows to zero for a parameter far below zero, and a temperature is divided by.
 LEAST_BETA = 1e-6
+# Odds of lambda that have come to zero: far below, no gradient would lead back.
+LEAST_ODDS = 1e-6
 # How a layer starts that is to begin as its prior's mean read to 1e-3: lambda, and beta_max where there is no lambda.
 # F - mu is about beta_max * variance / 2. It is lambda that starts small and not beta_max, because a small beta_max
 # loses digits of F and leaves its start slowly: one number per channel, while lambda has a map of the whole token.
@@ -34,6 +36,16 @@ def raw_temperature(beta: float) -> float:
 def temperature_gate(logits: Tensor) -> Tensor:
     """lam = sigmoid(logits) in [0, 1]."""
     return torch.sigmoid(logits)
+
+
+def lam_logits(logits: Tensor, odds: Tensor) -> Tensor:
+    """a + log |odds|, of which lam = |odds| e^a / (1 + |odds| e^a): logits a [B, T, H, D], odds [H, D].
+
+    The odds are learned as themselves, on a linear scale. A bias would do the same to lam, but steps of Adam have one
+    length: from the logit of 1e-4 they need thousands to arrive where lam matters, from odds of 1e-4 a few dozen. The
+    sign makes no difference, so that zero is no end of the way.
+    """
+    return logits + (odds.abs() + LEAST_ODDS).log().to(logits.dtype)
 
 
 def outer_gate(logits: Tensor, eps: float = EPS) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from femixer.budget import solve_widths
 from femixer.conditioner import TimeDecayConditioner
-from femixer.gates import SMALL_BETA, SMALL_LAM, inverse_temperature, raw_temperature
+from femixer.gates import SMALL_BETA, SMALL_LAM, inverse_temperature, lam_logits, raw_temperature
 from femixer.layer import MixerLayer, in_stretches
 from femixer.layout import Layout, Past, arrange
 from femixer.priors import Prior, build_prior, prior_class
@@ -48,9 +47,9 @@ class FreeEnergyMixer(MixerLayer):
     prior is standard attention. All parts and priors have the parameters of standard attention (see budget.py).
 
     start: "paper" starts all maps N(0, 0.02), so lam near 1/2, and beta_max at 1.95. "prior" starts as the mean read of
-    the prior, to 1e-3 of the output: the maps of lam and g at zero, g at 1 (to 1e-6), lam at 1e-4 through a bias of its
-    own [heads, d_v] (lam_bias: `bias` does not matter to it, and the conditioner does not scale it). All of them
-    receive gradients. L without T has no lam; there beta_max starts at 1e-3.
+    the prior, to 1e-3 of the output: the maps of lam and g at zero, g at 1 (to 1e-6), lam at 1e-4 through odds of its
+    own [heads, d_v] (lam_odds, see `lam_logits`). All of them receive gradients. L without T has no lam; there beta_max
+    starts at 1e-3.
 
     readout: "free_energy" is the read above; "posterior_mean" has E_q[v] in the place of the free energy, with
     q proportional to p exp(beta_max v).
@@ -131,9 +130,9 @@ class FreeEnergyMixer(MixerLayer):
         self.raw_beta: nn.Parameter | None = None
         if "L" in parts and temperature == "learned":
             self.raw_beta = nn.Parameter(torch.empty(kv_heads, temperatures, **made))
-        self.lam_bias: nn.Parameter | None = None
+        self.lam_odds: nn.Parameter | None = None
         if "T" in parts and start == "prior":
-            self.lam_bias = nn.Parameter(torch.empty(heads, widths.value, **made))
+            self.lam_odds = nn.Parameter(torch.empty(heads, widths.value, **made))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -143,8 +142,8 @@ class FreeEnergyMixer(MixerLayer):
         if self.raw_beta is not None:
             small = self.start == "prior" and "T" not in self.parts
             nn.init.constant_(self.raw_beta, raw_temperature(SMALL_BETA) if small else 0.0)
-        if self.lam_bias is not None:
-            nn.init.constant_(self.lam_bias, math.log(SMALL_LAM) - math.log1p(-SMALL_LAM))
+        if self.lam_odds is not None:
+            nn.init.constant_(self.lam_odds, SMALL_LAM)
 
     def attention_maps(self) -> list[Tensor]:
         """Weights of the maps that attention has too (for scores, values, output), each [out, in], sharing memory with
@@ -226,8 +225,8 @@ class FreeEnergyMixer(MixerLayer):
         values = self.value_proj(x, features)
         heads = {name: columns.unflatten(-1, (-1, self.widths.value)) for name, columns in values.items()}
         lam = heads.get("lam")
-        if lam is not None and self.lam_bias is not None:
-            lam = lam + self.lam_bias.to(lam.dtype)
+        if lam is not None and self.lam_odds is not None:
+            lam = lam_logits(lam, self.lam_odds)
         return Projected(inputs, heads["v"], lam, heads.get("gate"), context)
 
     def prepare(

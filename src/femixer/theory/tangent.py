@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from femixer.free_energy import effective_weights, free_energy, kl_divergence, posterior
-from femixer.gates import EPS, outer_gate, temperature_gate
+from femixer.gates import EPS, LEAST_ODDS, outer_gate, temperature_gate
 from femixer.mixer import FreeEnergyMixer
 
 
@@ -159,10 +159,14 @@ def value_kernel(r: MixerRead) -> Tensor:
     return kernel(r.per_value(torch.einsum("jc,tc,tce->tjce", r.out, r.gate, reach), 2))
 
 
-def temperature_kernel(r: MixerRead) -> Tensor:
-    """K^(lam) = sum_c O_jc O_j'c a_tc a_sc < h_t, h_s >,  a = g (F - mu) lam (1 - lam) (1 + eta)."""
-    a = r.gate * (r.free - r.mean) * r.lam * (1 - r.lam) * r.factors["lam"]
-    return kernel(torch.einsum("jc,tc,te->tjce", r.out, a, r.tokens))
+def temperature_kernel(r: MixerRead, odds: Tensor | None = None) -> Tensor:
+    """K^(lam) = sum_c O_jc O_j'c a_tc a_sc ((1 + eta_tc) (1 + eta_sc) < h_t, h_s > + 1 / odds_c^2),
+
+    a = g (F - mu) lam (1 - lam); the last term is that of odds [H, D], which only a mixer with start="prior" has.
+    """
+    a = torch.einsum("jc,tc->tjc", r.out, r.gate * (r.free - r.mean) * r.lam * (1 - r.lam))
+    of_map = kernel(torch.einsum("tjc,tc,te->tjce", a, r.factors["lam"].expand_as(r.lam), r.tokens))
+    return of_map if odds is None else of_map + kernel(a / (odds.detach().double().abs() + LEAST_ODDS).flatten())
 
 
 def gate_kernel(r: MixerRead) -> Tensor:
@@ -222,6 +226,7 @@ def group_of(name: str) -> str:
         "out_proj": "output",
         "conditioner": "conditioner",
         "raw_beta": "beta",
+        "lam_odds": "temperature",
         "value_proj": "value",
         "prior_proj": "prior",
         "prior": "prior",

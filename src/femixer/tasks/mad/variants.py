@@ -1,6 +1,5 @@
 """The variants of `femixer mad study`: a mixer, how it starts, and how its gates and temperatures are trained."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,7 +22,7 @@ class Variant:
     """None: plain attention."""
     start: Literal["paper", "prior"] = "paper"
     lam: float | None = None
-    """Where lambda starts; needs start="prior", which gives it a bias."""
+    """Where lambda starts; needs start="prior", which gives it odds."""
     maps: Literal["zero", "normal", "torch"] | None = None
     """How the maps of lambda and g start; "torch" also starts those of the conditioner so."""
     beta: float | None = None
@@ -92,8 +91,8 @@ def columns(parameter: Tensor, projection: Projection, *names: str) -> list[Tens
 def begin(model: nn.Module, variant: Variant) -> None:
     """Start the mixers as the variant says, where that is not how they start anyway."""
     for mixer in mixers(model):
-        if variant.lam is not None and mixer.lam_bias is not None:
-            mixer.lam_bias.fill_(math.log(variant.lam / (1 - variant.lam)))
+        if variant.lam is not None and mixer.lam_odds is not None:
+            mixer.lam_odds.fill_(variant.lam / (1 - variant.lam))
         if variant.beta is not None and mixer.raw_beta is not None:
             mixer.raw_beta.fill_(raw_temperature(variant.beta))
         if variant.maps in ("zero", "normal"):
@@ -119,7 +118,7 @@ def without_columns(projection: Projection, name: str) -> Callable[[Tensor], Ten
 def optimizer_of(model: nn.Module, variant: Variant, lr: float, weight_decay: float) -> torch.optim.Optimizer:
     """AdamW, in which temperatures may decay, and temperatures and gates learn at a rate of their own."""
     optimizer = adamw(model, lr, weight_decay, fused=True)
-    bare = [p for m in mixers(model) for p in (m.raw_beta, m.lam_bias) if p is not None]
+    bare = [p for m in mixers(model) for p in (m.raw_beta, m.lam_odds) if p is not None]
     if bare and (variant.decay or variant.rate != 1):
         known = {id(p) for p in bare}
         for group in optimizer.param_groups:

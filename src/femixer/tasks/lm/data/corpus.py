@@ -30,6 +30,8 @@ TRAIN, VALIDATION = "train", "validation"
 SPLITS = (TRAIN, VALIDATION)
 
 STANDARD_LIBRARY = "python"
+# Bytes of a file above which its contents are not read to know it again.
+LONG = 1 << 28
 """The source that needs no download: the Python standard library's own files."""
 
 SMALLEST_PART, LARGEST_PART, PARTS = 4 << 20, 256 << 20, 1024
@@ -162,7 +164,8 @@ class Source:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides the text: names, sizes and times of the files, or the address and extent of a data set."""
+        """What decides the text: names and contents of the files, or the address and extent of a data set. Files that
+        take long to read are known by size and time, and so change when they are copied."""
         if self.dataset is not None:
             # Without a revision the hub may serve another text tomorrow; the number of parts may tell.
             return {"source": str(self.dataset), "parts": self.dataset.open().num_shards}
@@ -170,7 +173,9 @@ class Source:
         assert self.root is not None
         for path in self.files:
             at = path.stat()
-            digest.update(json.dumps([path.relative_to(self.root).as_posix(), at.st_size, at.st_mtime_ns]).encode())
+            with path.open("rb") as file:
+                seen = at.st_mtime_ns if at.st_size > LONG else hashlib.file_digest(file, "sha256").hexdigest()
+            digest.update(json.dumps([path.relative_to(self.root).as_posix(), at.st_size, seen]).encode())
         return {"source": self.name, "files": len(self.files), "bytes": self.size, "digest": digest.hexdigest()[:16]}
 
     def slices(self, part: int) -> Iterator[Slice]:
