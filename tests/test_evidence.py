@@ -27,11 +27,11 @@ def test_quantiles_fall_towards_the_normal_ones() -> None:
     assert quantiles[-1] >= statistics.NormalDist().inv_cdf(0.975)
 
 
-def comparison(folder, losses: dict[str, list[float]], **mixing: str | None) -> None:
+def comparison(folder, losses: dict[str, list[float]], text: str = "a text", **mixing: str | None) -> None:
     """What `femixer lm compare` leaves: one folder per run, finished ones with a table."""
     model = {"preset": "tiny", "hidden_size": 8, "layers": 1, "heads": 1, "mixing": mixing}
     folder.mkdir()
-    config = {"task": "lm compare", "experiment": {"experiment": {"model": model}}, "text": "/home/me/a text"}
+    config = {"task": "lm compare", "experiment": {"experiment": {"model": model}}, "text": f"/home/me/{text}"}
     (folder / "config.json").write_text(json.dumps(config))
     for name, each in losses.items():
         for seed, loss in enumerate(each):
@@ -50,7 +50,7 @@ def test_pairs_are_of_one_seed(tmp_path, capsys) -> None:
     comparison(tmp_path / "runs", {"SMAttn": [1.0, 2.0, 3.0], "FEM-SM": [0.99, 1.98, 2.99, math.nan]})
     assert main(["lm", "export", "--results", str(tmp_path / "runs"), "--out", str(tmp_path / "lm.json")]) == 0
     assert main(["evidence", "--results", str(tmp_path / "lm.json"), "--out", str(tmp_path / "out")]) == 0
-    row = next(line for line in capsys.readouterr().out.splitlines() if "validation loss" in line)
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| a text"))
     half = 4.303 * statistics.stdev([10, 20, 10]) / math.sqrt(3)
     assert f"+13.3 [{13.3333 - half:+.1f}, {13.3333 + half:+.1f}], 3" in row
     assert "| – | – | – |" in row
@@ -70,8 +70,15 @@ def test_options_of_the_mixers_are_rows_with_the_same_priors(tmp_path) -> None:
     assert main(["lm", "export", "--results", *(str(tmp_path / n) for n in "ab"), "--out", str(tmp_path / "c")]) == 0
     assert "/home/me" not in (tmp_path / "c").read_text()  # a machine's folders are nobody's business
     rows = {str(row[0]): str(row[1].value) for row in tabulate(load([tmp_path / "c"])).rows}  # type: ignore[union-attr]
-    assert rows["validation loss"].startswith("+500") and rows["validation loss, start=prior"].startswith("+250")
+    assert rows["a text"].startswith("+500") and rows["a text, start=prior"].startswith("+250")
     assert rows["all"].startswith("+500") and rows["all"].endswith(", 2")  # the same priors are counted once
+
+
+def test_each_text_has_a_row(tmp_path) -> None:
+    for name, gain in {"songs.txt": 0.5, "laws": 0.25}.items():
+        comparison(tmp_path / name, {"SMAttn": [1.0, 1.1], "FEM-SM": [1.0 - gain, 1.1 - gain]}, name)
+    rows = {str(row[0]): str(row[1].value) for row in tabulate(load([tmp_path / "songs.txt", tmp_path / "laws"])).rows}
+    assert rows["songs"].startswith("+500") and rows["laws"].startswith("+250") and rows["all"].startswith("+375")
 
 
 @pytest.mark.parametrize("content", [None, "{}", "not json"])

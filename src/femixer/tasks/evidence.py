@@ -62,18 +62,26 @@ def of_lm(records: Sequence[Record]) -> Iterator[Measured]:
     """Models by the options of their mixers too, as in `FEM-SM, start=prior`: each set of options is a setting of its
     own, with the models that have no such options in it."""
     held: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    texts: dict[str, list[str]] = defaultdict(list)
     for record in records:
         setting, seed = as_text([record["text"], record["experiment"]]), record["seed"]
+        if setting not in (experiments := texts[record["text"]]):
+            experiments.append(setting)
         known = held[setting, record["model"]].setdefault(seed, record["loss"])
         named = f"{record['model']}, seed {seed}"
         check(known == record["loss"], "results", named, f"one loss of it: there are {known} and {record['loss']}")
-    names = [*dict.fromkeys(setting for setting, _ in held)]
-    variants = {name: {model.partition(", ")[2] for setting, model in held if setting == name} for name in names}
+    rows = {
+        setting: Path(text).stem + ("" if len(experiments) == 1 else f", experiment {number}")
+        for text, experiments in texts.items()
+        for number, setting in enumerate(experiments, 1)
+    }
+    variants = {name: {model.partition(", ")[2] for setting, model in held if setting == name} for name in rows}
     for (setting, model), losses in held.items():
-        row = "validation loss" + ("" if len(names) == 1 else f", experiment {names.index(setting) + 1}")
         name, _, own = model.partition(", ")
         for variant in {own} if own or name in PRIORS else sorted(variants[setting]):
-            yield Measured(", ".join(filter(None, (row, variant))), name, Score(losses, len(losses)), not variant)
+            yield Measured(
+                ", ".join(filter(None, (rows[setting], variant))), name, Score(losses, len(losses)), not variant
+            )
 
 
 class Kind(NamedTuple):
@@ -90,7 +98,7 @@ class Kind(NamedTuple):
 KINDS = {
     "mad": Kind("MAD", of_mad, "points of accuracy", 100, 1),
     "vision": Kind("Images", of_vision, "points of accuracy", 100, 2),
-    "lm": Kind("Language models", of_lm, "nats per token x 1000, less is better", -1000, 1),
+    "lm": Kind("Language models", of_lm, "validation loss, nats per token x 1000, less is better", -1000, 1),
     "forecast": Kind("Forecasting", of_forecast, "test MSE x 1000, less is better", -1000, 1),
 }
 
