@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from femixer.reporting.paired import Difference
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from femixer.reporting.scores import Difference
 from femixer.surgery import upgrade
 from femixer.tasks.lm.data import DataOptions
 from femixer.tasks.lm.data.shards import IGNORED, Batches, Shards, Validation

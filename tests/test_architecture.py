@@ -1,6 +1,7 @@
 """Rules of the house that a reader relies on, checked on the source: sizes, one chooser, no import upwards."""
 
 import ast
+import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -241,3 +242,18 @@ def test_packages_do_not_depend_on_each_other_in_a_circle() -> None:
 def test_a_circle_of_packages_is_found() -> None:
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"a"}}) == ["a", "b", "c"]
     assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+TOP = Path(__file__).parents[1]
+SCRIPTS = sorted(path for folder in ("benchmarks", "examples") for path in (TOP / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_import_what_is_there(path: Path) -> None:
+    """No test runs the long ones, so nothing else would tell that a module they need was moved."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "femixer":
+            module = importlib.import_module(node.module or "")
+            for name in node.names:
+                known = hasattr(module, name.name) or importlib.util.find_spec(f"{node.module}.{name.name}")
+                assert known, f"{path.name} imports {name.name} from {node.module}"
