@@ -100,3 +100,18 @@ def test_two_results_of_one_run_are_an_error(tmp_path, capsys) -> None:
     comparison(tmp_path / "run", {})
     assert main(["evidence", "--results", given[0], "--out", str(tmp_path / "run")]) == 2
     assert "holds a run" in capsys.readouterr().err
+
+
+def test_curves_are_of_recorded_runs(tmp_path, capsys) -> None:
+    comparison(tmp_path / "a", {"SMAttn": [1.0, 2.0], "FEM-SM": [0.5, 1.5]}, "songs.txt")
+    comparison(tmp_path / "b", {"GLA": [0.25]}, "songs.txt")
+    command = ["lm", "curves", "--out", str(tmp_path / "out"), "--results"]
+    assert main([*command, str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    shown = capsys.readouterr().out
+    assert "| SMAttn | 1.5000 ± 0.7071 |" in shown and "| FEM-SM | **1.0000** ± 0.7071 |" in shown
+    assert "| GLA | 0.2500 [1 of 2 seeds] |" in shown  # not the best, though lowest: it lacks the harder seed
+    assert (tmp_path / "out" / "curves.png").stat().st_size > 10_000
+    assert main([*command, str(tmp_path / "a"), "--models", "FEM-SM"]) == 0
+    assert "SMAttn" not in capsys.readouterr().out
+    assert main([*command, str(tmp_path / "a"), "--models", "AFT"]) == 2
+    assert "models='AFT' is not allowed; choose some of FEM-SM; SMAttn" in capsys.readouterr().err

@@ -14,6 +14,8 @@ BLUE, VERMILION, GREY = "#0072B2", "#D55E00", "0.45"
 COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#8C564B", "#7F7F7F", "#B2A300")
 """Of Okabe and Ito first, told apart with every kind of colour vision; markers help in print."""
 MARKERS = "osD^vP*Xh"
+DASHES = ("-", "--", ":")
+"""Of the first nine lines, the next nine, ..."""
 DOTS_PER_INCH = 120
 
 
@@ -24,12 +26,12 @@ def figure(width: float, height: float) -> Any:
 
 
 def looks(names: Sequence[str], rival: str | None = None) -> dict[str, dict[str, Any]]:
-    """Colour, marker and label of a line for each name; the rival is black and dashed."""
-    own = [name for name in names if name != rival]
-    found: dict[str, dict[str, Any]] = {
-        name: {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[n % len(MARKERS)], "label": name}
-        for n, name in enumerate(own)
-    }
+    """Colour, dash, marker and label of a line for each name; the rival is black and dashed."""
+    found: dict[str, dict[str, Any]] = {}
+    for number, name in enumerate(name for name in names if name != rival):
+        again, n = divmod(number, len(COLOURS))
+        dash = DASHES[again % len(DASHES)]
+        found[name] = {"color": COLOURS[n], "linestyle": dash, "marker": MARKERS[n], "label": name}
     if rival is not None:
         found[rival] = {"color": "black", "linestyle": "--", "marker": "x", "label": rival}
     return found

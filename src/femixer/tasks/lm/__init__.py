@@ -11,6 +11,7 @@ COMMANDS: Commands = {
         "train several mixers on the same text, with the same seeds and data order",
     ),
     "export": ("femixer.tasks.lm.records:export", "finished runs of a comparison as one small file"),
+    "curves": ("femixer.tasks.lm.curves", "learning curves of recorded comparisons, with bands over the seeds"),
     "reach": ("femixer.tasks.lm.reach", "loss by position beyond the training length, and of what the text repeats"),
     "reproduce": ("femixer.tasks.lm.reproduce", "a row of the paper's table: train, evaluate, tabulate"),
     "presets": ("femixer.tasks.lm.model:presets", "the sizes of models, and how many parameters each mixer gives them"),
