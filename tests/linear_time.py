@@ -11,7 +11,7 @@ from torch import Tensor
 
 from femixer import FreeEnergyMixer
 from femixer.priors import PRIORS, Prior
-from femixer.priors.directed import DirectedPrior
+from femixer.priors.base import DirectedPrior
 
 LINEAR_TIME = [name for name, kind in PRIORS.items() if issubclass(kind, DirectedPrior)]
 

@@ -23,7 +23,7 @@ from matrix import (
 from torch import Tensor
 
 from femixer import FreeEnergyMixer
-from femixer.priors.directed import DirectedPrior
+from femixer.priors.base import DirectedPrior
 from femixer.priors.fox import FoxPrior
 
 

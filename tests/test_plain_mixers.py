@@ -16,7 +16,7 @@ from torch import Tensor
 from femixer import use_backend
 from femixer.kernels.dispatch import unavailable
 from femixer.priors import PRIORS
-from femixer.priors.directed import DirectedPrior
+from femixer.priors.base import DirectedPrior
 
 VARIANTS = [v for name, kind in PRIORS.items() if issubclass(kind, DirectedPrior) for v in _variants(name)]
 EVERY_VARIANT = pytest.mark.parametrize("variant", [pytest.param(v, id=f"{v.prior}-{v.name}") for v in VARIANTS])

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.kernels.conditioner import condition
-from femixer.kernels.precision import handed_dtype
+from femixer.kernels.operator import handed_dtype
 from femixer.layout import Layout
 from femixer.state import usable
 
@@ -62,5 +62,5 @@ class TimeDecayConditioner(nn.Module):
     def forward(self, x: Tensor, layout: Layout, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x [B, T, dim], state [B, C] -> (features [B, T, C], state after the last token)."""
         y = self.in_proj(F.layer_norm(x, (self.dim,), eps=EPS))
-        state = None if state is None else usable(state)
-        return condition(y.to(handed_dtype(y)), layout.marks(), state, self.causal, EPS)
+        state, marks = None if state is None else usable(state), layout.marks()
+        return condition(y.to(handed_dtype(y)), marks, state, self.causal, EPS)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from femixer.kernels.gates import gated
-from femixer.kernels.precision import handed_dtype
+from femixer.kernels.operator import handed_dtype
 
 # Added to the mean square that the outer gate is divided by.
 EPS = 1e-6
@@ -59,8 +59,12 @@ def gated_read(
 ) -> Tensor:
     """Each [B, T, H, D]. Without `free` the read is the mean; without lam_logits it is the free energy. The logits may
     have fewer digits; a gated read has theirs."""
-    lam, gate = (None if x is None else x.to(handed_dtype(x)) for x in (lam_logits, gate_logits))
     if free is None or lam_logits is None:
-        read = mean if free is None else free
-        return read if gate_logits is None else gated(read, None, None, gate, eps).to(gate_logits.dtype)
-    return gated(mean, free, lam, gate, eps).to(lam_logits.dtype)
+        mean, free, lam_logits = mean if free is None else free, None, None
+    logits = gate_logits if lam_logits is None else lam_logits
+    if logits is None:
+        return mean
+    dtype = handed_dtype(logits)
+    lam = None if lam_logits is None else lam_logits.to(dtype)
+    gate = None if gate_logits is None else gate_logits.to(dtype)
+    return gated(mean, free, lam, gate, eps).to(logits.dtype)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import femixer.conditioner
 import femixer.gates
-import femixer.priors.directed
+import femixer.priors.base
 import femixer.priors.softmax
 from femixer import FreeEnergyMixer, use_backend
 from femixer.priors import parse_prior
@@ -34,7 +34,7 @@ def test_half_precision_is_as_good_as_plain_torchs(kind: str, monkeypatch: pytes
         torch.nn.init.normal_(parameter, std=0.3)
     layer, x = layer.half(), torch.randn(1, LENGTH, DIM).half()
     plain = run(layer, x, "plain")
-    for module in (femixer.conditioner, femixer.gates, femixer.priors.directed, femixer.priors.softmax):
+    for module in (femixer.conditioner, femixer.gates, femixer.priors.base, femixer.priors.softmax):
         monkeypatch.setattr(module, "handed_dtype", lambda given: given.dtype)
     found = run(layer, x, "triton")
     wanted = run(layer.double(), x.double(), "plain")

@@ -75,3 +75,10 @@ def test_only_the_arguments_are_kept_for_gradients() -> None:
         ):
             gated_read(*leaves)
         assert {*kept} == given
+
+
+def test_tensors_of_other_shapes_are_refused_where_memory_is_read_by_places() -> None:
+    mean, free, lam, gate = (x.contiguous() for x in READS["width 5"])
+    for given in ((mean, free, lam[:, :1], gate), (mean[0], free[0], lam[0], gate[0])):
+        with use_backend("numba"), pytest.raises(ValueError, match=r"gates take tensors \[B, T, H, D\] of one shape"):
+            gated_read(*given)

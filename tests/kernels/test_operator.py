@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import femixer
 from femixer.kernels import check
-from femixer.kernels.operator import OPERATORS, Operator, _without_remade
+from femixer.kernels.operator import OPERATORS, Operator, _gradients, _without_remade
 from femixer.kernels.rotary import rotate
+from femixer.kernels.softplus import softplus
 
 from .backends import BACKENDS, examples
 from .powers import OPERATOR, _results, definition, numba_cpu
@@ -294,14 +295,44 @@ def test_a_declared_function_has_a_signature_defaults_and_names() -> None:
         ),
         ({"x": torch.float32, "bias": torch.float32}, "it takes bias of float64, not torch.float32"),
         ({"x": torch.float32, "weight": torch.float32, "bias": torch.float64}, None),
+        ({"x": torch.float32, "weight": torch.float64, "bias": torch.float64, "any": ("weight",)}, None),
         ({"x": None}, "x is empty"),
     ],
 )
-def test_a_backend_takes_one_float_type_throughout(given: dict[str, torch.dtype | None], why: str | None) -> None:
-    """States apart, which are float64 always."""
-    backend = SimpleNamespace(FLOATS=(torch.float32, torch.float64), STATES=("bias",))
+def test_a_backend_takes_one_float_type_throughout(given: dict[str, Any], why: str | None) -> None:
+    """States apart, which are float64 always, and what may be of any type."""
+    backend = SimpleNamespace(FLOATS=(torch.float32, torch.float64), STATES=("bias",), ANY=given.pop("any", ()))
     tensors = {name: torch.ones(0 if dtype is None else 3, dtype=dtype) for name, dtype in given.items()}
     assert OPERATOR.refusal(backend, (*map(tensors.get, ("x", "weight", "bias")), *OTHERS)) == why
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_gradients_that_nobody_used_are_none_or_filled(filled: bool) -> None:
+    """Of the results that people see; internal ones have none."""
+    given: list[tuple[Tensor | None, ...]] = []
+    backend = SimpleNamespace(backward=lambda grads, *_: given.append(grads))
+    if filled:
+        backend.FILLED = True
+    results = OPERATOR(X, WEIGHT, BIAS, *OTHERS)
+    arguments = X, WEIGHT, BIAS, *OTHERS
+    _gradients(OPERATOR, backend, (torch.ones_like(results[0]), None, None), arguments, results, (True,) * 3)
+    (found,) = given
+    assert found[0].sum() == results[0].numel()
+    if filled:
+        assert len(found) == 2
+        assert torch.equal(found[1], torch.zeros_like(results[1]))
+    else:
+        assert found[1:] == (None, None)
+
+
+def test_a_function_takes_its_arguments_by_place_and_name_and_says_what_is_wrong() -> None:
+    x, bias = torch.randn(3, 5), torch.randn(5)
+    wanted = softplus(x, bias, 1.0, 0.5)
+    assert torch.equal(softplus(x, bias, floor=0.5), wanted)
+    assert torch.equal(softplus(floor=0.5, x=x, bias=bias), wanted)
+    for arguments, named in (((), {}), ((x,), {"flor": 0.5}), ((x,), {"x": x}), ((x, bias, 1.0, 0.5, 2.0), {})):
+        with pytest.raises(TypeError, match=r"missing a required|unexpected keyword|multiple values|too many"):
+            softplus(*arguments, **named)
 
 
 def test_a_result_that_was_changed_since_is_kept_and_not_made_again() -> None:

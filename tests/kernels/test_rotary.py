@@ -156,8 +156,10 @@ def test_attention_decodes_the_same_on_every_backend() -> None:
             torch.testing.assert_close(y, whole[:, 12:], atol=1e-6, rtol=1e-5)
 
 
-def test_angles_of_single_tokens_made_in_inference_mode_serve_training() -> None:
-    q, k, rotation = torch.randn(1, 1, 8), torch.randn(1, 1, 8), Rotation(torch.tensor([[31]]), 8, 77.0)
+@pytest.mark.parametrize("tokens", [1, 67])
+def test_angles_that_are_kept_serve_training_though_made_in_inference_mode(tokens: int) -> None:
+    position = torch.arange(31, 31 + tokens)[None]
+    q, k, rotation = torch.randn(1, tokens, 8), torch.randn(1, tokens, 8), Rotation(position, 8, 77.0)
     with torch.inference_mode():
         rotated(q, k, rotation, torch.float32)
     rotated(q.requires_grad_(), k, rotation, torch.float32)[0].sum().backward()

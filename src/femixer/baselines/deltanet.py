@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from femixer.baselines.base import Baseline, RMSNorm, check_sizes, random_steps_
 from femixer.baselines.convolution import Memory, ShortConvolution
 from femixer.baselines.kernels.delta_rule import delta_rule, unit
-from femixer.kernels.precision import without_autocast
+from femixer.kernels.operator import without_autocast
 from femixer.layout import Layout
 from femixer.options import check
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from femixer.baselines.base import Baseline, RMSNorm, check_sizes
 from femixer.baselines.kernels.linear_attention import linear_attention
-from femixer.kernels.precision import without_autocast
+from femixer.kernels.operator import without_autocast
 from femixer.layout import Layout
 
 # Log decays are divided by this, as published.

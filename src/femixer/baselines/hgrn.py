@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from femixer.baselines.base import Baseline, HeadNorm, RMSNorm
 from femixer.baselines.kernels.linear_attention import linear_attention
 from femixer.kernels.marks import reversed_marks
-from femixer.kernels.precision import without_autocast
+from femixer.kernels.operator import without_autocast
 from femixer.kernels.recurrence import linear_recurrence
 from femixer.layout import Layout
 from femixer.options import check

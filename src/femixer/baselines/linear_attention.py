@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from femixer.baselines.base import Baseline, HeadNorm, RMSNorm, check_sizes
 from femixer.baselines.kernels.linear_attention import linear_attention
-from femixer.kernels.precision import without_autocast
+from femixer.kernels.operator import without_autocast
 from femixer.layout import Layout
 from femixer.options import check
 from femixer.rotary import Rotation, check_base, rotated

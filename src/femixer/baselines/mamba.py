@@ -14,7 +14,7 @@ from femixer.baselines.base import Baseline, RMSNorm, check_sizes, random_steps_
 from femixer.baselines.convolution import Memory, ShortConvolution
 from femixer.baselines.kernels.linear_attention import linear_attention
 from femixer.baselines.kernels.selective_scan import selective_scan
-from femixer.kernels.precision import without_autocast
+from femixer.kernels.operator import without_autocast
 from femixer.layout import Layout
 from femixer.options import check
 

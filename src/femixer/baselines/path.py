@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from femixer.baselines.base import Baseline, check_sizes
 from femixer.baselines.convolution import ShortConvolution
 from femixer.baselines.kernels.delta_rule import unit
-from femixer.kernels.precision import without_autocast
+from femixer.kernels.operator import without_autocast
 from femixer.layout import Layout, segments_together
 
 # Tokens whose maps are multiplied at once.

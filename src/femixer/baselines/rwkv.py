@@ -15,7 +15,7 @@ from femixer.baselines.base import Baseline, HeadNorm, check_sizes
 from femixer.baselines.convolution import Memory, token_before
 from femixer.baselines.kernels.delta_rule import delta_rule, unit
 from femixer.baselines.kernels.linear_attention import linear_attention
-from femixer.kernels.precision import without_autocast
+from femixer.kernels.operator import without_autocast
 from femixer.layout import Layout
 from femixer.options import check
 

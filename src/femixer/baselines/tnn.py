@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from femixer.baselines.base import Baseline
 from femixer.baselines.kernels.long_convolution import long_convolution
-from femixer.kernels.precision import without_autocast
+from femixer.kernels.operator import without_autocast
 from femixer.layout import Layout, segments_together
 from femixer.options import check
 from femixer.state import Growing

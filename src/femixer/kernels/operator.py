@@ -4,17 +4,18 @@ A backend is a module with
 
     forward(*arguments) -> tuple of the results
     backward(grads, arguments, results, needed) -> tuple with the gradient of each tensor argument, or None
-    FLOATS, the float types of which it takes one throughout, and STATES, arguments that are float64 always  (optional)
+    FLOATS, the float types of which it takes one throughout; STATES, arguments that are float64 always; and ANY,
+    arguments of any type                                                                     (optional)
     refuse(*arguments) -> why it cannot serve these arguments otherwise, or None              (optional)
-    inference(*arguments) -> the results of forward, where no backward follows                (optional)
 
-`grads` has None for a result that nobody used (see `filled`), `needed` says of each argument whether its gradient is
-wanted. Without `backward` the forward pass is run again with gradients, so nothing but the arguments is kept; with
-READS_RESULTS = False they alone are kept too, and a slice says which results are kept. READS_ARGUMENTS names the
-arguments that `backward` reads if not all (it gets None for the others). With REMADE = True the results take so little
-to compute that other operators keep the arguments instead of them, where they can. With DIFFERENTIABLE = True autograd
-records the forward pass itself, which then needs no internal results. A plain forward is made of torch's operations
-only, none of them in place on an argument: compilers and torch.func see through it.
+`grads` has None for a result that nobody used (see `filled`), or zeros with FILLED = True, for a backend that keeps all
+results. `needed` says of each argument whether its gradient is wanted. Without `backward` the forward pass is run again
+with gradients, so nothing but the arguments is kept; with READS_RESULTS = False they alone are kept too, and a slice
+says which results are kept. READS_ARGUMENTS names the arguments that `backward` reads if not all (it gets None for the
+others). With REMADE = True the results take so little to compute that other operators keep the arguments instead of
+them, where they can. With DIFFERENTIABLE = True autograd records the forward pass itself, which then needs no internal
+results. A plain forward is made of torch's operations only, none of them in place on an argument: compilers and
+torch.func see through it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
@@ -34,7 +36,6 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from femixer.kernels import dispatch
-from femixer.kernels.precision import without_autocast
 
 # The words of torch's operator schemas for Python's annotations.
 _SCHEMA = {
@@ -144,17 +145,17 @@ class Operator:
                 for i, result in enumerate(results):
                     result.remade = backend, arguments, i, result._version
             return results
-        return (known.get("inference") or known["forward"])(*arguments)
+        return known["forward"](*arguments)
 
     def refusal(self, backend: Any, arguments: tuple[Any, ...]) -> str | None:
         """Why a backend's file does not serve these arguments, or None: their types first, then what it says itself."""
         known = backend.__dict__
         floats = known.get("FLOATS")
         if floats is not None:
-            states, kind = known.get("STATES", ()), None
+            states, free, kind = known.get("STATES", ()), known.get("ANY", ()), None
             for i in self.tensors:
                 x = arguments[i]
-                if x is None:
+                if x is None or self.arguments[i] in free:
                     continue
                 if not x.numel():
                     return f"{self.arguments[i]} is empty"
@@ -207,17 +208,25 @@ class Function(Generic[P, R]):
     def __init__(self, declaration: Callable[P, R], operator: Operator) -> None:
         functools.update_wrapper(self, declaration)
         self.operator, self._signature = operator, inspect.signature(declaration)
+        self._parameters = [(p.name, p.default) for p in self._signature.parameters.values()]
         self._alone = operator.outputs == 1
 
     def __call__(self, *arguments: P.args, **named: P.kwargs) -> R:
         given: Any = arguments
-        if named or len(given) != len(self.operator.arguments):
-            bound = self._signature.bind(*arguments, **named)
-            bound.apply_defaults()
-            given = bound.args
+        if named or len(given) != len(self._parameters):
+            given = self._complete(arguments, named)
         results: Any = self.operator(*given)
         internal = self.operator.internal
         return results[0] if self._alone else results[:-internal] if internal else results
+
+    def _complete(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        """All arguments in order. Signature.bind takes as long as many a kernel: it only says what is wrong."""
+        rest = self._parameters[len(arguments) :]
+        given = (*arguments, *(named.get(name, default) for name, default in rest))
+        known = len([name for name, _ in rest if name in named])
+        if known < len(named) or len(given) > len(self._parameters) or any(x is inspect.Parameter.empty for x in given):
+            self._signature.bind(*arguments, **named)
+        return given
 
 
 def declared(outputs: int | None = 1, **options: Any) -> Callable[[Callable[P, R]], Function[P, R]]:
@@ -233,6 +242,29 @@ def declared(outputs: int | None = 1, **options: Any) -> Callable[[Callable[P, R
         return Function(function, Operator(function.__module__, results, outputs, **options))
 
     return declare
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """Of exponentials, logarithms and sums of x: float32 or better."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def at_least(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in this type, unless it has more digits."""
+    return x.to(torch.promote_types(x.dtype, dtype))
+
+
+def handed_dtype(x: Tensor) -> torch.dtype:
+    """Of what is handed to an operator per token: as it comes, because the operator computes in `wide_dtype`; on a CPU,
+    where half precision is not faster, in that."""
+    return wide_dtype(x) if x.device.type == "cpu" else x.dtype
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Exp, log, scans and normalizers run in the type they are given."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def filled(grads: tuple[Tensor | None, ...], results: tuple[Tensor, ...]) -> list[Tensor]:
@@ -253,6 +285,8 @@ def _gradients(
         return (None,) * len(operator.tensors)
     backward = getattr(backend, "backward", None)
     if backward is not None:
+        if getattr(backend, "FILLED", False):
+            grads = tuple(filled(grads[: len(grads) - operator.internal], results))
         return backward(grads, arguments, results, needed)
     with torch.enable_grad():
         again, inputs = list(arguments), []

@@ -23,7 +23,7 @@ from femixer.parallel.cut import Cut
 from femixer.parallel.exchange import gathered
 from femixer.parallel.summaries import Stretch, carried_sums, has_summary, prior_before, state_before, total_decay
 from femixer.parallel.weights import swapped
-from femixer.priors.directed import DirectedPrior
+from femixer.priors.base import DirectedPrior
 from femixer.state import State
 
 

@@ -11,9 +11,8 @@ from femixer.priors.aft import AFTPrior
 from femixer.priors.base import Prior, Widths
 from femixer.priors.decay import DecayPrior
 from femixer.priors.fox import FoxPrior
-from femixer.priors.gla import GLAPrior
 from femixer.priors.interactive import InteractivePrior
-from femixer.priors.linear import LinearPrior
+from femixer.priors.linear import GLAPrior, LinearPrior
 from femixer.priors.mamba import MambaPrior
 from femixer.priors.softmax import Alibi, SoftmaxPrior
 from femixer.priors.ssm import SSMPrior

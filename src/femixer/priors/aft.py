@@ -10,7 +10,7 @@ from torch import Tensor
 from femixer.kernels.channel_scan import channel_scan
 from femixer.kernels.reading import Reading
 from femixer.layout import Layout
-from femixer.priors.directed import DirectedPrior, decay_between
+from femixer.priors.base import DirectedPrior, decay_between
 from femixer.projection import Columns
 
 

@@ -17,13 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.conditioner import inverse_softplus, spread_decay_
+from femixer.kernels.operator import at_least
 from femixer.kernels.pair_state_space import PairSums, PairSystem, pair_state_space_read
-from femixer.kernels.precision import at_least
 from femixer.kernels.reading import Reading
 from femixer.kernels.softplus import softplus
 from femixer.layout import Layout
-from femixer.priors.base import Widths
-from femixer.priors.directed import DirectedPrior, decay_between
+from femixer.priors.base import DirectedPrior, Widths, decay_between
 from femixer.priors.mamba import EPSILON
 from femixer.projection import Columns
 

@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.conditioner import inverse_softplus, spread_decay_
-from femixer.kernels.precision import at_least
+from femixer.kernels.operator import at_least
 from femixer.kernels.reading import Reading
 from femixer.kernels.softplus import softplus
 from femixer.kernels.state_space import System
 from femixer.layout import Layout
-from femixer.priors.base import Widths
-from femixer.priors.directed import decay_between
+from femixer.priors.base import Widths, decay_between
 from femixer.priors.ssm import StateSpacePrior
 from femixer.projection import Columns
 

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 from femixer.gates import EPS
 from femixer.kernels.gated_softmax import gated_softmax_read
-from femixer.kernels.precision import handed_dtype
+from femixer.kernels.operator import handed_dtype
 from femixer.kernels.recurrence import linear_recurrence
 from femixer.kernels.softmax import reading_dtype, softmax_read
 from femixer.kernels.softmax_step import HEADROOM, TOO_LARGE, softmax_step
 from femixer.layout import Layout, segments_together
-from femixer.priors.base import Prior, Widths
-from femixer.priors.directed import decay_between
+from femixer.priors.base import Prior, Widths, decay_between
 from femixer.projection import Columns
 from femixer.rotary import Rotation, check_base, rotated
 from femixer.state import Growing

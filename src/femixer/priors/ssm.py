@@ -10,13 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.conditioner import inverse_softplus, memory_spans
-from femixer.kernels.precision import at_least
+from femixer.kernels.operator import at_least
 from femixer.kernels.reading import Reading
 from femixer.kernels.softplus import softplus
 from femixer.kernels.state_space import Modes, System, state_space_read
 from femixer.layout import Layout
-from femixer.priors.base import Widths
-from femixer.priors.directed import DirectedPrior
+from femixer.priors.base import DirectedPrior, Widths
 from femixer.projection import Columns
 
 

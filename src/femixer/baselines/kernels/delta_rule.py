@@ -18,7 +18,7 @@ from torch import Tensor
 
 from femixer.baselines.kernels.chunks import Decay, chunk_size, decay_of, in_chunks, out_of_chunks
 from femixer.kernels.marks import is_padding
-from femixer.kernels.precision import without_autocast
+from femixer.kernels.operator import without_autocast
 
 CHUNK = 32
 # A gate per channel must not be below this, so that the decay over a chunk and its inverse lie well within float32.

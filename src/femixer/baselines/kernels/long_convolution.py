@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from femixer.kernels.precision import without_autocast
+from femixer.kernels.operator import without_autocast
 
 CHUNK = 64  # tokens whose convolution is a matrix product, at most
 

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from femixer.kernels.marks import is_padding, is_start
-from femixer.kernels.operator import Operator
-from femixer.kernels.precision import wide_dtype
+from femixer.kernels.operator import Operator, wide_dtype
 from femixer.kernels.reading import Reading, state_dtype
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from femixer.kernels.operator import declared
-from femixer.kernels.precision import wide_dtype
+from femixer.kernels.operator import declared, wide_dtype
 from femixer.kernels.reading import state_dtype
 
 

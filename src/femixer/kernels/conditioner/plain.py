@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from femixer.kernels.marks import is_end, is_padding, is_start
-from femixer.kernels.precision import wide_dtype
+from femixer.kernels.operator import wide_dtype
 from femixer.kernels.reading import wide
 from femixer.kernels.recurrence.plain import scan
 

@@ -18,10 +18,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import prange
 
 from femixer.kernels.marks import PADDING, START
-from femixer.kernels.numba_kernel import job, kernel, summing, u64
+from femixer.kernels.numba_kernel import job, summing, u64
 from femixer.kernels.numba_math import exp, log
 from femixer.kernels.streams import FAR_BELOW, NARROW, SMALL_BETA
 
@@ -190,20 +189,11 @@ def _weigh(size, scores, decay, gated, exclusive):  # type: ignore[no-untyped-de
             scores[t * size + i] = 0.0
 
 
-@kernel
-def forward(q, k, v, at, shape, gate, beta, marks, exclusive, least, mean, free, log_total, doubts):  # type: ignore[no-untyped-def]
-    """doubts [B, H]: how many numbers overflow, have a sum below `least`, or an F far below top for its size."""
-    for index in prange(shape[0] * shape[2]):
-        _forward(
-            index // shape[2], index % shape[2], q, k, v, at, shape, gate, beta, marks, exclusive, least,
-            mean, free, log_total, doubts,
-        )  # fmt: skip
-
-
 @job
-def _forward(  # type: ignore[no-untyped-def]
+def forward_chunks(  # type: ignore[no-untyped-def]
     b, h, q, k, v, at, shape, gate, beta, marks, exclusive, least, mean, free, log_total, doubts
 ):  # fmt: skip
+    """doubts [B, H]: how many numbers overflow, have a sum below `least`, or an F far below top for its size."""
     length, g, channels, d = u64(shape[1]), h // (shape[2] // shape[4]), u64(shape[3]), u64(shape[5])
     gated = gate.size > 0 or marks.size > 0
     top, base = np.zeros(shape[5], q.dtype), np.zeros(shape[5], q.dtype)
@@ -286,26 +276,12 @@ def _finish(y, at, inverse, beta, top, base, least, b, t, h, g, mean, free):  # 
     return doubts
 
 
-@kernel
-def backward(  # type: ignore[no-untyped-def]
-    q, k, v, at, shape, gate, beta, marks, exclusive, mean, free, log_total, left_out, to_mean, to_free, to_log,
-    d_q, d_k, d_gate, d_v, d_beta,
-):  # fmt: skip
-    """Gradients of every head: d_q, d_k [B, T, H, E], d_gate [B, T, H], d_v [B, T, H, D], d_beta [B, H, D], zero
-    before; those of heads that are left_out [B, H] are not written."""
-    for index in prange(shape[0] * shape[2]):
-        if not left_out[index // shape[2], index % shape[2]]:
-            _backward(
-                index // shape[2], index % shape[2], q, k, v, at, shape, gate, beta, marks, exclusive,
-                mean, free, log_total, to_mean, to_free, to_log, d_q, d_k, d_gate, d_v, d_beta,
-            )  # fmt: skip
-
-
 @job
-def _backward(  # type: ignore[no-untyped-def]
+def backward_chunks(  # type: ignore[no-untyped-def]
     b, h, q, k, v, at, shape, gate, beta, marks, exclusive, mean, free, log_total, to_mean, to_free, to_log,
     d_q, d_k, d_gate, d_v, d_beta,
 ):  # fmt: skip
+    """d_q, d_k [B, T, H, E], d_gate [B, T, H], d_v [B, T, H, D], d_beta [B, H, D], zero before."""
     length, g, channels, d = u64(shape[1]), h // (shape[2] // shape[4]), u64(shape[3]), u64(shape[5])
     gated = gate.size > 0 or marks.size > 0
     top, base = np.zeros(shape[5], q.dtype), np.zeros(shape[5], q.dtype)

@@ -13,10 +13,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import prange
 
 from femixer.kernels.marks import PADDING, START
-from femixer.kernels.numba_kernel import job, kernel
+from femixer.kernels.numba_kernel import job
 from femixer.kernels.numba_math import dot, exp, exp_wide, log
 
 # Below this a total is nothing, and a sum of exponentials beyond sight; the free energy is then the mean.
@@ -179,22 +178,11 @@ def _sums(s, q, y):  # type: ignore[no-untyped-def]
             y[w] += query * s[m, w]
 
 
-@kernel
-def forward(  # type: ignore[no-untyped-def]
-    q, k, gate, v, beta, marks, state, top, exclusive, mean, free, log_total, last, last_top
-):  # fmt: skip
-    """The state is written to last and last_top, which have the shapes of state and top."""
-    for index in prange(v.shape[0] * v.shape[2]):
-        _forward(
-            index // v.shape[2], index % v.shape[2], q, k, gate, v, beta, marks, state, top, exclusive,
-            mean, free, log_total, last, last_top,
-        )  # fmt: skip
-
-
 @job
-def _forward(  # type: ignore[no-untyped-def]
+def forward_tokens(  # type: ignore[no-untyped-def]
     b, g, q, k, gate, v, beta, marks, state, top, exclusive, mean, free, log_total, last, last_top
 ):  # fmt: skip
+    """The state is written to last and last_top, which have the shapes of state and top."""
     length, width, rows = v.shape[1], v.shape[3], k.shape[3]
     repeats = q.shape[2] // v.shape[2]
     s, shift = last[b, g], last_top[b, g]
@@ -250,20 +238,8 @@ def _forward(  # type: ignore[no-untyped-def]
     _settle(s, width, shift)
 
 
-@kernel
-def backward(  # type: ignore[no-untyped-def]
-    q, k, gate, v, beta, marks, state, top, exclusive, to_mean, to_free, to_log, to_last,
-    d_q, d_k, d_gate, d_v, d_beta, d_state,
-):  # fmt: skip
-    for index in prange(v.shape[0] * v.shape[2]):
-        _backward(
-            index // v.shape[2], index % v.shape[2], q, k, gate, v, beta, marks, state, top, exclusive,
-            to_mean, to_free, to_log, to_last, d_q, d_k, d_gate, d_v, d_beta, d_state,
-        )  # fmt: skip
-
-
 @job
-def _backward(  # type: ignore[no-untyped-def]
+def backward_tokens(  # type: ignore[no-untyped-def]
     b, g, q, k, gate, v, beta, marks, state, top, exclusive, to_mean, to_free, to_log, to_last,
     d_q, d_k, d_gate, d_v, d_beta, d_state,
 ):  # fmt: skip

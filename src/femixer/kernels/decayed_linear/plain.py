@@ -19,7 +19,7 @@ from femixer.kernels.decayed_linear.plain_blocks import (
 )
 from femixer.kernels.decayed_linear.plain_gradients import backward as backward
 from femixer.kernels.marks import is_padding
-from femixer.kernels.precision import wide_dtype
+from femixer.kernels.operator import wide_dtype
 from femixer.kernels.reading import state_dtype
 
 

@@ -30,16 +30,12 @@ READ, POSITIVE, SLOPE, SHARE, ABOVE = range(5, 10)
 NUMBERS = 2048
 
 
-def refuse(mean: Tensor, free: Tensor | None, lam: Tensor | None, gate: Tensor | None, eps: float) -> str | None:
-    for x in (mean, free, lam, gate):
-        if x is not None and (x.dim() != 4 or x.shape != mean.shape):
-            return f"it takes tensors [B, T, H, D] of one shape, not {tuple(x.shape)}"
-    return None
-
-
 def forward(
     mean: Tensor, free: Tensor | None, lam: Tensor | None, gate: Tensor | None, eps: float
 ) -> tuple[Tensor, ...]:
+    for x in (mean, free, lam, gate):
+        if x is not None and (x.dim() != 4 or x.shape != mean.shape):
+            raise ValueError(f"gates take tensors [B, T, H, D] of one shape, not {tuple(x.shape)}")
     out = mean.new_empty(*mean.shape)
     forward_kernel(*strided(mean, free, lam, gate), eps, out)
     return (out,)

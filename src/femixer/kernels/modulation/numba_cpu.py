@@ -13,13 +13,14 @@ from numba import prange
 from torch import Tensor
 
 from femixer.kernels.modulation.numba_tiles import add_outer, combine, products, take
-from femixer.kernels.numba_kernel import inline, job, kernel, rows, summing_job, u64
+from femixer.kernels.numba_kernel import inline, job, kernel, rows, u64
 from femixer.kernels.numba_math import f32
 
 FLOATS = (torch.float32,)
 READS_ARGUMENTS = ("features", "matrix", "scaled", "widths")
 READS_RESULTS = slice(-1, None)
 
+# A layer of 64 to 256 channels takes 5 to 8 % longer if torch makes eta for so few features too.
 FEW = 8
 # Numbers of eta at a time, where there are many features.
 NUMBERS = 2**20
@@ -37,15 +38,6 @@ def forward(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, widths: li
     else:
         for at, eta in _etas(features.flatten(0, -2), matrix):
             apply(given[at], eta, scaled, out[at])
-    return *y.split(widths, -1), y
-
-
-def inference(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, widths: list[int]) -> tuple[Tensor, ...]:
-    if x.shape[-2] > 1:
-        return forward(x, features, matrix, scaled, widths)
-    y = x.new_empty(*x.shape)
-    given, f, m, out = rows(x, features, matrix, y)
-    step(given, f, m, scaled, out)
     return *y.split(widths, -1), y
 
 
@@ -206,14 +198,3 @@ def _apply_backward(first, last, grads, y, eta, scaled, dx):  # type: ignore[no-
                 for j in range(n):
                     dx[row, at + j] = eta[row, at + j] = grad[row, j]
         at += n
-
-
-@summing_job
-def step(x, features, matrix, scaled, out):  # type: ignore[no-untyped-def]
-    """For few rows [B, width], with the matrix [width, C] as it is."""
-    for b in range(x.shape[0]):
-        for j in range(x.shape[1]):
-            eta = f32(0.0)
-            for c in range(features.shape[1]):
-                eta += features[b, c] * matrix[j, c]
-            out[b, j] = x[b, j] * _factor(eta) if j < scaled else x[b, j] + eta

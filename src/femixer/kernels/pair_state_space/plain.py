@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from femixer.kernels.marks import is_padding, is_start
-from femixer.kernels.precision import wide_dtype
+from femixer.kernels.operator import wide_dtype
 from femixer.kernels.reading import last_top, read_of_sums, running_shift
 from femixer.kernels.recurrence import linear_recurrence
 from femixer.kernels.recurrence.plain import LEAST

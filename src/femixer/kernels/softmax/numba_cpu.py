@@ -18,15 +18,12 @@ from femixer.kernels.softmax import numba_short, one_pass
 from femixer.kernels.softmax.visibility import Visibility
 from femixer.kernels.streams import numba_cpu as streams
 
-# Longer sequences, or wider heads, are faster by matrix products.
-LENGTH, WIDTH = 64, 32
-
-
-def refuse(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *_: Any) -> str | None:
-    for name, x in (("q", q), ("k", k), ("v", v), ("beta", beta)):
-        if x is not None and x.dtype != torch.float32:
-            return f"it takes float32, not {name} of {x.dtype}"
-    return None if q.numel() and v.numel() else "there is nothing to read"
+FLOATS, ANY = (torch.float32,), ("bias",)
+# Longer sequences, or wider heads, are faster by matrix products: so many keys, channels, and keys times channels at
+# most. Without the short way a layer of 8 to 42 tokens in heads of 4 to 16 channels, as forecasters have, takes 16 to
+# 43 % longer and its training step 7 to 28 %. At 48 tokens of 8 channels both are even; at 64 tokens the short way is 3
+# to 7 % slower for 8 channels and 20 to 30 % for 16.
+LENGTH, WIDTH, SIZE = 64, 32, 384
 
 
 def forward(
@@ -79,8 +76,8 @@ def backward(
 
 def is_short(q: Tensor, k: Tensor, v: Tensor, seen: Visibility) -> bool:
     """Whether one kernel does it all; it knows segments and causality, but no bias and no window."""
-    keys = k.shape[1]
-    if not 0 < keys <= LENGTH or max(q.shape[3], v.shape[3]) > WIDTH:
+    keys, width = k.shape[1], max(q.shape[3], v.shape[3])
+    if not 0 < keys <= LENGTH or width > WIDTH or keys * width > SIZE:
         return False
     if seen.causal and q.shape[1] > keys:
         return False

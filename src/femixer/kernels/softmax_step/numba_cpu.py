@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from femixer.kernels.softmax import softmax_read
 from femixer.kernels.softmax_step import HEADROOM, plain
 from femixer.kernels.streams import FAR_BELOW, SMALL_BETA, least_sum
 
+FLOATS, ANY = (torch.float32,), ("beta", "bias")
 # Of sums, temperatures, differences to the shift and cached exponentials.
 LIMITS = least_sum(torch.float32), SMALL_BETA, FAR_BELOW, HEADROOM
 # Tokens at a time: their exponentials stay in the nearest memory, and sums over them in float32 are added to sums in
@@ -23,15 +23,6 @@ LIMITS = least_sum(torch.float32), SMALL_BETA, FAR_BELOW, HEADROOM
 BLOCK = 64
 # Places in memory are sums of these: never negative, which lets loops be vectorised.
 ONE, TWO, THREE, FOUR = u64(1), u64(2), u64(3), u64(4)
-
-
-def refuse(
-    q: Tensor, k: Tensor | None, v: Tensor | None, keys: Tensor, data: Tensor, shift: Tensor, *_: Any
-) -> str | None:
-    for x in (q, k, v, keys, data, shift):
-        if x is not None and x.dtype != torch.float32:
-            return f"it takes float32, not {x.dtype}"
-    return None if q.numel() else "the batch is empty"
 
 
 def forward(

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from femixer.kernels.operator import Operator
-from femixer.kernels.precision import wide_dtype
+from femixer.kernels.operator import Operator, wide_dtype
 from femixer.kernels.reading import Reading, state_dtype
 
 

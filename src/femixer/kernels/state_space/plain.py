@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from femixer.kernels.marks import PADDING, is_padding, is_start
-from femixer.kernels.precision import wide_dtype
+from femixer.kernels.operator import wide_dtype
 from femixer.kernels.reading import TINY, last_top, read_of_sums, running_shift, state_dtype, wide
 from femixer.kernels.recurrence.plain import CHUNK, LEAST, scan
 

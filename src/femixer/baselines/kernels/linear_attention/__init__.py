@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from femixer.baselines.kernels.linear_attention import plain
-from femixer.kernels.operator import Operator
-from femixer.kernels.precision import without_autocast
+from femixer.kernels.operator import Operator, without_autocast
 
 
 def _results(
