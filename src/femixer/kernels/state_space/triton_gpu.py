@@ -44,6 +44,7 @@ class Problem(NamedTuple):
     marks: Tensor
     sums: Tensor
     top: Tensor
+    marked: int
     flags: dict[str, bool]
 
     @property
@@ -76,13 +77,14 @@ def _problem(arguments: tuple[Any, ...]) -> Problem:
         "HAS_STEP": step is not None,
         "HAS_WRITE": write is not None,
         "HAS_READ": read is not None,
-        "MARKED": marks is not None,
         "INCLUSIVE": skip is None and not exclusive,
         "SKIPS": skip is not None and not exclusive,
     }
-    missing = {"step": step, "write": write, "read": read, "weight": weight, "skip": skip, "beta": beta, "marks": marks}
+    missing = {"step": step, "write": write, "read": read, "weight": weight, "skip": skip, "beta": beta}
     given: dict[str, Any] = {name: v if x is None else x for name, x in missing.items()}
-    return Problem(rate=rate, v=v, sums=sums, top=top, flags=flags, **given)
+    marked = int(marks is not None)
+    marks = v.new_empty(1, dtype=torch.int8) if marks is None else marks
+    return Problem(rate=rate, v=v, marks=marks, sums=sums, top=top, marked=marked, flags=flags, **given)
 
 
 def _work(p: Problem, passes: int = 1) -> dict[str, int]:
@@ -100,8 +102,8 @@ def _states_before(p: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     sums = torch.empty(batch, p.chunks, 3, modes, channels, dtype=new, device=p.v.device)
     tops, paces = torch.empty(2, batch, p.chunks, channels, dtype=new, device=p.v.device)
     sizes = channels, modes, p.chunks
-    given = p.rate, p.v, p.step, p.write, p.beta, p.marks, sums, tops, paces, length, *sizes
-    flags = p.chosen("FREE", "HAS_STEP", "HAS_WRITE", "MARKED")
+    given = p.rate, p.v, p.step, p.write, p.beta, p.marks, sums, tops, paces, length, *sizes, p.marked
+    flags = p.chosen("FREE", "HAS_STEP", "HAS_WRITE")
     launch(
         triton_kernels.summarize,
         (p.chunks * batch, p.blocks()),
@@ -127,7 +129,7 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
     last, last_top = torch.empty_like(p.sums), torch.empty_like(p.top)
     given = p.rate, p.v, p.step, p.write, p.read, p.weight, p.skip, p.beta, p.marks, states, tops
     results = mean, free if p.flags["FREE"] else mean, log_total, last, last_top
-    sizes = length, channels, modes, p.chunks
+    sizes = length, channels, modes, p.chunks, p.marked
     grid = (p.chunks * batch, p.blocks())
     launch(
         triton_kernels.read_chunks,
@@ -153,13 +155,29 @@ def backward(
     new: dict[str, Any] = {"dtype": torch.float32, "device": p.v.device}
     mean, free, log_total, last = results
     token_tops = torch.empty(batch, length, channels, **new)
-    by = [p.v if g is None else g.contiguous() for g in (*grads[:3], grads[3])]
-    flags = {f"BY_{name}": g is not None for name, g in zip(("MEAN", "FREE", "TOTAL"), grads, strict=False)}
+    by = [mean if g is None else g.contiguous() for g in grads[:4]]
+    flags = {"BY_MEAN": grads[0] is not None, "BY_FREE": grads[1] is not None}
+    by_total = int(grads[2] is not None)
     read = mean, free if p.flags["FREE"] else mean, log_total, *by[:3]
     sizes = length, channels, modes, p.chunks
     back = torch.empty(batch, p.chunks, 3, modes, channels, **new)
-    given = p.rate, p.v, p.step, p.read, p.weight, p.beta, p.marks, tops, token_tops, *read, back, *sizes
-    chosen = p.chosen("FREE", "HAS_STEP", "HAS_READ", "MARKED") | flags
+    given = (
+        p.rate,
+        p.v,
+        p.step,
+        p.read,
+        p.weight,
+        p.beta,
+        p.marks,
+        tops,
+        token_tops,
+        *read,
+        back,
+        *sizes,
+        p.marked,
+        by_total,
+    )
+    chosen = p.chosen("FREE", "HAS_STEP", "HAS_READ") | flags
     grid = (p.chunks * batch, p.blocks())
     launch(triton_backward.adjoints, grid, *given, **p.tiles(), CHUNK=CHUNK, **chosen, num_warps=4, **_work(p))
     if p.chunks == 1:
@@ -171,7 +189,7 @@ def backward(
         launch(
             triton_backward.carry_back, (batch, p.blocks()), *given, **options, num_warps=4, moved=2 * back.numel() * 4
         )
-    return _gradients(p, sums, tops, token_tops, back, (*read, last), flags, needed)
+    return _gradients(p, sums, tops, token_tops, back, (*read, last), by_total, flags, needed)
 
 
 def _after_one_chunk(p: Problem, back: Tensor, to_last: Tensor | None) -> None:
@@ -189,6 +207,7 @@ def _gradients(
     token_tops: Tensor,
     back: Tensor,
     read: tuple[Tensor, ...],
+    by_total: int,
     flags: dict[str, bool],
     needed: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
@@ -208,7 +227,7 @@ def _gradients(
     to_v, to_first = torch.empty_like(p.v), torch.empty(batch, 3, modes, channels, **new)
     given = p.rate, p.v, p.step, p.write, p.read, p.weight, p.skip, p.beta, p.marks, sums, tops, token_tops, back
     found = to_rate, to_step, to_write, to_read, to_weight, to_skip, to_v, to_beta, to_first
-    sizes = length, channels, modes, p.chunks, batch
+    sizes = length, channels, modes, p.chunks, batch, p.marked, by_total
     options = {**p.tiles(numbers), "CHUNK": CHUNK, "STRETCH": STRETCH, **p.flags, **flags, "num_warps": 8}
     work = _work(p, passes=2 + CHUNK // STRETCH // 2)
     launch(
