@@ -1,7 +1,8 @@
 """Triton kernels of the backward of state spaces; letters and layouts as in `triton_kernels`.
 
 Chunks first find the gradient of the state before them by what they read of it, `carry_back` adds what follows them,
-and `gradients` goes through a chunk backwards. It computes states again, for STRETCH tokens at a time in registers.
+and `gradients` goes through a chunk backwards. It computes states again, for STRETCH tokens at a time in registers,
+from the states before every STOP tokens, which it holds in registers too.
 """
 
 from __future__ import annotations
@@ -163,9 +164,9 @@ def gradients(
     MEAN, FREE_ENERGY, LOG_TOTAL, G_MEAN, G_FREE, G_TOTAL, LAST,
     D_RATE, D_STEP, D_WRITE, D_READ, D_WEIGHT, D_SKIP, D_V, D_BETA, D_FIRST, T, C, N, chunks, batch,
     marked, by_total,
-    BLOCK: tl.constexpr, MODES: tl.constexpr, CHUNK: tl.constexpr, STRETCH: tl.constexpr, FREE: tl.constexpr,
-    HAS_STEP: tl.constexpr, HAS_WRITE: tl.constexpr, HAS_READ: tl.constexpr, INCLUSIVE: tl.constexpr,
-    SKIPS: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr,
+    BLOCK: tl.constexpr, MODES: tl.constexpr, CHUNK: tl.constexpr, STRETCH: tl.constexpr, STOP: tl.constexpr,
+    FREE: tl.constexpr, HAS_STEP: tl.constexpr, HAS_WRITE: tl.constexpr, HAS_READ: tl.constexpr,
+    INCLUSIVE: tl.constexpr, SKIPS: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk, from the state before it and the gradient of the state after it. What is summed over channels, time
     or the batch is left in parts: D_WRITE, D_READ [blocks of channels, B, T, N]; D_RATE, D_WEIGHT [B, chunks, N, C];
@@ -194,11 +195,27 @@ def gradients(
         _, _, last = load_state(LAST, b * 3 * N * C, C, N, c, n, there, FREE)
         end = tl.load(TOKEN_TOPS + (base + T - 1) * C + c, mask=c < C, other=0.0)
         to_beta += tl.sum(a2 * last, 0) * end / beta
+    h, top = load_state(SUMS, place * 3 * N * C, C, N, c, n, there, FREE), first
+    stops = (h,)
+    tops_there = (top,)
+    for i in tl.static_range(CHUNK // STOP - 1):
+        for t in range(chunk * CHUNK + i * STOP, chunk * CHUNK + i * STOP + STOP):
+            _, h, top = stretch(
+                rates, h, V, STEP, WRITE, MARKS, TOKEN_TOPS, top, beta, base, t, T, C, N, c, n,
+                marked, FREE, HAS_STEP, HAS_WRITE,
+            )  # fmt: skip
+        stops = stops + (h,)
+        tops_there = tops_there + (top,)
     for back in range(CHUNK // STRETCH):
         begin = chunk * CHUNK + CHUNK - (back + 1) * STRETCH
-        h = load_state(SUMS, place * 3 * N * C, C, N, c, n, there, FREE)
-        top = first
-        for t in range(chunk * CHUNK, begin):
+        last_stop = (CHUNK // STRETCH - 1 - back) * STRETCH // STOP
+        h, top = stops[0], tops_there[0]
+        for i in tl.static_range(1, CHUNK // STOP):
+            passed = last_stop >= i
+            held = stops[i]
+            h = (tl.where(passed, held[0], h[0]), tl.where(passed, held[1], h[1]), tl.where(passed, held[2], h[2]))
+            top = tl.where(passed, tops_there[i], top)
+        for t in range(chunk * CHUNK + last_stop * STOP, begin):
             _, h, top = stretch(
                 rates, h, V, STEP, WRITE, MARKS, TOKEN_TOPS, top, beta, base, t, T, C, N, c, n,
                 marked, FREE, HAS_STEP, HAS_WRITE,

@@ -14,8 +14,9 @@ from torch import Tensor
 from femixer.kernels.state_space import triton_backward, triton_kernels
 from femixer.kernels.triton_launch import HALF_OR_SINGLE, launch
 
-# Tokens of a chunk, and those whose states the backward holds in registers at a time.
-CHUNK, STRETCH = 32, 4
+# Tokens of a chunk; those whose states the backward holds in registers at a time; and those between the states from
+# which it computes them again.
+CHUNK, STRETCH, STOP = 32, 4, 8
 # Modes times channels of a program, and the most modes.
 NUMBERS, MOST_MODES = 512, 64
 READS_RESULTS = slice(0, 4)
@@ -87,10 +88,10 @@ def _problem(arguments: tuple[Any, ...]) -> Problem:
     return Problem(rate=rate, v=v, marks=marks, sums=sums, top=top, marked=marked, flags=flags, **given)
 
 
-def _work(p: Problem, passes: int = 1) -> dict[str, int]:
+def _work(p: Problem, passes: float = 1) -> dict[str, int]:
     """Exponentials of a pass over all tokens: one per mode, and five per channel."""
     batch, length, channels, modes = p.shape
-    return {"exponentials": passes * batch * length * channels * (modes + 5)}
+    return {"exponentials": int(passes * batch * length * channels * (modes + 5))}
 
 
 def _states_before(p: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -228,8 +229,9 @@ def _gradients(
     given = p.rate, p.v, p.step, p.write, p.read, p.weight, p.skip, p.beta, p.marks, sums, tops, token_tops, back
     found = to_rate, to_step, to_write, to_read, to_weight, to_skip, to_v, to_beta, to_first
     sizes = length, channels, modes, p.chunks, batch, p.marked, by_total
-    options = {**p.tiles(numbers), "CHUNK": CHUNK, "STRETCH": STRETCH, **p.flags, **flags, "num_warps": 8}
-    work = _work(p, passes=2 + CHUNK // STRETCH // 2)
+    options = {**p.tiles(numbers), "CHUNK": CHUNK, "STRETCH": STRETCH, "STOP": STOP, **p.flags, **flags, "num_warps": 8}
+    # Up to the last stop, from a stop to each stretch, every stretch, and back.
+    work = _work(p, passes=(CHUNK - STOP) / CHUNK + (STOP - STRETCH) / (2 * STRETCH) + 2)
     launch(
         triton_backward.gradients,
         (p.chunks * batch, p.blocks(numbers)),
