@@ -26,7 +26,7 @@ from femixer.kernels.triton_launch import Launch, aimed_at, recorded
 from femixer.priors import PRIORS
 
 KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
-    *((name, {}) for name in PRIORS if name != "fox"),  # whose scores with decays are left to torch's attention
+    *((name, {}) for name in PRIORS),
     ("gla", {"decay": "channel"}),
     ("mamba", {"normalize": False}),
 )
@@ -36,6 +36,7 @@ HEAD_WIDTHS = (64, 32, 128)
 # Operators whose tiles grow with the head. Programs of the others hold as many numbers whatever its width, so one width
 # shows what they take.
 GROWING = ("softmax", "softmax_step", "decayed_linear", "pair_state_space")
+WITHOUT_HEADS = ("aft", "decay", "ssm", "mamba")  # priors of none of them
 DIM, LENGTH = 512, 272
 # Constants of kernels that are widths -> that of the tile which they share with others.
 TILES = {"WIDTH": "COLUMNS", "width": "WIDTH", "key_width": "KEY_WIDTH"}
@@ -60,7 +61,7 @@ def uses(
 ) -> Iterator[Use]:
     """modes: causal or not, and with marks of padding or without."""
     for name, options in kinds:
-        for width in head_widths:
+        for width in head_widths[:1] if name in WITHOUT_HEADS else head_widths:
             for dtype in dtypes:
                 for causal, masked in modes:
                     yield Use(name, options, width, dtype, causal, masked)

@@ -170,7 +170,7 @@ def _shares_exactly(level, lme, slope, energy, C: tl.constexpr, BE: tl.constexpr
 
 @triton.jit(do_not_specialize=["chunks"])
 def carry_back(
-    DECAY, LN, AVG, LME, READ_DN, DN, DA, DE, TOP, TO_LAST, TO_FIRST, chunks, E: tl.constexpr, D: tl.constexpr,
+    DECAY, LN, LME, READ_DN, DN, DA, DE, TOP, TO_LAST, TO_FIRST, chunks, E: tl.constexpr, D: tl.constexpr,
     BE: tl.constexpr, BD: tl.constexpr, STATE: tl.constexpr, ENERGETIC: tl.constexpr, BY_LAST: tl.constexpr,
 ):  # fmt: skip
     """Of the states before every chunk and after the last, from all that comes later, for BD value channels."""

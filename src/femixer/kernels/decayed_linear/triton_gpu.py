@@ -309,11 +309,12 @@ def backward(
         )
         to_sums = None if given.sums is None else torch.empty_like(given.sums, memory_format=torch.contiguous_format)
         top = mean if given.top is None else given.top.contiguous()
+        kept = states.decay, states.ln, states.energy
         launch(
             gradients.carry_back,
             (batch * groups, triton.cdiv(width, VALUES)),
-            *(*states[1:], read_n, *to_states, top, to[3], mean if to_sums is None else to_sums, n),
-            moved=_bytes((*states[1:], *to_states)) + _bytes(to_states),
+            *(*kept, read_n, *to_states, top, to[3], mean if to_sums is None else to_sums, n),
+            moved=_bytes(kept) + 2 * _bytes(to_states),
             exponentials=2 * batch * groups * n * channels * width,
             E=channels,
             D=width,

@@ -64,7 +64,7 @@ def slopes(
 @triton.jit(do_not_specialize=SIZES)
 def adjoints(
     RATE, V, STEP, READ, WEIGHT, BETA, MARKS, TOPS, TOKEN_TOPS, MEAN, FREE_ENERGY, LOG_TOTAL, G_MEAN, G_FREE, G_TOTAL,
-    BACK, T, C, N, chunks, marked, by_total,
+    BACK, T, C, N, chunks, v_step, marked, by_total,
     BLOCK: tl.constexpr, MODES: tl.constexpr, CHUNK: tl.constexpr, FREE: tl.constexpr, HAS_STEP: tl.constexpr,
     HAS_READ: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +79,7 @@ def adjoints(
     top = first
     for t in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, T)):
         row = b * T + t
-        v, step, exponent, real, start = token(V, STEP, MARKS, b * T, t, T, c, C, beta, marked, HAS_STEP)
+        v, step, exponent, real, start = token(V, STEP, MARKS, b * T, t, T, c, C, v_step, beta, marked, HAS_STEP)
         top, before = risen(top, slow, step, exponent, start)
         tl.store(TOKEN_TOPS + row * C + c, top, mask=c < C)
     tl.debug_barrier()
@@ -92,7 +92,7 @@ def adjoints(
     for back in range(CHUNK):
         t = chunk * CHUNK + CHUNK - 1 - back
         row = b * T + t
-        v, step, exponent, real, start = token(V, STEP, MARKS, b * T, t, T, c, C, beta, marked, HAS_STEP)
+        v, step, exponent, real, start = token(V, STEP, MARKS, b * T, t, T, c, C, v_step, beta, marked, HAS_STEP)
         inside = at(c < C, (t < T).to(tl.int32))
         later = at(inside, tl.zeros([], tl.int32) + CHUNK - 1 - back)
         top = tl.load(TOKEN_TOPS + row * C + c, mask=inside, other=NOTHING)
@@ -142,13 +142,13 @@ def carry_back(
 
 @triton.jit
 def stretch(
-    RATES, h, V, STEP, WRITE, MARKS, TOKEN_TOPS, before, beta, base, t, T, C, N, c, n, marked,
+    RATES, h, V, STEP, WRITE, MARKS, TOKEN_TOPS, before, beta, base, t, T, C, N, c, n, v_step, marked,
     FREE: tl.constexpr, HAS_STEP: tl.constexpr, HAS_WRITE: tl.constexpr,
 ):  # fmt: skip
     """A token on: the decayed state that it reads, the state after it, and its top."""
     slow, lag = RATES
     row = base + t
-    v, step, exponent, real, start = token(V, STEP, MARKS, base, t, T, c, C, beta, marked, HAS_STEP)
+    v, step, exponent, real, start = token(V, STEP, MARKS, base, t, T, c, C, v_step, beta, marked, HAS_STEP)
     write = amounts(WRITE, row, n, N, real, HAS_WRITE)
     inside = at(c < C, (t < T).to(tl.int32))
     top = tl.where(inside, tl.load(TOKEN_TOPS + row * C + c, mask=inside, other=NOTHING), before)
@@ -163,7 +163,7 @@ def gradients(
     RATE, V, STEP, WRITE, READ, WEIGHT, SKIP, BETA, MARKS, SUMS, TOPS, TOKEN_TOPS, BACK,
     MEAN, FREE_ENERGY, LOG_TOTAL, G_MEAN, G_FREE, G_TOTAL, LAST,
     D_RATE, D_STEP, D_WRITE, D_READ, D_WEIGHT, D_SKIP, D_V, D_BETA, D_FIRST, T, C, N, chunks, batch,
-    marked, by_total,
+    v_step, marked, by_total,
     BLOCK: tl.constexpr, MODES: tl.constexpr, CHUNK: tl.constexpr, STRETCH: tl.constexpr, STOP: tl.constexpr,
     FREE: tl.constexpr, HAS_STEP: tl.constexpr, HAS_WRITE: tl.constexpr, HAS_READ: tl.constexpr,
     INCLUSIVE: tl.constexpr, SKIPS: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr,
@@ -202,7 +202,7 @@ def gradients(
         for t in range(chunk * CHUNK + i * STOP, chunk * CHUNK + i * STOP + STOP):
             _, h, top = stretch(
                 rates, h, V, STEP, WRITE, MARKS, TOKEN_TOPS, top, beta, base, t, T, C, N, c, n,
-                marked, FREE, HAS_STEP, HAS_WRITE,
+                v_step, marked, FREE, HAS_STEP, HAS_WRITE,
             )  # fmt: skip
         stops = stops + (h,)
         tops_there = tops_there + (top,)
@@ -218,21 +218,21 @@ def gradients(
         for t in range(chunk * CHUNK + last_stop * STOP, begin):
             _, h, top = stretch(
                 rates, h, V, STEP, WRITE, MARKS, TOKEN_TOPS, top, beta, base, t, T, C, N, c, n,
-                marked, FREE, HAS_STEP, HAS_WRITE,
+                v_step, marked, FREE, HAS_STEP, HAS_WRITE,
             )  # fmt: skip
         seen = ()
         tops = (top,)
         for i in tl.static_range(STRETCH):
             met, h, top = stretch(
                 rates, h, V, STEP, WRITE, MARKS, TOKEN_TOPS, top, beta, base, begin + i, T, C, N, c, n,
-                marked, FREE, HAS_STEP, HAS_WRITE,
+                v_step, marked, FREE, HAS_STEP, HAS_WRITE,
             )  # fmt: skip
             seen = seen + (met,)
             tops = tops + (top,)
         for i in tl.static_range(STRETCH):
             t = begin + STRETCH - 1 - i
             row = base + t
-            v, step, exponent, real, start = token(V, STEP, MARKS, b * T, t, T, c, C, beta, marked, HAS_STEP)
+            v, step, exponent, real, start = token(V, STEP, MARKS, b * T, t, T, c, C, v_step, beta, marked, HAS_STEP)
             write = amounts(WRITE, row, n, N, real, HAS_WRITE)
             top = tops[STRETCH - i]
             here = at(c < C, real)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from femixer.kernels.state_space import triton_backward, triton_kernels
 from femixer.kernels.triton_launch import HALF_OR_SINGLE, launch
+from femixer.kernels.triton_tokens import rows
 
 # Tokens of a chunk; those whose states the backward holds in registers at a time; and those between the states from
 # which it computes them again.
@@ -32,7 +33,8 @@ def refuse(*arguments: Any) -> str | None:
 
 
 class Problem(NamedTuple):
-    """The operator's arguments, contiguous; what is missing is stood in for by v, which is not read then."""
+    """The operator's arguments, contiguous but for v, whose rows lie v_step numbers apart; what is missing is stood in
+    for by v, which is not read then."""
 
     rate: Tensor
     v: Tensor
@@ -45,6 +47,7 @@ class Problem(NamedTuple):
     marks: Tensor
     sums: Tensor
     top: Tensor
+    v_step: int
     marked: int
     flags: dict[str, bool]
 
@@ -70,8 +73,9 @@ class Problem(NamedTuple):
 
 
 def _problem(arguments: tuple[Any, ...]) -> Problem:
-    rate, step, write, read, weight, skip, v, beta, marks, sums, top, exclusive = (
-        x.contiguous() if isinstance(x, Tensor) else x for x in arguments
+    v, v_step = rows(arguments[6])
+    rate, step, write, read, weight, skip, _, beta, marks, sums, top, exclusive = (
+        x.contiguous() if isinstance(x, Tensor) and x is not arguments[6] else x for x in arguments
     )
     flags = {
         "FREE": beta is not None,
@@ -85,7 +89,7 @@ def _problem(arguments: tuple[Any, ...]) -> Problem:
     given: dict[str, Any] = {name: v if x is None else x for name, x in missing.items()}
     marked = int(marks is not None)
     marks = v.new_empty(1, dtype=torch.int8) if marks is None else marks
-    return Problem(rate=rate, v=v, marks=marks, sums=sums, top=top, marked=marked, flags=flags, **given)
+    return Problem(rate=rate, v=v, marks=marks, sums=sums, top=top, v_step=v_step, marked=marked, flags=flags, **given)
 
 
 def _work(p: Problem, passes: float = 1) -> dict[str, int]:
@@ -103,7 +107,7 @@ def _states_before(p: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     sums = torch.empty(batch, p.chunks, 3, modes, channels, dtype=new, device=p.v.device)
     tops, paces = torch.empty(2, batch, p.chunks, channels, dtype=new, device=p.v.device)
     sizes = channels, modes, p.chunks
-    given = p.rate, p.v, p.step, p.write, p.beta, p.marks, sums, tops, paces, length, *sizes, p.marked
+    given = p.rate, p.v, p.step, p.write, p.beta, p.marks, sums, tops, paces, length, *sizes, p.v_step, p.marked
     flags = p.chosen("FREE", "HAS_STEP", "HAS_WRITE")
     launch(
         triton_kernels.summarize,
@@ -125,12 +129,12 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
     p = _problem(arguments)
     batch, length, channels, modes = p.shape
     states, tops, _ = _states_before(p)
-    mean, log_total = (torch.empty_like(p.v, dtype=torch.float32) for _ in range(2))
+    mean, log_total = (torch.empty(p.v.shape, dtype=torch.float32, device=p.v.device) for _ in range(2))
     free = torch.empty_like(mean) if p.flags["FREE"] else mean.new_empty(0, 0, 0)
     last, last_top = torch.empty_like(p.sums), torch.empty_like(p.top)
     given = p.rate, p.v, p.step, p.write, p.read, p.weight, p.skip, p.beta, p.marks, states, tops
     results = mean, free if p.flags["FREE"] else mean, log_total, last, last_top
-    sizes = length, channels, modes, p.chunks, p.marked
+    sizes = length, channels, modes, p.chunks, p.v_step, p.marked
     grid = (p.chunks * batch, p.blocks())
     launch(
         triton_kernels.read_chunks,
@@ -175,6 +179,7 @@ def backward(
         *read,
         back,
         *sizes,
+        p.v_step,
         p.marked,
         by_total,
     )
@@ -225,10 +230,11 @@ def _gradients(
     to_write, to_read = (nothing, nothing) if amounts is None else amounts
     to_step = torch.empty_like(p.step) if p.flags["HAS_STEP"] else nothing
     to_skip, to_beta = torch.empty(2, batch, p.chunks, channels, **new)
-    to_v, to_first = torch.empty_like(p.v), torch.empty(batch, 3, modes, channels, **new)
+    to_v = torch.empty(p.v.shape, dtype=p.v.dtype, device=p.v.device)
+    to_first = torch.empty(batch, 3, modes, channels, **new)
     given = p.rate, p.v, p.step, p.write, p.read, p.weight, p.skip, p.beta, p.marks, sums, tops, token_tops, back
     found = to_rate, to_step, to_write, to_read, to_weight, to_skip, to_v, to_beta, to_first
-    sizes = length, channels, modes, p.chunks, batch, p.marked, by_total
+    sizes = length, channels, modes, p.chunks, batch, p.v_step, p.marked, by_total
     options = {**p.tiles(numbers), "CHUNK": CHUNK, "STRETCH": STRETCH, "STOP": STOP, **p.flags, **flags, "num_warps": 8}
     # Up to the last stop, from a stop to each stretch, every stretch, and back.
     work = _work(p, passes=(CHUNK - STOP) / CHUNK + (STOP - STRETCH) / (2 * STRETCH) + 2)

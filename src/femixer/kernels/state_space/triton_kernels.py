@@ -23,7 +23,7 @@ NOTHING = tl.constexpr(-1e37)
 # Up to so many nats the exponentials decay by the same rounded number as the other streams: their errors cancel then.
 NEAR = tl.constexpr(40.0)
 # Given as numbers: nothing is compiled anew for other sizes, with marks or without, or for what an encoder asks.
-SIZES = ["T", "C", "chunks", "batch", "marked", "by_total"]
+SIZES = ["T", "C", "chunks", "batch", "v_step", "marked", "by_total"]
 # A total, or a sum of exponentials, below this is nothing.
 TINY = tl.constexpr(1e-36)
 
@@ -46,7 +46,7 @@ def at(inside, flag):
 
 
 @triton.jit
-def token(V, STEP, MARKS, base, t, T, c, C, beta, marked, HAS_STEP: tl.constexpr):
+def token(V, STEP, MARKS, base, t, T, c, C, v_step, beta, marked, HAS_STEP: tl.constexpr):
     """value, step, exponent [BLOCK]; whether it is real (1 or 0, beyond the end 0), and whether it starts a segment."""
     row = base + t
     real = (t < T).to(tl.int32)
@@ -54,7 +54,7 @@ def token(V, STEP, MARKS, base, t, T, c, C, beta, marked, HAS_STEP: tl.constexpr
     real = real * (1 - (mark & PADDING))
     start = at(c >= 0, real * (mark & START))
     here = at(c < C, real)
-    v = tl.load(V + row * C + c, mask=here, other=0.0).to(tl.float32)
+    v = tl.load(V + row * v_step + c, mask=here, other=0.0).to(tl.float32)
     if HAS_STEP:
         step = tl.load(STEP + row * C + c, mask=here, other=0.0).to(tl.float32)
     else:
@@ -130,7 +130,7 @@ def written(h0, h1, h2, write, step, v, energy, FREE: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def summarize(
-    RATE, V, STEP, WRITE, BETA, MARKS, SUMS, TOPS, PACES, T, C, N, chunks, marked,
+    RATE, V, STEP, WRITE, BETA, MARKS, SUMS, TOPS, PACES, T, C, N, chunks, v_step, marked,
     BLOCK: tl.constexpr, MODES: tl.constexpr, CHUNK: tl.constexpr,
     FREE: tl.constexpr, HAS_STEP: tl.constexpr, HAS_WRITE: tl.constexpr,
 ):  # fmt: skip
@@ -149,7 +149,7 @@ def summarize(
     reset = c < 0
     for t in range(chunk * CHUNK, chunk * CHUNK + CHUNK):
         row = b * T + t
-        v, step, exponent, real, start = token(V, STEP, MARKS, b * T, t, T, c, C, beta, marked, HAS_STEP)
+        v, step, exponent, real, start = token(V, STEP, MARKS, b * T, t, T, c, C, v_step, beta, marked, HAS_STEP)
         write = amounts(WRITE, row, n, N, real, HAS_WRITE)
         highest, before = risen(top, slow, step, exponent, start)
         keep, fade = decays(slow, step, before, highest, start)
@@ -196,7 +196,7 @@ def carry(
 @triton.jit(do_not_specialize=SIZES)
 def read_chunks(
     RATE, V, STEP, WRITE, READ, WEIGHT, SKIP, BETA, MARKS, SUMS, TOPS, MEAN, FREE_ENERGY, LOG_TOTAL, LAST, LAST_TOP,
-    T, C, N, chunks, marked,
+    T, C, N, chunks, v_step, marked,
     BLOCK: tl.constexpr, MODES: tl.constexpr, CHUNK: tl.constexpr, FREE: tl.constexpr, HAS_STEP: tl.constexpr,
     HAS_WRITE: tl.constexpr, HAS_READ: tl.constexpr, INCLUSIVE: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
@@ -217,7 +217,7 @@ def read_chunks(
     top = tl.maximum(tl.load(TOPS + place * C + c, mask=c < C, other=0.0).to(tl.float32), NOTHING)
     for t in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, T)):
         row = b * T + t
-        v, step, exponent, real, start = token(V, STEP, MARKS, b * T, t, T, c, C, beta, marked, HAS_STEP)
+        v, step, exponent, real, start = token(V, STEP, MARKS, b * T, t, T, c, C, v_step, beta, marked, HAS_STEP)
         write = amounts(WRITE, row, n, N, real, HAS_WRITE)
         if HAS_READ:
             read = amounts(READ, row, n, N, real, HAS_READ)
