@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -27,6 +27,7 @@ VERSIONS = ("torch", "numpy", "numba", "triton", "transformers", "femixer")
 FLOATS = (torch.float32, torch.float64)
 # Where there is no terminal there is no width to keep to.
 WIDTH_OF_A_FILE = 120
+SECONDS_BETWEEN_LINES = 30
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Options:
     """Look at these operators only; at all of them if none is named."""
     compile: bool = False
     """Compile the Triton kernels of all layers ahead of time instead, for GPUs that need not be here: registers,
-    spills and shared memory of each. The exit code is 1 if one spills or takes too much shared memory."""
+    spills and shared memory of each. What was compiled before is not compiled again, so a run that was stopped goes on.
+    The exit code is 1 if one spills or takes too much shared memory."""
     targets: tuple[str, ...] = ()
     """With --compile: for these GPUs only, e.g. sm_90 or gfx942."""
 
@@ -244,22 +246,42 @@ def compile_kernels(options: Options) -> int:
     if why is not None:
         raise dispatch.BackendError(f"compile=True cannot be done: {why}")
     from femixer import gpu_compile
-    from femixer.kernels.triton_compile import TARGETS
+    from femixer.kernels.triton_compile import TARGETS, memory_path
 
     for target in options.targets:
         check_option(target in TARGETS, "targets", target, f"one of {', '.join(TARGETS)}")
     targets = options.targets or TARGETS
+    memory = gpu_compile.Memory(memory_path())
     uses = list(gpu_compile.uses())
     pairs = [(each, target) for target in targets for each in gpu_compile.wanted(target, uses, options.operators)]
-    print(f"Compiling {len(pairs)} kernels, a second or more each", flush=True)
+    known = [result for pair in pairs if (result := memory.find(*pair)) is not None]
+    done = {(result.source, result.target) for result in known}
+    left = [pair for pair in pairs if pair not in done]
+    print(f"{len(pairs)} kernels, {len(known)} of them compiled before ({memory.path})", flush=True)
     start = time.perf_counter()
-    with _bar("compiling", len(pairs)) as advance:
-        results = gpu_compile.compile_all(pairs, advance=advance)
-    for line in gpu_compile.table(results, targets):
+    with _bar("compiling", len(left)) if sys.stderr.isatty() else nullcontext(_lines(len(left))) as advance:
+        results = known + gpu_compile.compile_all(left, advance=advance, memory=memory)
+    for line in (*gpu_compile.table(results, targets), "", *gpu_compile.summary(results, targets)):
         print(line)
     wrong = sum(result.problem is not None for result in results)
     print(f"{wrong} of {len(results)} are wrong ({time.perf_counter() - start:.0f} s)")
     return 1 if wrong else 0
+
+
+def _lines(total: int) -> Callable[[], None]:
+    """Says now and then how many are left and how long that will take, where there is no terminal for a bar."""
+    start = time.perf_counter()
+    count, said = 0, start
+
+    def advance() -> None:
+        nonlocal count, said
+        count, now = count + 1, time.perf_counter()
+        if now - said > SECONDS_BETWEEN_LINES:
+            said = now
+            minutes = (now - start) / count * (total - count) / 60
+            print(f"{total - count} of {total} left, about {minutes:.0f} minutes", flush=True)
+
+    return advance
 
 
 def run_layers() -> None:

@@ -1,34 +1,45 @@
 """Every Triton kernel as the layers launch it, compiled for GPUs that are not here: registers, spills, shared memory.
 
-Layers of all priors run on tensors without data, training and decoding, and what they launch is compiled.
+Layers of all priors run on tensors without data, training and decoding, and what they launch is compiled: each form of
+a kernel once. What was compiled is remembered beside Triton's own cache until the kernel or Triton changes, so that
+what was stopped goes on where it was.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from femixer import FreeEnergyMixer, use_backend
-from femixer.kernels.triton_compile import Source, Usage, compile_for, sources
+from femixer.kernels.triton_compile import Source, Usage, compile_for, sources, version_of
 from femixer.kernels.triton_launch import Launch, aimed_at, recorded
 from femixer.priors import PRIORS
 
 KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
-    *((name, {}) for name in PRIORS if name != "fox"),  # whose scores with decays are left to torch's attention
+    *((name, {}) for name in PRIORS),
     ("gla", {"decay": "channel"}),
     ("mamba", {"normalize": False}),
 )
 DTYPES = (torch.float32, torch.bfloat16)
 # Channels of a key at dim 512; values have half of them or more.
-HEAD_WIDTHS = (32, 64, 128)
+HEAD_WIDTHS = (64, 32, 128)
+# Operators whose tiles grow with the head. Programs of the others hold as many numbers whatever its width, so one width
+# shows what they take.
+GROWING = ("softmax", "softmax_step", "decayed_linear", "pair_state_space")
+WITHOUT_HEADS = ("aft", "decay", "ssm", "mamba")  # priors of none of them
 DIM, LENGTH = 512, 272
+# Constants of kernels that are widths -> that of the tile which they share with others.
+TILES = {"WIDTH": "COLUMNS", "width": "WIDTH", "key_width": "KEY_WIDTH"}
 
 
 class Use(NamedTuple):
@@ -50,7 +61,7 @@ def uses(
 ) -> Iterator[Use]:
     """modes: causal or not, and with marks of padding or without."""
     for name, options in kinds:
-        for width in head_widths:
+        for width in head_widths[:1] if name in WITHOUT_HEADS else head_widths:
             for dtype in dtypes:
                 for causal, masked in modes:
                     yield Use(name, options, width, dtype, causal, masked)
@@ -86,8 +97,22 @@ def wanted(target: str, chosen: Sequence[Use], operators: Sequence[str] = ()) ->
     found: dict[Source, None] = {}
     with aimed_at(target):
         for use in chosen:
-            found.update(dict.fromkeys(sources(launches(use))))
-    return [s for s in found if not operators or s.label.partition(".")[0] in operators]
+            for source in sources(launches(use)):
+                if use.head_width == HEAD_WIDTHS[0] or source.operator in GROWING:
+                    found[source] = None
+    forms: dict[Source, Source] = {}
+    for source in found:
+        if not operators or source.operator in operators:
+            forms.setdefault(form_of(source), source)
+    return list(forms.values())
+
+
+def form_of(source: Source) -> Source:
+    """What decides about the code of a kernel: of the widths that share a tile only whether they are multiples of 16,
+    so that several numbers can be loaded at once."""
+    tiles = {name for name, _ in source.constants}
+    classed = ((name, value % 16 == 0 if TILES.get(name) in tiles else value) for name, value in source.constants)
+    return source._replace(constants=tuple(classed))
 
 
 class Result(NamedTuple):
@@ -97,23 +122,58 @@ class Result(NamedTuple):
     problem: str | None
 
 
+class Memory:
+    """What was compiled before, in a file of lines: by the kernel's code, its form, the target and Triton's version."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.known = path, dict[str, Usage]()
+        with suppress(FileNotFoundError):
+            for line in path.read_text().splitlines():
+                with suppress(ValueError):  # the last line of what was stopped while it wrote
+                    digest, *usage = json.loads(line)
+                    self.known[digest] = Usage(*usage)
+
+    def find(self, source: Source, target: str) -> Result | None:
+        usage = self.known.get(_digest(source, target))
+        return None if usage is None else Result(source, target, usage, usage.problem(target))
+
+    def add(self, result: Result) -> None:
+        """What did not compile is tried again."""
+        if result.usage is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:
+                file.write(json.dumps([_digest(result.source, result.target), *result.usage]) + "\n")
+
+
+def _digest(source: Source, target: str) -> str:
+    return hashlib.sha256(repr((source, target, version_of(source))).encode()).hexdigest()[:32]
+
+
 def compile_all(
-    pairs: Sequence[tuple[Source, str]], workers: int | None = None, advance: Callable[[], None] = lambda: None
+    pairs: Sequence[tuple[Source, str]],
+    workers: int | None = None,
+    advance: Callable[[], None] = lambda: None,
+    memory: Memory | None = None,
 ) -> list[Result]:
     """Compile sources for targets, side by side in processes of their own (one worker: in this one)."""
     workers = os.cpu_count() or 1 if workers is None else workers
     found: dict[int, Result] = {}
     context = multiprocessing.get_context("spawn")
+
+    def keep(i: int, result: Result) -> None:
+        found[i] = result
+        if memory is not None:
+            memory.add(result)
+        advance()
+
     with nullcontext() if workers == 1 else ProcessPoolExecutor(workers, context) as pool:
         if pool is None:
             for i, pair in enumerate(pairs):
-                found[i] = _compiled(*pair)
-                advance()
+                keep(i, _compiled(*pair))
         else:
             waiting = {pool.submit(_compiled, *pair): i for i, pair in enumerate(pairs)}
             for future in as_completed(waiting):
-                found[waiting[future]] = future.result()
-                advance()
+                keep(waiting[future], future.result())
     return [found[i] for i in range(len(pairs))]
 
 
@@ -124,6 +184,19 @@ def _compiled(source: Source, target: str) -> Result:
         lines = str(error).strip().splitlines() or [""]
         return Result(source, target, None, f"does not compile: {type(error).__name__}: {lines[-1]}")
     return Result(source, target, usage, usage.problem(target))
+
+
+def summary(results: Sequence[Result], targets: Sequence[str]) -> Iterator[str]:
+    """Per target: kernels, the most registers and shared memory and of which, those that spill."""
+    yield "| target | kernels | most registers | most shared memory | spills |"
+    yield "|---|---|---|---|---|"
+    for target in targets:
+        here = [(r.source.label, r.usage) for r in results if r.target == target and r.usage is not None]
+        if here:
+            registers = max(here, key=lambda each: each[1].registers)
+            shared = max(here, key=lambda each: each[1].shared)
+            cells = f"{registers[1].registers} ({registers[0]}) | {shared[1].shared / 1024:.0f} KB ({shared[0]})"
+            yield f"| {target} | {len(here)} | {cells} | {sum(u.spills > 0 for _, u in here) or 'none'} |"
 
 
 def table(results: Sequence[Result], targets: Sequence[str]) -> Iterator[str]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from femixer import use_backend
+from femixer import FreeEnergyMixer, use_backend
 from femixer.kernels import check, dispatch
 from femixer.kernels.softmax import OPERATOR, definition, softmax_read
 from femixer.kernels.triton_launch import recorded
@@ -89,6 +89,21 @@ def test_the_free_energy_is_exact_at_any_temperature(size: float, beta: float, c
     assert (free >= mean).all()
 
 
+def test_decays_keep_their_digits_late_in_a_sequence_and_in_rows_that_are_read_exactly() -> None:
+    """Strong decays before weak ones, after sums that float32 would round to a hundredth; one value is large."""
+    gates = torch.cat([torch.full((31,), -20.0), torch.linspace(-0.3, -0.01, 106)]).double()
+    until = -1e5 + gates.cumsum(0)
+    segments = (torch.arange(137)[None] // 83).masked_fill(torch.arange(137)[None] == 59, -1)
+    sums = torch.cat([until - gates, until])[None, None]
+    arguments = read_of(137, bias=sums, segments_q=segments, segments_k=segments)
+    arguments[2][:, 133] = 100.0
+    flags = run(arguments)[2]
+    assert flags[..., 128:133].all() and not flags[..., :128].any()
+    errors = check.compare(OPERATOR, "triton", arguments)
+    assert errors.results < 1e-5, errors
+    assert max(errors.gradients.values()) < 1e-4, errors
+
+
 def test_padding_may_hold_any_value() -> None:
     segments = torch.zeros(1, 21, dtype=torch.long)
     segments[:, [0, 7, 8, 20]] = -1
@@ -114,6 +129,20 @@ def on_meta(length: int, dtype: torch.dtype = torch.float32, **options: Any) -> 
         torch.autograd.backward([mean, free], [torch.empty_like(mean), torch.empty_like(free)])
     assert all(each is None or (each.flops >= 0 and each.bytes > 0) for each in launches)
     return ["|" if each is None else each.name for each in launches]
+
+
+def test_a_forgetting_layer_runs_on_kernels_with_padding_too() -> None:
+    torch.manual_seed(0)
+    layer, x = FreeEnergyMixer(8, 2, "fox", kv_heads=1), torch.randn(2, 7, 8)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    keep = torch.arange(7) >= torch.tensor([[0], [3]])
+    with use_backend("triton"), torch.no_grad(), recorded() as found:
+        y, state = layer(x, mask=keep, return_state=True)
+        later, _ = layer(x[:, :1], state=state, return_state=True)
+    assert {"softmax.read", "softmax.split_sums", "softmax_step.read_splits"} <= {each.label for each in found}
+    expected = layer.double()(torch.cat([x, x[:, :1]], 1).double(), mask=torch.cat([keep, keep[:, -1:]], 1))
+    assert (torch.cat([y, later], 1) - expected).abs().max() < 1e-5
 
 
 def test_launches_are_few_and_do_not_depend_on_the_length() -> None:

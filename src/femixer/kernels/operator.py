@@ -12,8 +12,8 @@ A backend is a module with
 results. `needed` says of each argument whether its gradient is wanted. Without `backward` the forward pass is run again
 with gradients, so nothing but the arguments is kept; with READS_RESULTS = False they alone are kept too, and a slice
 says which results are kept. READS_ARGUMENTS names the arguments that `backward` reads if not all (it gets None for the
-others). With REMADE = True the results take so little to compute that other operators keep the arguments instead of
-them, where they can. With DIFFERENTIABLE = True autograd records the forward pass itself, which then needs no internal
+others). With REMADE = True, or REMADE(*arguments), the results take so little to compute that other operators keep the arguments
+instead of them, where they can. With DIFFERENTIABLE = True autograd records the forward pass itself, which then needs no internal
 results. A plain forward is made of torch's operations only, none of them in place on an argument: compilers and
 torch.func see through it.
 """
@@ -141,7 +141,8 @@ class Operator:
         if recorded and not known.get("DIFFERENTIABLE", False):
             # Function.apply would look up the signature of `forward` first, which takes as long as many a kernel.
             results = super(torch.autograd.Function, self._function).apply(backend, *arguments)  # type: ignore[misc]
-            if known.get("REMADE", False):
+            remade = known.get("REMADE", False)
+            if remade and (remade is True or remade(*arguments)):
                 for i, result in enumerate(results):
                     result.remade = backend, arguments, i, result._version
             return results

@@ -50,8 +50,12 @@ class Source(NamedTuple):
     options: tuple[tuple[str, Any], ...]
 
     @property
+    def operator(self) -> str:
+        return self.module.split(".")[-2]
+
+    @property
     def label(self) -> str:
-        return f"{self.module.split('.')[-2]}.{self.kernel.lstrip('_')}"
+        return f"{self.operator}.{self.kernel.lstrip('_')}"
 
 
 class Usage(NamedTuple):
@@ -79,7 +83,7 @@ def source_of(launch: Launch) -> Source:
         name = parameter.name
         if isinstance(given, Tensor):
             types.append((name, _TYPES[given.dtype]))
-            if given.storage_offset() * given.element_size() % 16 == 0:
+            if given.storage_offset() * given.element_size() % 16 == 0 and not parameter.do_not_specialize_on_alignment:
                 aligned.append(name)
         elif given is None or (given == 1 and isinstance(given, int) and not parameter.do_not_specialize):
             constants[name] = given
@@ -99,6 +103,16 @@ def source_of(launch: Launch) -> Source:
 def sources(launches: Iterable[Launch]) -> list[Source]:
     """Each of them once, in their order."""
     return list(dict.fromkeys(map(source_of, launches)))
+
+
+def version_of(source: Source) -> tuple[str, str]:
+    """Of the kernel's code, with all that it calls, and of the compiler."""
+    return getattr(importlib.import_module(source.module), source.kernel).cache_key, triton.__version__
+
+
+def memory_path() -> Path:
+    """Where results may be remembered: beside what Triton keeps of its own."""
+    return Path(triton.knobs.cache.dir) / "femixer-usage.jsonl"
 
 
 def compile_for(source: Source, target: str) -> Usage:

@@ -131,8 +131,9 @@ def launch(
 
 
 def size_of(*tensors: Tensor | None) -> int:
-    """Bytes of tensors, for `moved`."""
-    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
+    """Bytes of tensors, each once, for `moved`: what is missing is often stood in for by another."""
+    once = {id(x): x for x in tensors if x is not None}
+    return sum(x.numel() * x.element_size() for x in once.values())
 
 
 def _device_guard(device: torch.device) -> AbstractContextManager[object]:

@@ -24,6 +24,10 @@ ELEMENTS, WIDEST, WARPS = 256, 64, 4
 WHOLE_ELEMENTS, WHOLE_WARPS = 64, 1
 # Channels, of any sequences, for which a program walks through the summaries, and its warps.
 LANES, FEW_WARPS = 32, 1
+# What kernels take as numbers: nothing is compiled anew for others, with marks or without, or for what an encoder asks.
+# A thread has one channel, so none gains by knowing what a step from a token to the next is a multiple of.
+SIZES = ["length", "tokens", "count", "all_chunks", "channels", "lanes", "step", "key_step", "gate_step", "v_step"]
+SIZES += ["marked", "by_log"]
 
 
 def unserved(*tensors: Tensor | None) -> str | None:

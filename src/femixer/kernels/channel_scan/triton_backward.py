@@ -17,7 +17,7 @@ import triton.language as tl
 
 from femixer.kernels.channel_scan.triton_kernels import NOTHING, begin, token
 from femixer.kernels.triton_math import shares
-from femixer.kernels.triton_tokens import lanes_of, tile_of
+from femixer.kernels.triton_tokens import SIZES, lanes_of, tile_of
 
 
 @triton.jit
@@ -34,18 +34,16 @@ def _parts(key, gate, v, start, log, mean, free, beta, HAS_BETA: tl.constexpr):
 
 @triton.jit
 def _gradients(
-    TO_MEAN, TO_FREE, TO_LOG, place, real,
-    HAS_TO_MEAN: tl.constexpr, HAS_TO_FREE: tl.constexpr, HAS_TO_LOG: tl.constexpr,
+    TO_MEAN, TO_FREE, TO_LOG, place, real, by_log, HAS_TO_MEAN: tl.constexpr, HAS_TO_FREE: tl.constexpr
 ):  # fmt: skip
     """Of a token's own results; zero for those that nobody used."""
     zero = tl.zeros_like(place).to(tl.float32)
-    to_mean, to_free, to_log = zero, zero, zero
+    to_mean, to_free = zero, zero
     if HAS_TO_MEAN:
         to_mean = tl.load(TO_MEAN + place, mask=real, other=0).to(tl.float32)
     if HAS_TO_FREE:
         to_free = tl.load(TO_FREE + place, mask=real, other=0).to(tl.float32)
-    if HAS_TO_LOG:
-        to_log = tl.load(TO_LOG + place, mask=real, other=0).to(tl.float32)
+    to_log = tl.load(TO_LOG + place, mask=real & (0 * place + by_log > 0), other=0).to(tl.float32)
     return to_mean, to_free, to_log
 
 
@@ -69,12 +67,12 @@ def _extend(p, q, x, y, n, m, f, w, c, o, by_mean, by_free, to_log, to_mean, to_
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["length", "tokens", "count", "all_chunks"])
+@triton.jit(do_not_specialize=SIZES)
 def summarise(
     KEY, GATE, V, BETA, MARKS, STATE, CARRY, MEAN, FREE, LOG, TO_MEAN, TO_FREE, TO_LOG, MAPS,
-    key_step, gate_step, v_step, length, tokens, count, all_chunks, channels,
-    HAS_KEY: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BETA: tl.constexpr, HAS_MARKS: tl.constexpr,
-    HAS_STATE: tl.constexpr, HAS_TO_MEAN: tl.constexpr, HAS_TO_FREE: tl.constexpr, HAS_TO_LOG: tl.constexpr,
+    key_step, gate_step, v_step, marked, by_log, length, tokens, count, all_chunks, channels,
+    HAS_KEY: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BETA: tl.constexpr,
+    HAS_STATE: tl.constexpr, HAS_TO_MEAN: tl.constexpr, HAS_TO_FREE: tl.constexpr,
     GROUP: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The maps of all chunks: p, q, x, y, n', m', f' in MAPS [7, B, chunks, C]."""
@@ -91,7 +89,7 @@ def summarise(
         row = (b * length + t)[:, None]
         place = row * channels + channel[None, :]
         key_, gate_, v_, real, start_ = token(
-            KEY, GATE, V, MARKS, row, channel, there, key_step, gate_step, v_step, HAS_KEY, HAS_GATE, HAS_MARKS
+            KEY, GATE, V, MARKS, row, channel, there, key_step, gate_step, v_step, marked, HAS_KEY, HAS_GATE
         )
         log, mean, free = _row(MEAN, FREE, LOG, place, real, HAS_BETA)
         w, c, _, o, by_mean, by_free = _parts(key, gate, v, start, log, mean, free, beta, HAS_BETA)
@@ -100,7 +98,7 @@ def summarise(
         p, q, x, y = tl.where(found, p_, p), tl.where(found, q_, q), tl.where(found, x_, x), tl.where(found, y_, y)
         n, m, f = tl.where(found, n_, n), tl.where(found, m_, m), tl.where(found, f_, f)
         to_mean_, to_free_, to_log_ = _gradients(
-            TO_MEAN, TO_FREE, TO_LOG, place, real, HAS_TO_MEAN, HAS_TO_FREE, HAS_TO_LOG
+            TO_MEAN, TO_FREE, TO_LOG, place, real, by_log, HAS_TO_MEAN, HAS_TO_FREE
         )
         key, gate, v = tl.where(real, key_, key), tl.where(real, gate_, gate), tl.where(real, v_, v)
         to_mean, to_free = tl.where(real, to_mean_, to_mean), tl.where(real, to_free_, to_free)
@@ -134,7 +132,7 @@ def _handed(TO_LAST, lanes, place, inside, HAS_TO_LAST: tl.constexpr):
     return n, m, f
 
 
-@triton.jit(do_not_specialize=["count", "lanes"])
+@triton.jit(do_not_specialize=SIZES)
 def carry(MAPS, TO_LAST, count, lanes, channels, HAS_TO_LAST: tl.constexpr, LANES: tl.constexpr):
     """What each chunk is handed from those after it, in place of n', m', f'."""
     inside, place, summary = lanes_of(count, lanes, channels, LANES)
@@ -182,13 +180,13 @@ def _retreat(
     return tl.where(found, left, n), tl.where(found, c * at_mean, m), f, spent
 
 
-@triton.jit(do_not_specialize=["length", "tokens", "count", "all_chunks"])
+@triton.jit(do_not_specialize=SIZES)
 def gradients(
     KEY, GATE, V, BETA, MARKS, STATE, CARRY, MEAN, FREE, LOG, TO_MEAN, TO_FREE, TO_LOG, MAPS,
     TO_LAST, D_KEY, D_GATE, D_V, D_BETA, D_STATE,
-    key_step, gate_step, v_step, length, tokens, count, all_chunks, channels,
-    HAS_KEY: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BETA: tl.constexpr, HAS_MARKS: tl.constexpr,
-    HAS_STATE: tl.constexpr, HAS_TO_MEAN: tl.constexpr, HAS_TO_FREE: tl.constexpr, HAS_TO_LOG: tl.constexpr,
+    key_step, gate_step, v_step, marked, by_log, length, tokens, count, all_chunks, channels,
+    HAS_KEY: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BETA: tl.constexpr,
+    HAS_STATE: tl.constexpr, HAS_TO_MEAN: tl.constexpr, HAS_TO_FREE: tl.constexpr,
     HAS_TO_LAST: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of key, gate and v [B, T, C], of beta by chunks [B, chunks, C], and of the state [3, B, C]."""
@@ -212,22 +210,21 @@ def gradients(
         row = (b * length + t)[:, None]
         place = row * channels + channel[None, :]
         key_, gate_, v_, real, start_ = token(
-            KEY, GATE, V, MARKS, row, channel, there, key_step, gate_step, v_step, HAS_KEY, HAS_GATE, HAS_MARKS
+            KEY, GATE, V, MARKS, row, channel, there, key_step, gate_step, v_step, marked, HAS_KEY, HAS_GATE
         )
         log, mean, free = _row(MEAN, FREE, LOG, place, real, HAS_BETA)
         n, m, f, spent = _retreat(
             D_KEY, D_GATE, D_V, at, waits & real, n, m, f, spent, key, gate, v, now, start, to_mean, to_free, to_log,
             log, mean, free, beta, HAS_KEY, HAS_GATE, HAS_BETA,
         )  # fmt: skip
-        if HAS_MARKS:
-            padding = there & (real == 0)
-            tl.store(D_V + place, zero, mask=padding)
-            if HAS_KEY:
-                tl.store(D_KEY + place, zero, mask=padding)
-            if HAS_GATE:
-                tl.store(D_GATE + place, zero, mask=padding)
+        padding = there & (real == 0)
+        tl.store(D_V + place, zero, mask=padding)
+        if HAS_KEY:
+            tl.store(D_KEY + place, zero, mask=padding)
+        if HAS_GATE:
+            tl.store(D_GATE + place, zero, mask=padding)
         to_mean_, to_free_, to_log_ = _gradients(
-            TO_MEAN, TO_FREE, TO_LOG, place, real, HAS_TO_MEAN, HAS_TO_FREE, HAS_TO_LOG
+            TO_MEAN, TO_FREE, TO_LOG, place, real, by_log, HAS_TO_MEAN, HAS_TO_FREE
         )
         key, gate, v = tl.where(real, key_, key), tl.where(real, gate_, gate), tl.where(real, v_, v)
         to_mean, to_free = tl.where(real, to_mean_, to_mean), tl.where(real, to_free_, to_free)

@@ -41,12 +41,15 @@ def results(
 def _operands(
     key: Tensor | None, gate: Tensor | None, v: Tensor, beta: Tensor | None, marks: Tensor | None
 ) -> tuple[list[Tensor], tuple[int, ...], dict[str, bool]]:
-    """What all kernels take first: tensors, with any other for those that are not there, steps and which there are."""
+    """What all kernels take first: tensors, with any other for those that are not there; steps and whether there are
+    marks; which of the others there are."""
     (v, v_step) = rows(v)
     (key_, key_step), (gate_, gate_step) = ((v, v_step) if x is None else rows(x) for x in (key, gate))
-    tensors = [key_, gate_, v, v if beta is None else beta.contiguous(), v if marks is None else marks.contiguous()]
-    there = {"KEY": key, "GATE": gate, "BETA": beta, "MARKS": marks}
-    return tensors, (key_step, gate_step, v_step), {f"HAS_{name}": x is not None for name, x in there.items()}
+    marks_ = v.new_empty(1, dtype=torch.int8) if marks is None else marks.contiguous()
+    tensors = [key_, gate_, v, v if beta is None else beta.contiguous(), marks_]
+    steps = key_step, gate_step, v_step, int(marks is not None)
+    there = {"KEY": key, "GATE": gate, "BETA": beta}
+    return tensors, steps, {f"HAS_{name}": x is not None for name, x in there.items()}
 
 
 def forward(
@@ -59,8 +62,8 @@ def forward(
 ) -> tuple[Tensor, ...]:
     tensors, steps, there = _operands(key, gate, v, beta, marks)
     start: dict[str, Any] = {"HAS_STATE": state is not None}
-    state = tensors[2] if state is None else state.contiguous()
     made = mean, free, log_total, last, carry = results(key, gate, v, beta, marks, state)
+    state = mean if state is None else state.contiguous()
     chunks = Chunks(*v.shape)
     if chunks.count > 1:
         chunks.walk(kernels.summarise, *tensors, carry, *steps, **there, exponentials=4 * v.numel())
@@ -81,8 +84,8 @@ def backward(
     tensors, steps, there = _operands(key, gate, v, beta, marks)
     there["HAS_STATE"] = state is not None
     own = [mean if g is None else g.contiguous() for g in grads[:4]]
-    asked = {f"HAS_TO_{name}": g is not None for name, g in zip(("MEAN", "FREE", "LOG"), grads[:3], strict=True)}
-    asked["HAS_TO_FREE"] = asked["HAS_TO_FREE"] and beta is not None
+    asked = {"HAS_TO_MEAN": grads[0] is not None, "HAS_TO_FREE": grads[1] is not None and beta is not None}
+    steps = *steps, int(grads[2] is not None)
     end = {"HAS_TO_LAST": grads[3] is not None}
     chunks = Chunks(*v.shape)
     maps = chunks.summaries(7, v.device)

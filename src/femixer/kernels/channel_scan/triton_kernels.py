@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from femixer.kernels.triton_math import expm1, log1p
-from femixer.kernels.triton_tokens import lanes_of, tile_of
+from femixer.kernels.triton_tokens import SIZES, lanes_of, tile_of
 
 # The logarithm of nothing, and a gate that leaves nothing of the past, not even of nothing.
 NOTHING, WIPED = tl.constexpr(-1e30), tl.constexpr(-1e35)
@@ -65,8 +65,8 @@ def _free(free, free2, c, w, odds, is_first, is_last, beta, cold):
 
 @triton.jit
 def token(
-    KEY, GATE, V, MARKS, row, channel, there, key_step, gate_step, v_step,
-    HAS_KEY: tl.constexpr, HAS_GATE: tl.constexpr, HAS_MARKS: tl.constexpr,
+    KEY, GATE, V, MARKS, row, channel, there, key_step, gate_step, v_step, marked,
+    HAS_KEY: tl.constexpr, HAS_GATE: tl.constexpr,
 ):  # fmt: skip
     """Key, gate and value of a token per chunk, whether it is a real one and whether it starts a segment."""
     v = tl.load(V + row * v_step + channel[None, :], mask=there, other=0).to(tl.float32)
@@ -76,16 +76,11 @@ def token(
         key = tl.load(KEY + row * key_step + channel[None, :], mask=there, other=0).to(tl.float32)
     if HAS_GATE:
         gate = tl.load(GATE + row * gate_step + channel[None, :], mask=there, other=0).to(tl.float32)
-    real = there
-    start = there & (row < 0)
-    if HAS_MARKS:
-        # The same mark for all channels, loaded as a tile so that it has the others' layout.
-        mark = tl.load(MARKS + row + 0 * channel[None, :], mask=there, other=1)
-        real = (mark & PADDING) == 0
-        start = real & ((mark & START) != 0)
-        gate = tl.where(real, gate, 0.0)
-        v = tl.where(real, v, 0.0)
-    return key, gate, v, real, start
+    # The same mark for all channels, loaded as a tile so that it has the others' layout.
+    mark = tl.load(MARKS + row + 0 * channel[None, :], mask=there & (0 * row + marked > 0), other=0)
+    real = there & ((mark & PADDING) == 0)
+    start = real & ((mark & START) != 0)
+    return key, tl.where(real, gate, 0.0), tl.where(real, v, 0.0), real, start
 
 
 @triton.jit
@@ -119,10 +114,10 @@ def begin(STATE, CARRY, count, all_chunks, channels, inside, summary, HAS_STATE:
     return top, total, tl.log(tl.where(total > 0, total, 1.0)), mean, free
 
 
-@triton.jit(do_not_specialize=["length", "tokens", "count", "all_chunks"])
+@triton.jit(do_not_specialize=SIZES)
 def summarise(
-    KEY, GATE, V, BETA, MARKS, SUMMARY, key_step, gate_step, v_step, length, tokens, count, all_chunks, channels,
-    HAS_KEY: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BETA: tl.constexpr, HAS_MARKS: tl.constexpr,
+    KEY, GATE, V, BETA, MARKS, SUMMARY, key_step, gate_step, v_step, marked, length, tokens, count, all_chunks,
+    channels, HAS_KEY: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BETA: tl.constexpr,
     GROUP: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Of every chunk alone: top, total, mean, free energy, and the sum of the gates; SUMMARY [5, B, chunks, C]."""
@@ -134,7 +129,7 @@ def summarise(
         there = inside & (first + i < length)[:, None]
         row = (b * length + first + i)[:, None]
         key, gate, v, real, start = token(
-            KEY, GATE, V, MARKS, row, channel, there, key_step, gate_step, v_step, HAS_KEY, HAS_GATE, HAS_MARKS
+            KEY, GATE, V, MARKS, row, channel, there, key_step, gate_step, v_step, marked, HAS_KEY, HAS_GATE
         )
         gate = tl.where(start, WIPED, gate)
         reach += gate
@@ -150,7 +145,7 @@ def summarise(
     tl.store(SUMMARY + 4 * step + summary, reach, mask=inside)
 
 
-@triton.jit(do_not_specialize=["count", "lanes"])
+@triton.jit(do_not_specialize=SIZES)
 def carry(
     SUMMARY, BETA, STATE, count, lanes, channels, HAS_BETA: tl.constexpr, HAS_STATE: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
@@ -180,11 +175,11 @@ def carry(
         )
 
 
-@triton.jit(do_not_specialize=["length", "tokens", "count", "all_chunks"])
+@triton.jit(do_not_specialize=SIZES)
 def read(
     KEY, GATE, V, BETA, MARKS, STATE, CARRY, MEAN, FREE, LOG, LAST, key_step, gate_step, v_step,
-    length, tokens, count, all_chunks, channels,
-    HAS_KEY: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BETA: tl.constexpr, HAS_MARKS: tl.constexpr,
+    marked, length, tokens, count, all_chunks, channels,
+    HAS_KEY: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BETA: tl.constexpr,
     HAS_STATE: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Mean, free energy and log total of every token [B, T, C], and the state after the last one [3, B, C]."""
@@ -196,7 +191,7 @@ def read(
         there = inside & (first + i < length)[:, None]
         row = (b * length + first + i)[:, None]
         key, gate, v, real, start = token(
-            KEY, GATE, V, MARKS, row, channel, there, key_step, gate_step, v_step, HAS_KEY, HAS_GATE, HAS_MARKS
+            KEY, GATE, V, MARKS, row, channel, there, key_step, gate_step, v_step, marked, HAS_KEY, HAS_GATE
         )
         gate = tl.where(start, WIPED, gate)
         top, total, log, mean, free = _join(

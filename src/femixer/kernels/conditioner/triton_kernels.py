@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from femixer.kernels.triton_math import shares, softplus
-from femixer.kernels.triton_tokens import lanes_of, tile_of
+from femixer.kernels.triton_tokens import SIZES, lanes_of, tile_of
 
 PADDING, START, END = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 # F.normalize's least norm.
@@ -47,7 +47,7 @@ def _features(Y, row, channel, channels, there, step, h, eps):
     return a, positive * shrink, shrink, centred * scale, scale
 
 
-@triton.jit(do_not_specialize=["length", "tokens", "count", "all_chunks"])
+@triton.jit(do_not_specialize=SIZES)
 def summarise(
     Y, MARKS, SUMS, step, length, tokens, count, all_chunks, channels,
     HAS_MARKS: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
@@ -73,7 +73,7 @@ def summarise(
         tl.store(SUMS + 3 * size + summary, x, mask=inside)
 
 
-@triton.jit(do_not_specialize=["count", "lanes"])
+@triton.jit(do_not_specialize=SIZES)
 def carry(
     SUMS, INITIAL, FACTORS, count, lanes, channels,
     HAS_INITIAL: tl.constexpr, CAUSAL: tl.constexpr, BACK: tl.constexpr, LANES: tl.constexpr,
@@ -135,7 +135,7 @@ def _look_ahead(
     tl.debug_barrier()  # other threads may read it
 
 
-@triton.jit(do_not_specialize=["length", "tokens", "count", "all_chunks"])
+@triton.jit(do_not_specialize=SIZES)
 def features(
     Y, MARKS, INITIAL, SUMS, LATER, FEATURES, LAST, step, eps, length, tokens, count, all_chunks, channels,
     HAS_MARKS: tl.constexpr, HAS_INITIAL: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
@@ -161,7 +161,7 @@ def features(
     tl.store(LAST + b[:, None] * channels + channel[None, :], h, mask=last)
 
 
-@triton.jit(do_not_specialize=["length", "tokens", "count", "all_chunks"])
+@triton.jit(do_not_specialize=SIZES)
 def through_features(
     Y, MARKS, INITIAL, SUMS, GRAD, TO_Y, WORK, ENDS, step, eps, length, tokens, count, all_chunks, channels,
     HAS_MARKS: tl.constexpr, HAS_INITIAL: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
@@ -210,7 +210,7 @@ def through_features(
             tl.store(ENDS + 3 * chunks + summary, after, mask=inside)
 
 
-@triton.jit(do_not_specialize=["length", "tokens", "count", "all_chunks"])
+@triton.jit(do_not_specialize=SIZES)
 def through_sums(
     Y, MARKS, INITIAL, TO_LAST, TO_Y, TO_INITIAL, WORK, ENDS, step, length, tokens, count, all_chunks, channels,
     HAS_MARKS: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_TO_LAST: tl.constexpr, CAUSAL: tl.constexpr,

@@ -20,6 +20,7 @@ from femixer.kernels.decayed_linear.triton_chunks import (
     BLOCK,
     KEYS,
     NOTHING,
+    NUMBERS,
     between,
     chunk_gates,
     chunk_marks,
@@ -45,7 +46,7 @@ RANGE = tl.constexpr(60.0)
 
 
 @triton.jit
-def _log_totals(LOG, b, h, t, length, real, H: tl.constexpr):
+def _log_totals(LOG, b, h, t, length, real, H):
     """Log total weights [C], and which tokens see anything."""
     place = (b * length + t) * H + h
     total = tl.load(LOG + place, mask=real, other=-float("inf"))
@@ -55,7 +56,7 @@ def _log_totals(LOG, b, h, t, length, real, H: tl.constexpr):
 
 @triton.jit
 def _cotangents(
-    TO_MEAN, TO_FREE, MEAN, FREE, BETA, b, h, g, start, length, there, first, H: tl.constexpr, D: tl.constexpr,
+    TO_MEAN, TO_FREE, MEAN, FREE, BETA, b, h, g, start, length, there, first, H, D: tl.constexpr,
     BD: tl.constexpr, ENERGETIC: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the mean, slope, and beta F [C, BD]; what they add to c_t [C], and the slope times F."""
@@ -79,14 +80,12 @@ def _cotangents(
 
 @triton.jit
 def _common(
-    TO_MEAN, TO_FREE, TO_LOG, MEAN, FREE, BETA, b, h, g, start, length, there, H: tl.constexpr, D: tl.constexpr,
-    C: tl.constexpr, BD: tl.constexpr, ENERGETIC: tl.constexpr, BY_MEAN: tl.constexpr,
-    BY_FREE: tl.constexpr, BY_LOG: tl.constexpr,
+    TO_MEAN, TO_FREE, TO_LOG, MEAN, FREE, BETA, b, h, g, start, length, there, H, by_log, D: tl.constexpr,
+    C: tl.constexpr, BD: tl.constexpr, ENERGETIC: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr,
 ):  # fmt: skip
     """c_t [C]"""
-    common = tl.zeros([C], tl.float32)
-    if BY_LOG:
-        common += tl.load(TO_LOG + (b * length + start + tl.arange(0, C)) * H + h, mask=there, other=0).to(tl.float32)
+    place = (b * length + start + tl.arange(0, C)) * H + h
+    common = tl.load(TO_LOG + place, mask=there & (tl.arange(0, C) < C * by_log), other=0).to(tl.float32)
     for first in range(0, D, BD):
         to_mean, slope, energy, more, through = _cotangents(
             TO_MEAN, TO_FREE, MEAN, FREE, BETA, b, h, g, start, length, there, first, H, D, BD, ENERGETIC,
@@ -106,20 +105,19 @@ def _load_lme(LME, ln, start, first, E: tl.constexpr, D: tl.constexpr, BD: tl.co
     return tl.where((ln > BARELY)[:, None], lme, top[None, :]), top
 
 
-@triton.jit(do_not_specialize=["length", "chunks", "q_b", "g_b"])
+@triton.jit(do_not_specialize=NUMBERS)
 def read_gradients(
-    Q, GATE, BETA, MARKS, LN, LME, MEAN, FREE, LOG, TO_MEAN, TO_FREE, TO_LOG, DN, DA, DE, length, chunks, q_b,
-    q_t, q_h, g_b, g_t, g_h, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
-    BE: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr, MARKED: tl.constexpr,
-    ENERGETIC: tl.constexpr, PRECISION: tl.constexpr, BY_MEAN: tl.constexpr,
-    BY_FREE: tl.constexpr, BY_LOG: tl.constexpr,
+    Q, GATE, BETA, MARKS, LN, LME, MEAN, FREE, LOG, TO_MEAN, TO_FREE, TO_LOG, DN, DA, DE, length, chunks, H, G,
+    gated, marked, by_log, q_b, q_t, q_h, g_b, g_t, g_h, E: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+    BE: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, ENERGETIC: tl.constexpr, PRECISION: tl.constexpr,
+    BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr,
 ):  # fmt: skip
     """Of the state before chunk c, from what the chunk's tokens read of it."""
     c, bg = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
     b, g = bg // G, bg % G
-    t, real, segment = chunk_marks(MARKS, b, c, length, C, MARKED)
+    t, real, segment = chunk_marks(MARKS, b, c, length, marked, C)
     reach, rest, whole, remainder = chunk_gates(
-        GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W
+        GATE + b * g_b + g * g_h, c * C, g_t, real, gated, W if W == 1 else E, C, W
     )
     row = tl.arange(0, BE)
     place = bg * (chunks + 1) + c
@@ -131,8 +129,8 @@ def read_gradients(
         q = load_rows(Q + b * q_b + h * q_h, c * C, q_t, real & (segment == 0), E, BE)
         total, there = _log_totals(LOG, b, h, t, length, real, H)
         common = _common(
-            TO_MEAN, TO_FREE, TO_LOG, MEAN, FREE, BETA, b, h, g, c * C, length, there, H, D, C, BD, ENERGETIC,
-            BY_MEAN, BY_FREE, BY_LOG,
+            TO_MEAN, TO_FREE, TO_LOG, MEAN, FREE, BETA, b, h, g, c * C, length, there, H, by_log, D, C, BD,
+            ENERGETIC, BY_MEAN, BY_FREE,
         )  # fmt: skip
         share = tl.where(there[:, None], q * exp_of(level - total[:, None]), 0.0)
         total_n += tl.sum(share * common[:, None], 0)
@@ -172,7 +170,7 @@ def _shares_exactly(level, lme, slope, energy, C: tl.constexpr, BE: tl.constexpr
 
 @triton.jit(do_not_specialize=["chunks"])
 def carry_back(
-    DECAY, LN, AVG, LME, READ_DN, DN, DA, DE, TOP, TO_LAST, TO_FIRST, chunks, E: tl.constexpr, D: tl.constexpr,
+    DECAY, LN, LME, READ_DN, DN, DA, DE, TOP, TO_LAST, TO_FIRST, chunks, E: tl.constexpr, D: tl.constexpr,
     BE: tl.constexpr, BD: tl.constexpr, STATE: tl.constexpr, ENERGETIC: tl.constexpr, BY_LAST: tl.constexpr,
 ):  # fmt: skip
     """Of the states before every chunk and after the last, from all that comes later, for BD value channels."""
@@ -303,14 +301,13 @@ def _from_state(
     return found
 
 
-@triton.jit(do_not_specialize=["length", "chunks", "q_b", "k_b", "v_b", "g_b"])
+@triton.jit(do_not_specialize=NUMBERS)
 def token_gradients(
     Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, TO_MEAN, TO_FREE, TO_LOG, DN, DA, DE, DQ, DK, DG,
-    DV, SUM_Q, SUM_K, SUM_G, SUM_V, SUM_BETA, length, chunks, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t,
-    g_h, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BE: tl.constexpr,
-    BD: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr, MARKED: tl.constexpr, ENERGETIC: tl.constexpr,
-    STATE: tl.constexpr, EXCLUSIVE: tl.constexpr, PRECISION: tl.constexpr, ROUNDED: tl.constexpr, BY_MEAN: tl.constexpr,
-    BY_FREE: tl.constexpr, BY_LOG: tl.constexpr,
+    DV, SUM_Q, SUM_K, SUM_G, SUM_V, SUM_BETA, length, chunks, H, G, gated, marked, by_log, exclusive,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, E: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+    BE: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, ENERGETIC: tl.constexpr, STATE: tl.constexpr,
+    PRECISION: tl.constexpr, ROUNDED: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr,
 ):  # fmt: skip
     """Of q, k, gate, v and, per chunk, beta. A gate's gradient is what flows across it: over the rest of the chunk the
     sum of q dq - k dk, and what flows across the chunk's end, which the state there and its gradient tell.
@@ -319,7 +316,7 @@ def token_gradients(
     """
     c, bg = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
     b, g = bg // G, bg % G
-    t, real, segment = chunk_marks(MARKS, b, c, length, C, MARKED)
+    t, real, segment = chunk_marks(MARKS, b, c, length, marked, C)
     inside = t < length
     GATE += b * g_b + g * g_h
     K += b * k_b + g * k_h
@@ -328,7 +325,7 @@ def token_gradients(
     SUM_K += (b * length * G + g) * E
     SUM_G += (b * length * G + g) * E
     SUM_BETA += (bg * chunks + c) * D
-    reach, rest, whole, remainder = chunk_gates(GATE, c * C, g_t, real, GATED and W == 1, 1, C, 1)
+    reach, rest, whole, remainder = chunk_gates(GATE, c * C, g_t, real, gated if W == 1 else 0, 1, C, 1)
     place = bg * (chunks + 1) + c
     flow = tl.zeros([C], tl.float32)
     for r in range(H // G):
@@ -336,8 +333,8 @@ def token_gradients(
         QH = Q + b * q_b + h * q_h
         total, there = _log_totals(LOG, b, h, t, length, real, H)
         common = _common(
-            TO_MEAN, TO_FREE, TO_LOG, MEAN, FREE, BETA, b, h, g, c * C, length, there, H, D, C, BD, ENERGETIC,
-            BY_MEAN, BY_FREE, BY_LOG,
+            TO_MEAN, TO_FREE, TO_LOG, MEAN, FREE, BETA, b, h, g, c * C, length, there, H, by_log, D, C, BD,
+            ENERGETIC, BY_MEAN, BY_FREE,
         )  # fmt: skip
         if STATE:
             for e in range(0, E, KEYS):
@@ -356,7 +353,7 @@ def token_gradients(
                 past = tl.where((there & (segment == 0))[:, None], past * exp_of(level - total[:, None]), 0.0)
                 store_rows(SUM_Q + (b * length * H + h) * E, c * C, H * E, inside, past, E, KEYS, e)
             tl.debug_barrier()
-        seen = visibility(real, segment, EXCLUSIVE, C) & there[:, None]
+        seen = visibility(real, segment, exclusive, C) & there[:, None]
         p = chunk_scores(QH, K, GATE, c * C, q_t, k_t, g_t, real, reach, rest, seen, E, C, W, PRECISION)
         p *= exp_of(-total)[:, None]
         own = tl.zeros([C, C], tl.float32) + common[:, None]
@@ -409,9 +406,8 @@ def token_gradients(
     tl.debug_barrier()
     last = tl.max(segment, 0)
     live = real & (segment == last)
-    free = real
-    if MARKED:
-        free = real & ((tl.load(MARKS + b * length + t, mask=inside, other=0).to(tl.int32) & 2) == 0)
+    marks = tl.load(MARKS + b * length + t, mask=t < length * marked, other=0).to(tl.int32)
+    free = real & ((marks & 2) == 0)
     order = tl.arange(0, C)
     later = (order[None, :] >= order[:, None]) & (segment[:, None] == segment[None, :])
     goes_on = tl.where(segment == last, 1.0, 0.0)
@@ -461,18 +457,17 @@ def token_gradients(
             to_k += after * until
             tl.debug_barrier()
         store_rows(DK + (b * length * G + g) * E, c * C, G * E, inside, to_k, E, KEYS, e)
-        if GATED:
-            if W == 1:
-                flow -= tl.sum(k * to_k, 1)
-                across += tl.sum(end_flow)
-            else:
-                flows = load_rows(SUM_G, c * C, G * E, inside, E, KEYS, e) - k * to_k
-                flows = tl.dot(tl.where(later, 1.0, 0.0), flows, input_precision=PRECISION)
-                flows = tl.where(free[:, None], flows + goes_on[:, None] * end_flow[None, :], 0.0)
-                store_rows(DG + (b * length * G + g) * E, c * C, G * E, inside, flows, E, KEYS, e)
-    if GATED and W == 1:
+        if W == 1:
+            flow -= tl.sum(k * to_k, 1)
+            across += tl.sum(end_flow)
+        else:
+            flows = load_rows(SUM_G, c * C, G * E, inside, E, KEYS, e) - k * to_k
+            flows = tl.dot(tl.where(later, 1.0, 0.0), flows, input_precision=PRECISION)
+            flows = tl.where(free[:, None], flows + goes_on[:, None] * end_flow[None, :], 0.0)
+            store_rows(DG + (b * length * G + g) * E, c * C, G * E, inside, flows, E, KEYS, e)
+    if W == 1:
         flow = tl.sum(tl.where(later, flow[None, :], 0.0), 1) + goes_on * across
-        tl.store(DG + (b * length + t) * G + g, tl.where(free, flow, 0.0), mask=inside)
+        tl.store(DG + (b * length + t) * G + g, tl.where(free, flow, 0.0), mask=t < length * gated)
     if ROUNDED:
         tl.debug_barrier()
         for first in range(0, D, BD):
@@ -483,5 +478,5 @@ def token_gradients(
 @triton.jit
 def _until_end(GATE, start, step, real, first, E: tl.constexpr, C: tl.constexpr):
     """Log decays [C, KEYS] from tokens to the chunk's end, for gates per channel."""
-    reach, rest, whole, remainder = chunk_gates(GATE, start, step, real, True, E, C, KEYS, first)
+    reach, rest, whole, remainder = chunk_gates(GATE, start, step, real, 1, E, C, KEYS, first)
     return (whole[None, :] - reach) + (remainder[None, :] - rest)

@@ -31,6 +31,10 @@ BLOCK = tl.constexpr(16)
 KEYS = tl.constexpr(16)
 # The largest exponent that is taken.
 MOST = tl.constexpr(80.0)
+# Given as numbers: nothing is compiled anew for other lengths or counts of heads, with marks or without, with one gate
+# per head or none, for the past alone (exclusive), or for what an encoder asks in addition (by_log).
+NUMBERS = ["length", "chunks", "H", "G", "gated", "marked", "exclusive", "by_log"]
+NUMBERS += ["q_b", "k_b", "v_b", "g_b", "g_t", "g_h"]
 
 
 @triton.jit
@@ -62,17 +66,13 @@ def mix(a, log_a, b, log_b):
 
 
 @triton.jit
-def chunk_marks(MARKS, b, c, length, C: tl.constexpr, MARKED: tl.constexpr):
+def chunk_marks(MARKS, b, c, length, marked, C: tl.constexpr):
     """Places t of the chunk's tokens [C], whether they are tokens and no padding, and how many segments have started
     since the chunk's beginning."""
     t = c * C + tl.arange(0, C)
     real = t < length
-    segment = tl.zeros([C], tl.int32)
-    if MARKED:
-        marks = tl.load(MARKS + b * length + t, mask=real, other=1).to(tl.int32)
-        real = (marks & 1) == 0
-        segment = tl.cumsum((marks >> 1) & 1, 0)
-    return t, real, segment
+    marks = tl.load(MARKS + b * length + t, mask=t < length * marked, other=0).to(tl.int32)
+    return t, real & ((marks & 1) == 0), tl.cumsum((marks >> 1) & 1, 0)
 
 
 @triton.jit
@@ -105,24 +105,20 @@ def column_of(x, i):
 
 
 @triton.jit
-def chunk_gates(
-    GATE, start, step, real, GATED: tl.constexpr, width: tl.constexpr, C: tl.constexpr, W: tl.constexpr, first=0
-):
+def chunk_gates(GATE, start, step, real, gated, width: tl.constexpr, C: tl.constexpr, W: tl.constexpr, first=0):
     """Sums of the gates since the chunk's beginning, coarse and fine [C, W], and the same at its end [W]."""
-    if GATED:
-        gate = tl.maximum(load_rows(GATE, start, step, real, width, W, first), STRONGEST)
-    else:
-        gate = tl.zeros([C, W], tl.float32)
+    there = real & (tl.arange(0, C) < C * gated)
+    gate = tl.maximum(load_rows(GATE, start, step, there, width, W, first), STRONGEST)
     coarse = tl.floor(gate * 8 + 0.5) * 0.125
     rest = tl.cumsum(gate - coarse, 0)
     return tl.cumsum(coarse, 0), rest, tl.sum(coarse, 0), row_of(rest, C - 1)
 
 
 @triton.jit
-def visibility(real, segment, EXCLUSIVE: tl.constexpr, C: tl.constexpr):
+def visibility(real, segment, exclusive, C: tl.constexpr):
     """Which tokens i are seen by t, [C, C]."""
     place = tl.arange(0, C)
-    seen = place[:, None] > place[None, :] if EXCLUSIVE else place[:, None] >= place[None, :]
+    seen = place[:, None] >= place[None, :] + exclusive
     return seen & (segment[:, None] == segment[None, :]) & real[:, None] & real[None, :]
 
 
@@ -174,7 +170,7 @@ def chunk_scores(
         if W == 1:
             scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)
         else:
-            far, near, whole, remainder = chunk_gates(GATE, start, g_t, real, True, E, C, KEYS, first)
+            far, near, whole, remainder = chunk_gates(GATE, start, g_t, real, 1, E, C, KEYS, first)
             scores += _channel_scores(q, k, far, near, C, PRECISION)
     if W == 1:
         scores *= tl.exp(tl.where(seen, between(reach, rest), 0.0))
@@ -206,7 +202,7 @@ def slice_gates(GATE, start, step, real, reach, rest, first, E: tl.constexpr, C:
     if W == 1:
         coarse, fine, lowest = reach, rest, tl.sum(reach) * 0
     else:
-        coarse, fine, whole, remainder = chunk_gates(GATE, start, step, real, True, E, C, KEYS, first)
+        coarse, fine, whole, remainder = chunk_gates(GATE, start, step, real, 1, E, C, KEYS, first)
         lowest = tl.min(whole)
     return coarse, fine, lowest
 

@@ -19,6 +19,7 @@ from femixer.kernels.decayed_linear.triton_chunks import (
     KEYS,
     NARROW,
     NOTHING,
+    NUMBERS,
     add_logs,
     chunk_gates,
     chunk_marks,
@@ -38,19 +39,20 @@ from femixer.kernels.decayed_linear.triton_chunks import (
 from femixer.kernels.triton_math import expm1
 
 
-@triton.jit(do_not_specialize=["length", "chunks", "k_b", "v_b", "g_b"])
+@triton.jit(do_not_specialize=NUMBERS)
 def sum_chunks(
-    K, GATE, V, BETA, MARKS, LNC, DECAY, AVG, LME, length, chunks, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h,
-    G: tl.constexpr, E: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
-    W: tl.constexpr, GATED: tl.constexpr, MARKED: tl.constexpr, ENERGETIC: tl.constexpr, PRECISION: tl.constexpr,
+    K, GATE, V, BETA, MARKS, LNC, DECAY, AVG, LME, length, chunks, G, gated, marked,
+    k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h,
+    E: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
+    W: tl.constexpr, ENERGETIC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What chunk c adds to the state, at its end: the sums over the tokens since the last start of a segment."""
     c, bg = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
     b, g = bg // G, bg % G
-    t, real, segment = chunk_marks(MARKS, b, c, length, C, MARKED)
+    t, real, segment = chunk_marks(MARKS, b, c, length, marked, C)
     last = tl.max(segment, 0)
     reach, rest, whole, remainder = chunk_gates(
-        GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W
+        GATE + b * g_b + g * g_h, c * C, g_t, real, gated, W if W == 1 else E, C, W
     )
     live = real & (segment == last)
     k = load_rows(K + b * k_b + g * k_h, c * C, k_t, live, E, BE)
@@ -183,22 +185,22 @@ def store_state(
     tl.store(LAST_TOP + bg * D + column, top, mask=column < D)
 
 
-@triton.jit(do_not_specialize=["length", "chunks", "q_b", "k_b", "v_b", "g_b"])
+@triton.jit(do_not_specialize=NUMBERS)
 def read(
-    Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, AGAIN, length, chunks, q_b, q_t, q_h, k_b, k_t,
-    k_h, v_b, v_t, v_h, g_b, g_t, g_h, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, D: tl.constexpr,
-    C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr, MARKED: tl.constexpr,
-    ENERGETIC: tl.constexpr, STATE: tl.constexpr, EXCLUSIVE: tl.constexpr, PRECISION: tl.constexpr,
+    Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, AGAIN, length, chunks, H, G, gated, marked,
+    exclusive, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, E: tl.constexpr, D: tl.constexpr,
+    C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, ENERGETIC: tl.constexpr,
+    STATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Mean, free energy and log total of a chunk's tokens, from tokens up to them and the state before the chunk."""
     c, bh = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
     b, h = bh // H, bh % H
     g = h // (H // G)
-    t, real, segment = chunk_marks(MARKS, b, c, length, C, MARKED)
+    t, real, segment = chunk_marks(MARKS, b, c, length, marked, C)
     GATE += b * g_b + g * g_h
     Q += b * q_b + h * q_h
-    reach, rest, whole, remainder = chunk_gates(GATE, c * C, g_t, real, GATED and W == 1, 1, C, 1)
-    seen = visibility(real, segment, EXCLUSIVE, C)
+    reach, rest, whole, remainder = chunk_gates(GATE, c * C, g_t, real, gated if W == 1 else 0, 1, C, 1)
+    seen = visibility(real, segment, exclusive, C)
     scores = chunk_scores(
         Q, K + b * k_b + g * k_h, GATE, c * C, q_t, k_t, g_t, real, reach, rest, seen, E, C, W, PRECISION
     )
@@ -291,7 +293,7 @@ def _state_range(LN, LME, first, E: tl.constexpr, D: tl.constexpr, BD: tl.conste
 
 @triton.jit
 def _store(
-    MEAN, FREE, b, h, start, length, weight, mean, energy, beta, first, H: tl.constexpr, D: tl.constexpr,
+    MEAN, FREE, b, h, start, length, weight, mean, energy, beta, first, H, D: tl.constexpr,
     BD: tl.constexpr, ENERGETIC: tl.constexpr,
 ):  # fmt: skip
     """The free energy is the mean where rounding puts it below."""
@@ -305,18 +307,18 @@ def _store(
 
 
 @triton.jit
-def _store_total(LOG, b, h, t, length, weight, H: tl.constexpr):
+def _store_total(LOG, b, h, t, length, weight, H):
     log_total = tl.where(weight > BARELY, weight, -float("inf"))
     place = (b * length + t) * H + h
     tl.store(LOG + place, log_total, mask=t < length)
 
 
-@triton.jit(do_not_specialize=["length", "chunks", "q_b", "k_b", "v_b", "g_b"])
+@triton.jit(do_not_specialize=NUMBERS)
 def read_again(
-    Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, AGAIN, length, chunks, q_b, q_t, q_h, k_b, k_t,
-    k_h, v_b, v_t, v_h, g_b, g_t, g_h, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, D: tl.constexpr,
-    C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr, MARKED: tl.constexpr,
-    ENERGETIC: tl.constexpr, STATE: tl.constexpr, EXCLUSIVE: tl.constexpr, PRECISION: tl.constexpr,
+    Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, AGAIN, length, chunks, H, G, gated, marked,
+    exclusive, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, E: tl.constexpr, D: tl.constexpr,
+    C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, ENERGETIC: tl.constexpr,
+    STATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The same as `read`, for chunks that it marked."""
     if tl.load(AGAIN + tl.program_id(0)) == 0:
@@ -324,9 +326,9 @@ def read_again(
     c, bh = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
     b, h = bh // H, bh % H
     g = h // (H // G)
-    t, real, segment = chunk_marks(MARKS, b, c, length, C, MARKED)
+    t, real, segment = chunk_marks(MARKS, b, c, length, marked, C)
     reach, rest, whole, remainder = chunk_gates(
-        GATE + b * g_b + g * g_h, c * C, g_t, real, GATED, W if W == 1 else E, C, W
+        GATE + b * g_b + g * g_h, c * C, g_t, real, gated, W if W == 1 else E, C, W
     )
     q = load_rows(Q + b * q_b + h * q_h, c * C, q_t, real, E, BE)
     place = (b * G + g) * (chunks + 1) + c
@@ -348,7 +350,7 @@ def read_again(
                 lme = tl.load(LME + at, mask=column < D, other=0)
                 weight, mean, energy = _include(weight, mean, energy, more, average, lme)
         for i in range(tl.minimum(C, length - c * C)):
-            seen = real & token_seen(t, real, segment, i, EXCLUSIVE)
+            seen = real & token_seen(t, real, segment, i, exclusive)
             far = (reach - row_of(reach, i)[None, :]) + (rest - row_of(rest, i)[None, :])
             key = token_row(K + b * k_b + g * k_h, c * C + i, k_t, E, BE)
             v = token_row(V + b * v_b + g * v_h + first, c * C + i, v_t, D - first, BD)
@@ -367,11 +369,11 @@ def token_row(X, t, step, width, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def token_seen(t, real, segment, i, EXCLUSIVE: tl.constexpr):
+def token_seen(t, real, segment, i, exclusive):
     """Which tokens [C] see token i of their chunk."""
     place = tl.arange(0, t.shape[0])
     own = tl.sum(tl.where(place == i, tl.where(real, segment, -1), 0), 0)
-    return (place > i if EXCLUSIVE else place >= i) & (segment == own)
+    return (place >= i + exclusive) & (segment == own)
 
 
 @triton.jit

@@ -40,6 +40,11 @@ class Inputs(NamedTuple):
     def per_channel(self) -> bool:
         return self.gate is not None and self.gate.shape[3] > 1
 
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Whether there are gates and marks, as numbers for kernels."""
+        return int(self.gate is not None), int(self.marks is not None)
+
 
 def refuse(*arguments: Any) -> str | None:
     given = Inputs(*arguments)
@@ -99,11 +104,9 @@ def _rounded(width: int) -> int:
 def _plan(given: Inputs, backward: bool = False) -> Plan:
     """Registers decide: Triton puts all warps of an exact product along the tokens; each holds its second factor."""
     length, width, target = given.q.shape[1], given.v.shape[3], target_of(given.q)
-    channels, groups = given.k.shape[3], given.v.shape[2]
+    channels = given.k.shape[3]
     chunk = 16 if backward or length <= 16 else 32
     flags = {
-        "GATED": given.gate is not None,
-        "MARKED": given.marks is not None,
         "ENERGETIC": given.beta is not None,
         # AMD's compiler has no product of three parts; its own of float32 is exact.
         "PRECISION": "tf32x3" if target.startswith("sm_") else "ieee",
@@ -115,7 +118,7 @@ def _plan(given: Inputs, backward: bool = False) -> Plan:
         _rounded(channels),
         VALUES,
         _rounded(channels) if given.per_channel else 1,
-        {"G": groups, "E": channels, "D": width},
+        {"E": channels, "D": width},
         flags,
     )
 
@@ -143,9 +146,10 @@ def _strides(*tensors: Tensor) -> list[int]:
 def _operands(given: Inputs) -> tuple[list[Tensor], list[int]]:
     """q, k, gate, v, beta, marks as the kernels read them, anything for what is not there; strides of q, k, v, gate."""
     q, k, v = (_rows(x) for x in (given.q, given.k, given.v))
-    gate = k if given.gate is None else _rows(given.gate)
+    # Of the types that they have where they are there, so that both are one kernel.
+    gate = torch.empty(1, 1, 1, 1, dtype=torch.float32, device=v.device) if given.gate is None else _rows(given.gate)
     beta = v if given.beta is None else given.beta.contiguous()
-    marks = v if given.marks is None else given.marks.contiguous()
+    marks = v.new_empty(1, dtype=torch.int8) if given.marks is None else given.marks.contiguous()
     return [q, k, gate, v, beta, marks], _strides(q, k, v, gate)
 
 
@@ -174,11 +178,11 @@ def _read(given: Inputs, found: tuple[Tensor, ...]) -> None:
     programs = plan.chunks * q.shape[0] * q.shape[2]
     again = torch.empty(programs, dtype=torch.int32, device=q.device)
     read = ln, average, energy, mean, free, log_total, again, plan.length, plan.chunks
-    options = {"STATE": stateful, "EXCLUSIVE": given.exclusive}
+    sizes = q.shape[2], v.shape[2], *given.parts, int(given.exclusive)
     # A product of 32 rows has work for two of NVIDIA's warps; with more of them sm_90 spills.
     few_warps = plan.BE <= 64 and target_of(q).startswith("sm_")
     for kernel in (kernels.read, kernels.read_again):
-        operands = q, k, gate, v, beta, marks, *read, *strides
+        operands = q, k, gate, v, beta, marks, *read, *sizes, *strides
         again_only = kernel is kernels.read_again  # which finds nothing to do, as a rule
         tiles = plan.tiles if again_only or not few_warps else {**plan.tiles, "num_warps": 2}
         launch(
@@ -189,8 +193,7 @@ def _read(given: Inputs, found: tuple[Tensor, ...]) -> None:
             exact=True,
             flops=0 if again_only else plan.products(q.shape[0] * q.shape[2], stateful),
             exponentials=0 if again_only else plan.powers(q.shape[0] * q.shape[2]),
-            H=q.shape[2],
-            **options,
+            STATE=stateful,
             **plan.shape,
             **plan.flags,
             **tiles,
@@ -208,10 +211,10 @@ def _read_token(given: Inputs, plan: Plan, found: tuple[Tensor, ...]) -> None:
         one_token.step,
         (q.shape[0] * v.shape[2], triton.cdiv(v.shape[3], VALUES)),
         *operands,
+        *(q.shape[2], v.shape[2], *given.parts),
         *(step for i, step in enumerate(strides) if i % 3 != 1),
         moved=_bytes(operands),
         exponentials=6 * q.shape[0] * q.shape[2] * plan.shape["E"] * plan.shape["D"],
-        H=q.shape[2],
         BE=plan.BE,
         BD=VALUES,
         W=plan.W,
@@ -226,7 +229,7 @@ def _read_token(given: Inputs, plan: Plan, found: tuple[Tensor, ...]) -> None:
 
 def _states(given: Inputs, plan: Plan, last: Tensor, last_top: Tensor) -> States:
     (_, k, gate, v, beta, marks), strides = _operands(given)
-    batch, groups, channels, width = k.shape[0], *plan.shape.values()
+    batch, groups, channels, width = k.shape[0], v.shape[2], *plan.shape.values()
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(batch, groups, *shape, dtype=torch.float32, device=v.device)
@@ -242,7 +245,7 @@ def _states(given: Inputs, plan: Plan, last: Tensor, last_top: Tensor) -> States
     launch(
         kernels.sum_chunks,
         (n * rows,),
-        *operands,
+        *(*operands, groups, *given.parts),
         *strides[3:],
         moved=_bytes(operands),
         exact=True,
@@ -277,12 +280,13 @@ def backward(
     (q, k, gate, v, beta, marks), strides = _operands(given)
     mean, free, log_total = results[:3]
     batch, heads, n = q.shape[0], q.shape[2], plan.chunks
-    groups, channels, width = plan.shape.values()
+    groups, channels, width = v.shape[2], *plan.shape.values()
     # Anything for what nobody used.
     to = [mean if g is None else g.contiguous() for g in grads[:4]]
-    by = {name: g is not None for name, g in zip(("BY_MEAN", "BY_FREE", "BY_LOG"), grads, strict=False)}
+    by = {"BY_MEAN": grads[0] is not None, "BY_FREE": grads[1] is not None}
+    numbers = plan.length, n, heads, groups, *given.parts, int(grads[2] is not None)
     read = mean, free, log_total, *to[:3]
-    options = {"H": heads, **by, **plan.shape, **plan.flags, **plan.tiles, "num_warps": 8}
+    options = {**by, **plan.shape, **plan.flags, **plan.tiles, "num_warps": 8}
     by_last = given.keep and grads[3] is not None
     stateful = given.sums is not None or by_last or n > 1
     states, to_states, to_sums = None, (mean,) * 3, None
@@ -292,7 +296,7 @@ def backward(
         to_average, to_energy = torch.empty_like(states.average), torch.empty_like(states.energy)
         to_states = to_n, to_average, to_energy
         operands = q, gate, beta, marks, states.ln, states.energy, *read, read_n, to_average, to_energy
-        steps = plan.length, n, *strides[:3], *strides[9:]
+        steps = *numbers, *strides[:3], *strides[9:]
         launch(
             gradients.read_gradients,
             (n * batch * groups,),
@@ -305,11 +309,12 @@ def backward(
         )
         to_sums = None if given.sums is None else torch.empty_like(given.sums, memory_format=torch.contiguous_format)
         top = mean if given.top is None else given.top.contiguous()
+        kept = states.decay, states.ln, states.energy
         launch(
             gradients.carry_back,
             (batch * groups, triton.cdiv(width, VALUES)),
-            *(*states[1:], read_n, *to_states, top, to[3], mean if to_sums is None else to_sums, n),
-            moved=_bytes((*states[1:], *to_states)) + _bytes(to_states),
+            *(*kept, read_n, *to_states, top, to[3], mean if to_sums is None else to_sums, n),
+            moved=_bytes(kept) + 2 * _bytes(to_states),
             exponentials=2 * batch * groups * n * channels * width,
             E=channels,
             D=width,
@@ -330,13 +335,13 @@ def backward(
     sum_beta = torch.empty(batch, groups, n, width, dtype=torch.float32, device=q.device)
     before = (mean,) * 3 if states is None else states[2:]
     operands = q, k, gate, v, beta, marks, *before, *read, *to_states
-    to_gate = (d_k, sum_k) if d_gate is None else (d_gate, sum_gate)
-    found = d_q, d_k, to_gate[0], d_v, sum_q, sum_k, to_gate[1], sum_v, sum_beta, plan.length, n
-    options |= {"STATE": stateful, "EXCLUSIVE": given.exclusive, "ROUNDED": sum_v is not d_v}
+    to_gate = (sum_k, sum_k) if d_gate is None else (d_gate, sum_gate)
+    found = d_q, d_k, to_gate[0], d_v, sum_q, sum_k, to_gate[1], sum_v, sum_beta
+    options |= {"STATE": stateful, "ROUNDED": sum_v is not d_v}
     launch(
         gradients.token_gradients,
         (n * batch * groups,),
-        *(*operands, *found, *strides),
+        *(*operands, *found, *numbers, int(given.exclusive), *strides),
         moved=_bytes((*operands, *found)),
         exact=True,
         flops=3 * plan.products(batch * heads, stateful),

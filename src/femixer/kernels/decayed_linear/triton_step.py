@@ -8,6 +8,7 @@ import triton.language as tl
 from femixer.kernels.decayed_linear.triton_chunks import (
     BARELY,
     NOTHING,
+    NUMBERS,
     STRONGEST,
     add_logs,
     exponentials,
@@ -18,34 +19,29 @@ from femixer.kernels.decayed_linear.triton_forward import load_state, store_stat
 from femixer.kernels.triton_math import log1p
 
 
-@triton.jit(do_not_specialize=["q_b", "k_b", "v_b", "g_b"])
+@triton.jit(do_not_specialize=NUMBERS)
 def step(
-    Q, K, GATE, V, BETA, MARKS, FIRST, TOP, MEAN, FREE, LOG, LAST, LAST_TOP, q_b, q_h, k_b, k_h, v_b, v_h, g_b,
-    g_h, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, D: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
-    W: tl.constexpr, GATED: tl.constexpr, MARKED: tl.constexpr, ENERGETIC: tl.constexpr, STATE: tl.constexpr,
-    EXCLUSIVE: tl.constexpr, KEEP: tl.constexpr,
+    Q, K, GATE, V, BETA, MARKS, FIRST, TOP, MEAN, FREE, LOG, LAST, LAST_TOP, H, G, gated, marked,
+    q_b, q_h, k_b, k_h, v_b, v_h, g_b, g_h, E: tl.constexpr, D: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
+    W: tl.constexpr, ENERGETIC: tl.constexpr, STATE: tl.constexpr, EXCLUSIVE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """All rows of BD value channels."""
     bg, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BD
     b, g = bg // G, bg % G
     row = tl.arange(0, BE)
     column = first + tl.arange(0, BD)
-    marks = 0
-    if MARKED:
-        marks = tl.load(MARKS + b).to(tl.int32)
+    marks = tl.max(tl.load(MARKS + b + 0 * row, mask=row < BE * marked, other=0).to(tl.int32), 0)
     before = tl.full([BE], NOTHING, tl.float32)
     average, energy = tl.zeros([BE, BD], tl.float32), tl.zeros([BE, BD], tl.float32)
     if STATE:
         before, average, energy = load_state(FIRST, TOP, bg, first, E, D, BE, BD, ENERGETIC)
-    if MARKED:
-        before = tl.where((marks & 2) == 0, before, NOTHING)
-    if GATED:
-        if W == 1:
-            gate = tl.load(GATE + b * g_b + g * g_h).to(tl.float32) + tl.zeros([BE], tl.float32)
-        else:
-            gate = tl.load(GATE + b * g_b + g * g_h + row, mask=row < E, other=0).to(tl.float32)
-        before += tl.where((marks & 1) == 0, tl.maximum(gate, STRONGEST), 0.0)
-        before = tl.where(before > BARELY, before, NOTHING)
+    before = tl.where((marks & 2) == 0, before, NOTHING)
+    if W == 1:
+        gate = tl.load(GATE + b * g_b + g * g_h + 0 * row, mask=row < E * gated, other=0).to(tl.float32)
+    else:
+        gate = tl.load(GATE + b * g_b + g * g_h + row, mask=row < E, other=0).to(tl.float32)
+    before += tl.where((marks & 1) == 0, tl.maximum(gate, STRONGEST), 0.0)
+    before = tl.where(before > BARELY, before, NOTHING)
     added = log_of(tl.load(K + b * k_b + g * k_h + row, mask=row < E, other=0).to(tl.float32))
     added = tl.where((marks & 1) == 0, added, NOTHING)
     v = tl.load(V + b * v_b + g * v_h + column, mask=column < D, other=0).to(tl.float32)

@@ -78,12 +78,12 @@ def _launch(kernel: Any, given: list[Tensor | None], results: list[Tensor | None
         *(mean if x is None else x for x in results),
         *strides,
         tokens * heads,
+        heads,
         eps,
         moved=size_of(*given, *results),
         exponentials=mean.numel() * (2 * (gate is not None) + (free is not None)),
         MIXED=free is not None,
         GATED=gate is not None,
-        HEADS=heads,
         WIDTH=width,
         COLUMNS=columns,
         ROWS=rows,
@@ -92,54 +92,52 @@ def _launch(kernel: Any, given: list[Tensor | None], results: list[Tensor | None
 
 
 @triton.jit
-def _place(row, column, by_token, by_head, HEADS: tl.constexpr):
-    token = (row // HEADS).to(tl.int64)
-    return token[:, None] * by_token + (row % HEADS)[:, None] * by_head + column[None, :]
+def _place(row, column, by_token, by_head, heads):
+    token = (row // heads).to(tl.int64)
+    return token[:, None] * by_token + (row % heads)[:, None] * by_head + column[None, :]
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "heads"])
 def _forward(
     Mean, Free, Lam, Gate, Out,
-    mean_token, mean_head, free_token, free_head, lam_token, lam_head, gate_token, gate_head, rows, eps,
-    MIXED: tl.constexpr, GATED: tl.constexpr, HEADS: tl.constexpr,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    mean_token, mean_head, free_token, free_head, lam_token, lam_head, gate_token, gate_head, rows, heads, eps,
+    MIXED: tl.constexpr, GATED: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
-    read = tl.load(Mean + _place(row, column, mean_token, mean_head, HEADS), mask=inside, other=0).to(tl.float32)
+    read = tl.load(Mean + _place(row, column, mean_token, mean_head, heads), mask=inside, other=0).to(tl.float32)
     if MIXED:
-        free = tl.load(Free + _place(row, column, free_token, free_head, HEADS), mask=inside, other=0).to(tl.float32)
-        lam = tl.load(Lam + _place(row, column, lam_token, lam_head, HEADS), mask=inside, other=0).to(tl.float32)
+        free = tl.load(Free + _place(row, column, free_token, free_head, heads), mask=inside, other=0).to(tl.float32)
+        lam = tl.load(Lam + _place(row, column, lam_token, lam_head, heads), mask=inside, other=0).to(tl.float32)
         read += sigmoid(lam) * (free - read)
     if GATED:
-        gate = tl.load(Gate + _place(row, column, gate_token, gate_head, HEADS), mask=inside, other=0).to(tl.float32)
+        gate = tl.load(Gate + _place(row, column, gate_token, gate_head, heads), mask=inside, other=0).to(tl.float32)
         positive = tl.where(inside, softplus(gate), 0.0)
         read *= positive * tl.rsqrt(tl.sum(positive * positive, 1) / WIDTH + eps)[:, None]
     tl.store(Out + row.to(tl.int64)[:, None] * WIDTH + column[None, :], read, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "heads"])
 def _backward(
     Mean, Free, Lam, Gate, Grad, ToMean, ToFree, ToLam, ToGate,
     mean_token, mean_head, free_token, free_head, lam_token, lam_head, gate_token, gate_head, grad_token, grad_head,
-    rows, eps,
-    MIXED: tl.constexpr, GATED: tl.constexpr, HEADS: tl.constexpr,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    rows, heads, eps,
+    MIXED: tl.constexpr, GATED: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """With r = 1 / rms, p = softplus(b) and g = p r: dp = r (d(g) - g mean(d(g) g))."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
     out = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    to_read = tl.load(Grad + _place(row, column, grad_token, grad_head, HEADS), mask=inside, other=0).to(tl.float32)
-    mean = tl.load(Mean + _place(row, column, mean_token, mean_head, HEADS), mask=inside, other=0).to(tl.float32)
+    to_read = tl.load(Grad + _place(row, column, grad_token, grad_head, heads), mask=inside, other=0).to(tl.float32)
+    mean = tl.load(Mean + _place(row, column, mean_token, mean_head, heads), mask=inside, other=0).to(tl.float32)
     read = mean
     if MIXED:
-        free = tl.load(Free + _place(row, column, free_token, free_head, HEADS), mask=inside, other=0).to(tl.float32)
-        lam = tl.load(Lam + _place(row, column, lam_token, lam_head, HEADS), mask=inside, other=0).to(tl.float32)
+        free = tl.load(Free + _place(row, column, free_token, free_head, heads), mask=inside, other=0).to(tl.float32)
+        lam = tl.load(Lam + _place(row, column, lam_token, lam_head, heads), mask=inside, other=0).to(tl.float32)
         share = sigmoid(lam)
         read += share * (free - mean)
     if GATED:
-        gate = tl.load(Gate + _place(row, column, gate_token, gate_head, HEADS), mask=inside, other=0).to(tl.float32)
+        gate = tl.load(Gate + _place(row, column, gate_token, gate_head, heads), mask=inside, other=0).to(tl.float32)
         positive = tl.where(inside, softplus(gate), 0.0)
         inverse = tl.rsqrt(tl.sum(positive * positive, 1) / WIDTH + eps)[:, None]
         g = positive * inverse

@@ -49,8 +49,10 @@ def forward(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, widths: li
         given.stride(0),
         f.stride(0),
         rows,
+        width,
+        scaled,
         flops=2 * rows * m.numel(),
-        **_constants(y, m, scaled),
+        **_constants(y, m),
     )
     return *y.split(widths, -1), y
 
@@ -79,12 +81,12 @@ def backward(
         *(g.stride(0) for g in pieces),
         f.stride(0),
         rows,
+        width,
+        scaled,
+        *ends[:3],
         moved=4 * size_of(y) + size_of(f, m),
         flops=2 * rows * m.numel(),
-        END0=ends[0],
-        END1=ends[1],
-        END2=ends[2],
-        **_constants(y, m, scaled),
+        **_constants(y, m),
     )
     to_eta = to_eta.view(rows, width)
     to_features = (to_eta @ m.to(y.dtype)).to(features.dtype)
@@ -111,10 +113,8 @@ def _grid(rows: int, width: int) -> tuple[int, int]:
     return tiles, max(1, min(triton.cdiv(rows, ROWS), PROGRAMS // tiles))
 
 
-def _constants(y: Tensor, matrix: Tensor, scaled: int) -> dict[str, Any]:
+def _constants(y: Tensor, matrix: Tensor) -> dict[str, Any]:
     return {
-        "WIDTH": y.shape[-1],
-        "SCALED": scaled,
         "FEATURES": matrix.shape[1],
         "LEAST": torch.finfo(y.dtype).eps / 2,
         "PADDED": max(16, triton.next_power_of_2(matrix.shape[1])),
@@ -127,9 +127,9 @@ def _constants(y: Tensor, matrix: Tensor, scaled: int) -> dict[str, Any]:
 
 
 @triton.jit
-def _matrix(M, column, DTYPE: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, PADDED: tl.constexpr):
+def _matrix(M, column, width, DTYPE: tl.constexpr, FEATURES: tl.constexpr, PADDED: tl.constexpr):
     feature = tl.arange(0, PADDED)
-    inside = (column < WIDTH)[:, None] & (feature < FEATURES)[None, :]
+    inside = (column < width)[:, None] & (feature < FEATURES)[None, :]
     return tl.load(M + column[:, None] * FEATURES + feature[None, :], mask=inside, other=0).to(DTYPE)
 
 
@@ -141,43 +141,42 @@ def _features(F, by_row, row, rows, DTYPE: tl.constexpr, FEATURES: tl.constexpr,
 
 
 @triton.jit
-def _factors(eta, column, SCALED: tl.constexpr, LEAST: tl.constexpr):
+def _factors(eta, column, scaled, LEAST: tl.constexpr):
     """1 + eta, or one where eta is added; LEAST where it is closer to zero."""
     factor = 1 + eta
-    return tl.where((column < SCALED)[None, :], tl.where(tl.abs(factor) < LEAST, LEAST, factor), 1.0)
+    return tl.where((column < scaled)[None, :], tl.where(tl.abs(factor) < LEAST, LEAST, factor), 1.0)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "scaled"])
 def _forward(
-    X, F, M, Y, x_row, f_row, rows,
-    WIDTH: tl.constexpr, SCALED: tl.constexpr, FEATURES: tl.constexpr, LEAST: tl.constexpr, PADDED: tl.constexpr,
+    X, F, M, Y, x_row, f_row, rows, width, scaled,
+    FEATURES: tl.constexpr, LEAST: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    m = _matrix(M, column, X.dtype.element_ty, WIDTH, FEATURES, PADDED)
+    m = _matrix(M, column, width, X.dtype.element_ty, FEATURES, PADDED)
     row = tl.arange(0, ROWS)
     for start in range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
         # The first row of the tile as a large number, those within it as small ones, which take half the registers.
         first, left = tl.cast(start, tl.int64), rows - start
         f = _features(F + first * f_row, f_row, row, left, X.dtype.element_ty, FEATURES, PADDED)
         eta = tl.dot(f, tl.trans(m), input_precision=PRECISION)
-        inside = (row < left)[:, None] & (column < WIDTH)[None, :]
+        inside = (row < left)[:, None] & (column < width)[None, :]
         x = tl.load(X + first * x_row + (row[:, None] * x_row + column[None, :]), mask=inside, other=0).to(tl.float32)
-        y = x * _factors(eta, column, SCALED, LEAST) + tl.where((column < SCALED)[None, :], 0.0, eta)
-        tl.store(Y + first * WIDTH + (row[:, None] * WIDTH + column[None, :]), y, mask=inside)
+        y = x * _factors(eta, column, scaled, LEAST) + tl.where((column < scaled)[None, :], 0.0, eta)
+        tl.store(Y + first * width + (row[:, None] * width + column[None, :]), y, mask=inside)
 
 
 @triton.jit
-def _piece(G, by_row, row, column, rows, START: tl.constexpr, END: tl.constexpr):
-    inside = (row < rows)[:, None] & ((column >= START) & (column < END))[None, :]
-    return tl.load(G + (row[:, None] * by_row + (column - START)[None, :]), mask=inside, other=0).to(tl.float32)
+def _piece(G, by_row, row, column, rows, start, end):
+    inside = (row < rows)[:, None] & ((column >= start) & (column < end))[None, :]
+    return tl.load(G + (row[:, None] * by_row + (column - start)[None, :]), mask=inside, other=0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "scaled", "end0", "end1", "end2"])
 def _backward(
-    G0, G1, G2, G3, Y, F, M, ToX, ToEta, g0_row, g1_row, g2_row, g3_row, f_row, rows,
-    END0: tl.constexpr, END1: tl.constexpr, END2: tl.constexpr,
-    WIDTH: tl.constexpr, SCALED: tl.constexpr, FEATURES: tl.constexpr, LEAST: tl.constexpr, PADDED: tl.constexpr,
+    G0, G1, G2, G3, Y, F, M, ToX, ToEta, g0_row, g1_row, g2_row, g3_row, f_row, rows, width, scaled, end0,
+    end1, end2, FEATURES: tl.constexpr, LEAST: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """d x = g (1 + eta) and d eta = g x = g y / (1 + eta), or g both where eta is added; eta is the forward's, to the
@@ -185,24 +184,24 @@ def _backward(
     tile = tl.program_id(0)
     low, high = tile * COLUMNS, tile * COLUMNS + COLUMNS
     row, column = tl.arange(0, ROWS), low + tl.arange(0, COLUMNS)
-    m = _matrix(M, column, Y.dtype.element_ty, WIDTH, FEATURES, PADDED)
+    m = _matrix(M, column, width, Y.dtype.element_ty, FEATURES, PADDED)
     for start in range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
         first, left = tl.cast(start, tl.int64), rows - start
         grad = tl.zeros([ROWS, COLUMNS], tl.float32)
         # Few tiles have columns of more than one piece.
-        if low < END0:
-            grad += _piece(G0 + first * g0_row, g0_row, row, column, left, 0, END0)
-        if (low < END1) & (high > END0):
-            grad += _piece(G1 + first * g1_row, g1_row, row, column, left, END0, END1)
-        if (low < END2) & (high > END1):
-            grad += _piece(G2 + first * g2_row, g2_row, row, column, left, END1, END2)
-        if high > END2:
-            grad += _piece(G3 + first * g3_row, g3_row, row, column, left, END2, WIDTH)
+        if low < end0:
+            grad += _piece(G0 + first * g0_row, g0_row, row, column, left, 0, end0)
+        if (low < end1) & (high > end0):
+            grad += _piece(G1 + first * g1_row, g1_row, row, column, left, end0, end1)
+        if (low < end2) & (high > end1):
+            grad += _piece(G2 + first * g2_row, g2_row, row, column, left, end1, end2)
+        if high > end2:
+            grad += _piece(G3 + first * g3_row, g3_row, row, column, left, end2, width)
         f = _features(F + first * f_row, f_row, row, left, Y.dtype.element_ty, FEATURES, PADDED)
-        factor = _factors(tl.dot(f, tl.trans(m), input_precision=PRECISION), column, SCALED, LEAST)
-        inside = (row < left)[:, None] & (column < WIDTH)[None, :]
-        place = row[:, None] * WIDTH + column[None, :]
-        y = tl.load(Y + first * WIDTH + place, mask=inside, other=0).to(tl.float32)
-        tl.store(ToX + first * WIDTH + place, grad * factor, mask=inside)
-        to_eta = tl.where((column < SCALED)[None, :], grad * (y / factor), grad)
-        tl.store(ToEta + first * WIDTH + place, to_eta, mask=inside)
+        factor = _factors(tl.dot(f, tl.trans(m), input_precision=PRECISION), column, scaled, LEAST)
+        inside = (row < left)[:, None] & (column < width)[None, :]
+        place = row[:, None] * width + column[None, :]
+        y = tl.load(Y + first * width + place, mask=inside, other=0).to(tl.float32)
+        tl.store(ToX + first * width + place, grad * factor, mask=inside)
+        to_eta = tl.where((column < scaled)[None, :], grad * (y / factor), grad)
+        tl.store(ToEta + first * width + place, to_eta, mask=inside)

@@ -45,6 +45,7 @@ class Problem(NamedTuple):
     marks: Tensor
     sums: Tensor
     top: Tensor
+    marked: int
     flags: dict[str, bool]
 
     @property
@@ -72,10 +73,12 @@ class Problem(NamedTuple):
 def _problem(arguments: tuple[Any, ...]) -> Problem:
     *tensors, exclusive = arguments
     given = [x.contiguous() if isinstance(x, Tensor) else x for x in tensors]
-    flags = {"FREE": given[6] is not None, "MARKED": given[7] is not None, "INCLUSIVE": not exclusive}
+    flags = {"FREE": given[6] is not None, "INCLUSIVE": not exclusive}
+    marked = int(given[7] is not None)
+    given[7] = given[5].new_empty(1, dtype=torch.int8) if given[7] is None else given[7]
     names = Problem._fields[: len(given)]
     there: dict[str, Any] = {name: given[5] if x is None else x for name, x in zip(names, given, strict=True)}
-    return Problem(**there, flags=flags)
+    return Problem(**there, marked=marked, flags=flags)
 
 
 def _work(p: Problem, passes: int = 1) -> dict[str, int]:
@@ -95,8 +98,8 @@ def _states_before(p: Problem) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | 
     tops, slows = torch.empty(2, batch, p.chunks, heads, **new)
     lags = torch.empty(batch, p.chunks, heads, modes, **new)
     sizes = length, heads, modes, width, p.chunks
-    given = p.gate, p.write, p.spread, p.v, p.beta, p.marks, sums, tops, slows, lags, *sizes
-    launch(kernels.summarize, (p.chunks * batch, heads), *given, **p.options("FREE", "MARKED"), **_work(p))
+    given = p.gate, p.write, p.spread, p.v, p.beta, p.marks, sums, tops, slows, lags, *sizes, p.marked
+    launch(kernels.summarize, (p.chunks * batch, heads), *given, **p.options("FREE"), **_work(p))
     options = p.options("FREE")
     carried = sums, tops, slows, lags, p.sums, p.top, heads, modes, p.chunks
     launch(kernels.carry, (batch, heads), *carried, MODES=options["MODES"], FREE=options["FREE"], num_warps=1)
@@ -112,8 +115,8 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
     last, last_top = torch.empty_like(p.sums), torch.empty_like(p.top)
     given = p.gate, p.write, p.read, p.spread, p.gather, p.v, p.beta, p.marks, sums, tops
     results = mean, free if p.flags["FREE"] else mean, log_total, last, last_top
-    sizes = length, heads, modes, width, p.chunks
-    options = p.options("FREE", "MARKED", "INCLUSIVE")
+    sizes = length, heads, modes, width, p.chunks, p.marked
+    options = p.options("FREE", "INCLUSIVE")
     launch(kernels.read_chunks, (p.chunks * batch, heads), *given, *results, *sizes, **options, **_work(p))
     return mean, free, log_total, last, last_top if p.flags["FREE"] else p.top.clone()
 
@@ -127,15 +130,16 @@ def backward(
     new: dict[str, Any] = {"dtype": torch.float32, "device": p.v.device}
     mean, free, log_total, last = results
     token_tops = torch.empty(batch, length, heads, **new)
-    by = [p.v if g is None else g.contiguous() for g in grads[:4]]
-    flags = {f"BY_{name}": g is not None for name, g in zip(("MEAN", "FREE", "TOTAL"), grads, strict=False)}
+    by = [mean if g is None else g.contiguous() for g in grads[:4]]
+    flags = {"BY_MEAN": grads[0] is not None, "BY_FREE": grads[1] is not None}
+    by_total = int(grads[2] is not None)
     read = mean, free if p.flags["FREE"] else mean, log_total, *by[:3]
     sizes = length, heads, modes, width, p.chunks
     back = torch.empty(batch, p.chunks, 3, heads, modes, **new)
     seen = torch.empty(batch, length, 3, heads, modes, **new)
     system = p.gate, p.write, p.read, p.spread, p.gather, p.v, p.beta, p.marks
-    given = *system, sums, tops, token_tops, seen, *read, back, *sizes
-    options = p.options("FREE", "MARKED") | flags
+    given = *system, sums, tops, token_tops, seen, *read, back, *sizes, p.marked, by_total
+    options = p.options("FREE") | flags
     launch(kernels.adjoints, (p.chunks * batch, heads), *given, **options, **_work(p, passes=2))
     if falls is not None:
         carried = back, tops, *falls, token_tops[:, -1].contiguous(), by[3], heads, modes, p.chunks
@@ -145,13 +149,14 @@ def backward(
         back.zero_()
     else:
         back.copy_(grads[3][:, None])
-    return _gradients(p, (sums, tops, token_tops, seen, back), (*read, last), flags, needed)
+    return _gradients(p, (sums, tops, token_tops, seen, back), (*read, last), by_total, flags, needed)
 
 
 def _gradients(
     p: Problem,
     states: tuple[Tensor, ...],
     read: tuple[Tensor, ...],
+    by_total: int,
     flags: dict[str, bool],
     needed: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
@@ -163,8 +168,8 @@ def _gradients(
     to_beta, to_first = torch.empty(batch, p.chunks, heads, **new), torch.empty(batch, 3, heads, modes, **new)
     found = to_gate, *amounts, *matrices, to_v, to_beta, to_first
     given = p.gate, p.write, p.read, p.spread, p.gather, p.v, p.beta, p.marks, *states, *read
-    sizes = length, heads, modes, width, p.chunks, batch
-    options = p.options("FREE", "MARKED", "INCLUSIVE") | flags
+    sizes = length, heads, modes, width, p.chunks, batch, p.marked, by_total
+    options = p.options("FREE", "INCLUSIVE") | flags
     launch(kernels.gradients, (p.chunks * batch, heads), *given, *found, *sizes, **options, **_work(p))
     to_write, to_read = amounts.sum(1).to(p.write.dtype)
     to_spread, to_gather = matrices.sum((1, 2)).to(p.spread.dtype)

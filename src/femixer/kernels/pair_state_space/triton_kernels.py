@@ -20,17 +20,18 @@ import triton.language as tl
 from femixer.kernels.state_space.triton_backward import slopes
 from femixer.kernels.state_space.triton_kernels import NOTHING, PADDING, START, TINY, at, decays, risen
 
+# Given as numbers: nothing is compiled anew for other sizes, with marks or without, or for what an encoder asks.
+SIZES = ["T", "H", "D", "chunks", "batch", "marked", "by_total"]
+
 
 @triton.jit
-def _token(V, GATE, WRITE, MARKS, b, t, T, h, H, N, D, n, d, beta, MARKED: tl.constexpr):
+def _token(V, GATE, WRITE, MARKS, b, t, T, h, H, N, D, n, d, beta, marked):
     """values [D], gates, writes [N], exponents; whether it is real (1 or 0, beyond the end 0) or starts a segment."""
     row = b * T + t
     real = (t < T).to(tl.int32)
-    start = n < 0
-    if MARKED:
-        mark = tl.load(MARKS + tl.minimum(row, b * T + T - 1)).to(tl.int32)
-        real = real * (1 - (mark & PADDING))
-        start = at(n >= 0, real * (mark & START))
+    mark = tl.load(MARKS + tl.minimum(row, b * T + T - 1) * marked).to(tl.int32) * marked
+    real = real * (1 - (mark & PADDING))
+    start = at(n >= 0, real * (mark & START))
     modes = at(n < N, real)
     v = tl.load(V + (row * H + h) * D + d, mask=at(d < D, real), other=0.0).to(tl.float32)
     gate = tl.load(GATE + (row * H + h) * N + n, mask=modes, other=0.0).to(tl.float32)
@@ -107,10 +108,10 @@ def _matrix(MATRIX, h, n, d, N, D, BY_MODES: tl.constexpr):
     return tl.load(MATRIX + place, mask=there, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["T", "chunks"])
+@triton.jit(do_not_specialize=SIZES)
 def summarize(
-    GATE, WRITE, SPREAD, V, BETA, MARKS, SUMS, TOPS, SLOWS, LAGS, T, H, N, D, chunks,
-    MODES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, FREE: tl.constexpr, MARKED: tl.constexpr,
+    GATE, WRITE, SPREAD, V, BETA, MARKS, SUMS, TOPS, SLOWS, LAGS, T, H, N, D, chunks, marked,
+    MODES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, FREE: tl.constexpr,
 ):  # fmt: skip
     """The state that a chunk leaves when it begins with nothing, its top, and its gates together."""
     place, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -127,7 +128,7 @@ def summarize(
     reset = n < 0
     for t in range(chunk * CHUNK, chunk * CHUNK + CHUNK):
         v, gate, write, exponent, real, start = _token(
-            V, GATE, WRITE, MARKS, b, t, T, h, H, N, D, n, d, beta, MARKED
+            V, GATE, WRITE, MARKS, b, t, T, h, H, N, D, n, d, beta, marked
         )  # fmt: skip
         slow, lag = _gates(gate, n, N)
         top, before = risen(top, slow, 1.0, tl.max(exponent, 0), start)
@@ -137,12 +138,10 @@ def summarize(
         h0, h1, h2 = h0 + write * u0, h1 + write * u1, h2 + write * u2
         slows += slow
         lags += lag
-        if MARKED:
-            reset = reset | start
+        reset = reset | start
     _store_state(SUMS, (place * 3 * H + h) * N, N, H * N, n, h0, h1, h2)
     tl.store(TOPS + place * H + h, tl.max(top, 0))
-    if MARKED:
-        slows = tl.where(reset, 1.0, slows)
+    slows = tl.where(reset, 1.0, slows)
     tl.store(SLOWS + place * H + h, tl.max(slows, 0))
     tl.store(LAGS + (place * H + h) * N + n, lags, mask=n < N)
 
@@ -154,7 +153,7 @@ def _chunk_gates(SLOWS, LAGS, place, N, n):
     return slow > 0, tl.minimum(slow, 0.0), tl.load(LAGS + place * N + n, mask=n < N, other=0.0)
 
 
-@triton.jit(do_not_specialize=["chunks"])
+@triton.jit(do_not_specialize=SIZES)
 def carry(
     SUMS, TOPS, SLOWS, LAGS, FIRST, FIRST_TOP, H, N, chunks, MODES: tl.constexpr, FREE: tl.constexpr
 ):  # fmt: skip
@@ -177,12 +176,12 @@ def carry(
         h0, h1, h2 = h0 + own0, h1 + own1, h2 + own2 * tl.exp(local - top)
 
 
-@triton.jit(do_not_specialize=["T", "chunks"])
+@triton.jit(do_not_specialize=SIZES)
 def read_chunks(
     GATE, WRITE, READ, SPREAD, GATHER, V, BETA, MARKS, SUMS, TOPS, MEAN, FREE_ENERGY, LOG_TOTAL, LAST, LAST_TOP,
-    T, H, N, D, chunks,
+    T, H, N, D, chunks, marked,
     MODES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-    FREE: tl.constexpr, MARKED: tl.constexpr, INCLUSIVE: tl.constexpr,
+    FREE: tl.constexpr, INCLUSIVE: tl.constexpr,
 ):  # fmt: skip
     """The results of a chunk's tokens, from the state before it; the last chunk also leaves the state after it."""
     place, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -194,7 +193,7 @@ def read_chunks(
     top = _top(TOPS, place * H + h, n)
     for t in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, T)):
         v, gate, write, exponent, real, start = _token(
-            V, GATE, WRITE, MARKS, b, t, T, h, H, N, D, n, d, beta, MARKED
+            V, GATE, WRITE, MARKS, b, t, T, h, H, N, D, n, d, beta, marked
         )  # fmt: skip
         read = tl.load(READ + (b * T + t) * N + n, mask=at(n < N, real), other=0.0).to(tl.float32)
         slow, lag = _gates(gate, n, N)
@@ -245,12 +244,12 @@ def _tops(TOKEN_TOPS, first, b, t, T, h, H, n, N, back, start, CHUNK: tl.constex
     return tl.where(inside, top, before), before
 
 
-@triton.jit(do_not_specialize=["T", "chunks"])
+@triton.jit(do_not_specialize=SIZES)
 def adjoints(
     GATE, WRITE, READ, SPREAD, GATHER, V, BETA, MARKS, SUMS, TOPS, TOKEN_TOPS, SEEN,
-    MEAN, FREE_ENERGY, LOG_TOTAL, G_MEAN, G_FREE, G_TOTAL, BACK, T, H, N, D, chunks,
-    MODES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, FREE: tl.constexpr, MARKED: tl.constexpr,
-    BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr, BY_TOTAL: tl.constexpr,
+    MEAN, FREE_ENERGY, LOG_TOTAL, G_MEAN, G_FREE, G_TOTAL, BACK, T, H, N, D, chunks, marked, by_total,
+    MODES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, FREE: tl.constexpr,
+    BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr,
 ):  # fmt: skip
     """The tops of a chunk's tokens [B, T, H], the decayed states that they meet, SEEN [B, T, 3, H, N], and the gradient
     of the state before the chunk by what the chunk reads of it."""
@@ -263,7 +262,7 @@ def adjoints(
     first = _top(TOPS, place * H + h, n)
     top = first
     for t in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, T)):
-        v, gate, write, exponent, real, start = _token(V, GATE, WRITE, MARKS, b, t, T, h, H, N, D, n, d, beta, MARKED)
+        v, gate, write, exponent, real, start = _token(V, GATE, WRITE, MARKS, b, t, T, h, H, N, D, n, d, beta, marked)
         slow, lag = _gates(gate, n, N)
         top, before = risen(top, slow, 1.0, tl.max(exponent, 0), start)
         tl.store(TOKEN_TOPS + (b * T + t) * H + h, tl.max(top, 0))
@@ -279,13 +278,13 @@ def adjoints(
     for back in range(CHUNK):
         t = chunk * CHUNK + CHUNK - 1 - back
         row = b * T + t
-        v, gate, write, exponent, real, start = _token(V, GATE, WRITE, MARKS, b, t, T, h, H, N, D, n, d, beta, MARKED)
+        v, gate, write, exponent, real, start = _token(V, GATE, WRITE, MARKS, b, t, T, h, H, N, D, n, d, beta, marked)
         read = tl.load(READ + row * N + n, mask=at(n < N, real), other=0.0).to(tl.float32)
         top, before = _tops(TOKEN_TOPS, first, b, t, T, h, H, n, N, back, start, CHUNK)
         highest = tl.max(tl.where(n < N, top, NOTHING), 0)
         d0, d1, d2, _ = slopes(
             MEAN, FREE_ENERGY, LOG_TOTAL, G_MEAN, G_FREE, G_TOTAL, (row * H + h) * D + d, at(d < D, real), beta,
-            highest, FREE, BY_MEAN, BY_FREE, BY_TOTAL,
+            highest, by_total, FREE, BY_MEAN, BY_FREE,
         )  # fmt: skip
         r0, r1, r2 = _queries(gather, d0, d1, d2)
         a0, a1, a2 = a0 + read * r0, a1 + read * r1, a2 + read * r2
@@ -295,7 +294,7 @@ def adjoints(
     _store_state(BACK, (place * 3 * H + h) * N, N, H * N, n, a0, a1, a2)
 
 
-@triton.jit(do_not_specialize=["chunks"])
+@triton.jit(do_not_specialize=SIZES)
 def carry_back(
     BACK, TOPS, SLOWS, LAGS, LAST_TOP, G_LAST, H, N, chunks,
     MODES: tl.constexpr, FREE: tl.constexpr, BY_LAST: tl.constexpr,
@@ -323,13 +322,13 @@ def carry_back(
         later = top
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "batch"])
+@triton.jit(do_not_specialize=SIZES)
 def gradients(
     GATE, WRITE, READ, SPREAD, GATHER, V, BETA, MARKS, SUMS, TOPS, TOKEN_TOPS, SEEN, BACK,
     MEAN, FREE_ENERGY, LOG_TOTAL, G_MEAN, G_FREE, G_TOTAL, LAST,
     D_GATE, D_WRITE, D_READ, D_SPREAD, D_GATHER, D_V, D_BETA, D_FIRST, T, H, N, D, chunks, batch,
-    MODES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, FREE: tl.constexpr, MARKED: tl.constexpr,
-    INCLUSIVE: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr, BY_TOTAL: tl.constexpr,
+    marked, by_total, MODES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, FREE: tl.constexpr,
+    INCLUSIVE: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk, from the states that its tokens meet and the gradient of the state after it. In parts: D_WRITE and
     D_READ [H, B, T, N]; D_SPREAD, D_GATHER [B, chunks, H, N, D]; D_BETA [B, chunks, H]."""
@@ -350,7 +349,7 @@ def gradients(
     for back in range(CHUNK):
         t = chunk * CHUNK + CHUNK - 1 - back
         row = b * T + t
-        v, gate, write, exponent, real, start = _token(V, GATE, WRITE, MARKS, b, t, T, h, H, N, D, n, d, beta, MARKED)
+        v, gate, write, exponent, real, start = _token(V, GATE, WRITE, MARKS, b, t, T, h, H, N, D, n, d, beta, marked)
         inside = (t < T).to(tl.int32)
         modes, here = at(n < N, inside), at(d < D, real)
         read = tl.load(READ + row * N + n, mask=at(n < N, real), other=0.0).to(tl.float32)
@@ -360,7 +359,7 @@ def gradients(
         u0, u1, u2 = _streams(spread, v, energy)
         d0, d1, d2, by_logarithm = slopes(
             MEAN, FREE_ENERGY, LOG_TOTAL, G_MEAN, G_FREE, G_TOTAL, (row * H + h) * D + d, here, beta, highest,
-            FREE, BY_MEAN, BY_FREE, BY_TOTAL,
+            by_total, FREE, BY_MEAN, BY_FREE,
         )  # fmt: skip
         r0, r1, r2 = _queries(gather, d0, d1, d2)
         z0, z1, z2 = _load_state(SEEN, (tl.minimum(row, b * T + T - 1) * 3 * H + h) * N, N, H * N, n, FREE)

@@ -12,10 +12,12 @@ import triton
 import triton.language as tl
 
 from femixer.kernels.softmax.triton_kernels import (
+    DECAYS,
     GATE_STRIDES,
     INF,
     LOG2E,
     ROWS,
+    SEGMENT_POINTERS,
     STRIDES,
     key_range,
     load_bias,
@@ -123,20 +125,20 @@ def inner(
 
 @triton.jit
 def join_rows(
-    k, v, e, queries, to_mean, to_total, log_zs, deltas, BIAS, SEG_Q, SEG_K, RANK, dk, dv, de,
+    k, v, e, queries, to_mean, to_total, log_zs, deltas, BIAS, SEG_Q, SEG_K, RANK, dk, dv, de, ds_sum,
     key, start, middle, stop, T, S, offset, window, scale, q_t, bias_t, bias_s, key_width, width,
     BETA: tl.constexpr, HAS_BIAS: tl.constexpr, SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows at positions from start to stop add to the gradients of keys, values and exponentials [N, E or D]. Those
-    from middle on see all keys."""
+    """Rows at positions from start to stop add to the gradients of keys, values and exponentials [N, E or D], and where
+    scores decay to the sums of their own [N]. Those from middle on see all keys."""
     for first in range(start, stop, TILE):
         query = first + tl.arange(0, TILE)
         row = first - offset
         q = load_block_columns(queries, row, T, q_t, key_width, UNIT, TILE, KEY_WIDTH)
         x = tl.dot(k, q, input_precision=PRECISION) * (scale * LOG2E)
         if HAS_BIAS:
-            x += load_bias(BIAS, query[None, :], key[:, None], offset, T, S, bias_t, bias_s)
+            x += load_bias(BIAS, query[None, :], key[:, None], offset, T, S, bias_t, bias_s, HAS_BIAS)
         if first < middle:
             seen = visible(
                 query[None, :], key[:, None], SEG_Q, SEG_K, RANK, offset, T, S, window, CAUSAL, WINDOW, SEGMENTS
@@ -155,7 +157,9 @@ def join_rows(
         ds = p * (dp - load_numbers(deltas, row, T, 0.0, TILE)[None, :])
         q = load_block(queries, row, T, q_t, key_width, UNIT, TILE, KEY_WIDTH)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    return dk, dv, de
+        if HAS_BIAS == DECAYS:
+            ds_sum += tl.sum(ds, 1)
+    return dk, dv, de, ds_sum
 
 
 @triton.jit
@@ -182,9 +186,12 @@ def row_range(
     return start // TILE * TILE, stop
 
 
-@triton.jit(do_not_specialize=["T", "S", "J", "P", "first_part", "tiles", "H", "repeats", "offset", "window", *STRIDES])
+@triton.jit(
+    do_not_specialize=["T", "S", "J", "P", "first_part", "tiles", "H", "repeats", "offset", "window", *STRIDES],
+    do_not_specialize_on_alignment=SEGMENT_POINTERS,
+)
 def to_keys(
-    Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, TOPS, TO_MEAN, TO_TOTAL, DELTA, LOG_Z, TO_K, TO_V, EXPS, PARTS,
+    Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, TOPS, TO_MEAN, TO_TOTAL, DELTA, LOG_Z, TO_K, TO_V, TO_SUMS, EXPS, PARTS,
     T, S, J, P, first_part, tiles, H, repeats, offset, window, scale,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bias_b, bias_h, bias_t, bias_s, seg_q, seg_k,
     BETA: tl.constexpr, HAS_BIAS: tl.constexpr, SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
@@ -193,7 +200,8 @@ def to_keys(
     key_width: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """TO_K [B, S, G, E], TO_V [B, S, G, D] of SIDE keys from all rows and heads that see them; PARTS of beta;
-    EXPS [B, G, S, D], the exponentials relative to the top that ROWS keys share."""
+    EXPS [B, G, S, D], the exponentials relative to the top that ROWS keys share; TO_SUMS [B, H, S] of log decays: what
+    the scores of a row give to the sum up to itself is zero in all, so this is what its key gives."""
     program = tl.program_id(0)
     pair, side = program // tiles, program % tiles
     G = H // repeats
@@ -228,6 +236,7 @@ def to_keys(
         queries = place(Q, batch, head, q_b, q_h, UNIT)
         bias = BIAS + batch.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h
         de = tl.zeros([SIDE, WIDTH], tl.float32)
+        ds_sum = tl.zeros([SIDE], tl.float32)
         last_top = tl.zeros([WIDTH], tl.float32)
         # From the last rows, whose top is the highest, to the first: `de` is relative to the top of its rows.
         for block in range(blocks):
@@ -238,12 +247,14 @@ def to_keys(
                 de = de * tl.exp2(tl.where(block > 0, slope * (top - last_top), 0.0))[None, :]
                 e = exponentials(values, betas, key, top, S, v_t, width, UNIT, WIDTH).to(e.dtype)
                 last_top = top
-            dk, dv, de = join_rows(
+            dk, dv, de, ds_sum = join_rows(
                 k, v, e, queries, TO_MEAN + of_rows * width, TO_TOTAL + of_rows * width, LOG_Z + of_rows,
-                DELTA + of_rows, bias, SEG_Q, SEG_K, RANK, dk, dv, de, key, tl.maximum(start, first), middle,
+                DELTA + of_rows, bias, SEG_Q, SEG_K, RANK, dk, dv, de, ds_sum, key, tl.maximum(start, first), middle,
                 tl.minimum(stop, first + ROWS), T, S, offset, window, scale, q_t, bias_t, bias_s, key_width, width,
                 BETA, HAS_BIAS, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, WIDTH, TILE, PRECISION,
             )  # fmt: skip
+        if HAS_BIAS == DECAYS:
+            tl.store(TO_SUMS + (batch * H + head).to(tl.int64) * S + key, -ds_sum, mask=key < S)
         if BETA:
             beta = tl.load(betas + channel, mask=channel < width, other=1).to(tl.float32)
             weighted = tl.where(inside, de * e.to(tl.float32), 0.0)
@@ -275,7 +286,7 @@ def join_keys(
         k = load_block_columns(keys, first, S, k_t, key_width, UNIT, SIDE, KEY_WIDTH)
         x = tl.dot(q, k, input_precision=PRECISION) * (scale * LOG2E)
         if HAS_BIAS:
-            x += load_bias(BIAS, query[:, None], key[None, :], offset, T, S, bias_t, bias_s)
+            x += load_bias(BIAS, query[:, None], key[None, :], offset, T, S, bias_t, bias_s, HAS_BIAS)
         if first >= middle:
             seen = visible(
                 query[:, None], key[None, :], SEG_Q, SEG_K, RANK, offset, T, S, window, CAUSAL, WINDOW, SEGMENTS
@@ -297,7 +308,10 @@ def join_keys(
     return dq
 
 
-@triton.jit(do_not_specialize=["T", "S", "J", "tiles", "H", "repeats", "offset", "window", *STRIDES])
+@triton.jit(
+    do_not_specialize=["T", "S", "J", "tiles", "H", "repeats", "offset", "window", *STRIDES],
+    do_not_specialize_on_alignment=SEGMENT_POINTERS,
+)
 def to_queries(
     Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, TOPS, TO_MEAN, TO_TOTAL, DELTA, LOG_Z, EXPS, TO_Q, TO_BIAS,
     T, S, J, tiles, H, repeats, offset, window, scale,

@@ -10,10 +10,14 @@ import torch
 import triton
 from torch import Tensor
 
+from femixer.kernels.softmax.triton_exact import NO_WINDOW
+from femixer.kernels.softmax.triton_kernels import DECAYS, DENSE, split_sums
 from femixer.kernels.softmax.visibility import Visibility
-from femixer.kernels.triton_launch import HALF_OR_SINGLE, target_of
+from femixer.kernels.triton_launch import HALF_OR_SINGLE, launch, target_of
 
 WIDEST = 128
+# Sums of log decays that a program splits.
+SPLIT = 1024
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
@@ -141,18 +145,30 @@ class Call:
     def rank(self) -> Tensor:
         """Real tokens up to a key [B, S], which windows count where there is padding."""
         if self.of_keys is None or self.seen.window is None:
-            return self.nothing
+            return self.q.new_empty(1, dtype=torch.int32)
         return (self.of_keys >= 0).cumsum(1, dtype=torch.int32)
+
+    @cached_property
+    def bias(self) -> Tensor | None:
+        """What is added to scores [B, H, T, S], or sums of log decays in two parts [B, H, 2, S]."""
+        bias = self.seen.bias
+        if bias is None or not self.seen.decays:
+            return bias
+        parts = torch.empty(self.batch, self.heads, 2, self.keys, dtype=torch.float32, device=bias.device)
+        count = self.batch * self.heads * self.keys
+        launch(split_sums, (-(-count // SPLIT),), bias.contiguous(), parts, count, self.keys, BLOCK=SPLIT, num_warps=4)
+        return parts
 
     @cached_property
     def masks(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Bias, segments of queries and of keys, rank."""
-        given = (self.seen.bias, self.of_queries, self.of_keys)
-        return *(self.nothing if x is None else x for x in given), self.rank  # type: ignore[return-value]
+        segment = self.q.new_empty(1, dtype=torch.int64)  # of the type it has where there is one, as a rule
+        segments = (segment if x is None else x for x in (self.of_queries, self.of_keys))
+        return self.nothing if self.bias is None else self.bias, *segments, self.rank  # type: ignore[return-value]
 
     @cached_property
     def mask_strides(self) -> tuple[int, ...]:
-        bias = (0, 0, 0, 0) if self.seen.bias is None else self.seen.bias.stride()
+        bias = (0, 0, 0, 0) if self.bias is None else self.bias.stride()
         segments = (0 if x is None else x.stride(0) for x in (self.of_queries, self.of_keys))
         return *bias, *segments
 
@@ -160,10 +176,17 @@ class Call:
     def flags(self) -> dict[str, Any]:
         """What a kernel knows when it is compiled."""
         return {
-            "HAS_BIAS": self.seen.bias is not None,
+            "HAS_BIAS": 0 if self.bias is None else DECAYS.value if self.seen.decays else DENSE.value,
             "SEGMENTS": self.of_keys is not None,
             "CAUSAL": self.seen.causal,
             "WINDOW": self.seen.window is not None,
+            **self.widths,
+        }
+
+    @property
+    def widths(self) -> dict[str, Any]:
+        """Those of them that are not about who sees whom."""
+        return {
             "UNIT": self.unit,
             "KEY_WIDTH": padded(self.key_width),
             "WIDTH": padded(self.width),
@@ -171,6 +194,13 @@ class Call:
             "key_width": self.key_width,
             "width": self.width,
         }
+
+    @property
+    def seen_numbers(self) -> tuple[int, ...]:
+        """Who sees whom as `triton_exact.SEEN`."""
+        windowed, segmented = self.seen.window is not None, self.of_keys is not None
+        kinds = self.bias is not None and not self.seen.decays, self.seen.decays, self.seen.causal, segmented
+        return *map(int, kinds), int(windowed and segmented), self.window if windowed else NO_WINDOW
 
     @cached_property
     def gate_flags(self) -> dict[str, bool]:

@@ -12,34 +12,56 @@ from femixer.kernels.softmax.triton_kernels import (
     GATE_STRIDES,
     INF,
     LOG2E,
+    SEGMENT_POINTERS,
     STRIDES,
     gated,
-    key_range,
-    load_bias,
     load_columns,
     load_tile,
     place,
-    visible,
 )
 from femixer.kernels.triton_math import expm1, log1p
 
 # Rows, keys and channels of a tile.
 SIDE = tl.constexpr(16)
+# More than any position: where there is no window.
+NO_WINDOW = 1 << 28
+FAR_AWAY = tl.constexpr(NO_WINDOW)
+# Who sees whom, in numbers: these kernels are launched always and do something almost never, so none of them is
+# compiled anew for it. Whether there is a dense bias, decays, causality, segments and ranks of tokens; the window.
+SEEN = ["dense", "decays", "causal", "segmented", "ranked", "window"]
 
 
 @triton.jit
 def scores(
-    q, keys, BIAS, SEG_Q, SEG_K, RANK, query, key, T, S, offset, window, scale, k_t, bias_t, bias_s, key_width,
-    HAS_BIAS: tl.constexpr, SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    q, keys, BIAS, SEG_Q, SEG_K, RANK, query, key, T, S, offset, seen, scale, k_t, bias_t, bias_s, key_width,
+    UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """[rows, keys] in units of log 2, -inf where a key is not seen."""
+    dense, decays, causal, segmented, ranked, window = seen
     k = load_columns(keys, key, S, k_t, key_width, UNIT, KEY_WIDTH)
     x = tl.dot(q, k, input_precision=PRECISION) * (scale * LOG2E)
-    if HAS_BIAS:
-        x += load_bias(BIAS, query[:, None], key[None, :], offset, T, S, bias_t, bias_s)
-    seen = visible(query[:, None], key[None, :], SEG_Q, SEG_K, RANK, offset, T, S, window, CAUSAL, WINDOW, SEGMENTS)
-    return tl.where(seen, x, -INF)
+    row, there = (query - offset)[:, None], ((query >= offset) & (query < offset + T))[:, None] & (key < S)[None, :]
+    at = row.to(tl.int64) * bias_t + key[None, :].to(tl.int64) * bias_s
+    x += tl.load(BIAS + at, mask=there & (0 * at + dense > 0), other=0).to(tl.float32) * LOG2E
+    for part in tl.static_range(2):
+        of_row = tl.load(BIAS + part * S + query, mask=(query >= 0) & (query < S * decays), other=0).to(tl.float32)
+        of_key = tl.load(BIAS + part * S + key, mask=key < S * decays, other=0).to(tl.float32)
+        x += of_row[:, None] - of_key[None, :]
+    hidden = (key[None, :] > query[:, None]) & (0 * key[None, :] + causal > 0)
+    segment = tl.load(SEG_Q + row, mask=(row >= 0) & (row < T * segmented), other=0)
+    same = segment == tl.load(SEG_K + key, mask=key < S * segmented, other=0)[None, :]
+    of_row = query * (1 - ranked) + tl.load(RANK + query, mask=(query >= 0) & (query < S * ranked), other=0)
+    of_key = key * (1 - ranked) + tl.load(RANK + key, mask=key < S * ranked, other=0)
+    near = tl.abs(of_row[:, None] - of_key[None, :]) < window
+    return tl.where(there & (hidden == 0) & same & (segment >= 0) & near, x, -INF)
+
+
+@triton.jit
+def seen_range(first, last, S, causal, segmented, window):
+    """Keys that rows at positions first to last may see, from a tile's start. Windows over segments only mask."""
+    near = window + segmented * FAR_AWAY
+    stop = tl.minimum(S, tl.minimum(last + 1 + (1 - causal) * FAR_AWAY, last + near))
+    return tl.maximum(first - near + 1, 0) // SIDE * SIDE, stop
 
 
 @triton.jit
@@ -51,19 +73,22 @@ def load_chunk(base, token, count, stride, first, width, UNIT: tl.constexpr):
     return tl.load(base + at, mask=inside, other=0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["T", "S", "tiles", "H", "repeats", "offset", "window", *STRIDES, *GATE_STRIDES])
+@triton.jit(
+    do_not_specialize=["T", "S", "tiles", "H", "repeats", "offset", *SEEN, *STRIDES, *GATE_STRIDES],
+    do_not_specialize_on_alignment=SEGMENT_POINTERS,
+)
 def read_exactly(
     Q, K, V, BETAS, LAMS, GATES, BIAS, SEG_Q, SEG_K, RANK, MEAN, FREE, LOG_Z, FLAGS, OUT,
-    T, S, tiles, H, repeats, offset, window, scale, eps,
+    T, S, tiles, H, repeats, offset, dense, decays, causal, segmented, ranked, window, scale, eps,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, lam_b, lam_t, lam_h, gate_b, gate_t, gate_h,
     bias_b, bias_h, bias_t, bias_s, seg_q, seg_k,
-    GATED: tl.constexpr, LAM: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, SEGMENTS: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr, key_width: tl.constexpr, width: tl.constexpr,
+    GATED: tl.constexpr, LAM: tl.constexpr, GATE: tl.constexpr, UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr, PRECISION: tl.constexpr, key_width: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """FREE and OUT of flagged rows. First F0 by log-sum-exp over the keys of score + beta v, whose digits are those of
     its largest term; then F = F0 + log(1 + sum p (exp(beta (v - F0)) - 1)) / beta, whose sum is almost zero."""
     program = tl.program_id(0)
+    seen = (dense, decays, causal, segmented, ranked, window)
     pair = program // tiles
     row = program % tiles * SIDE + tl.arange(0, SIDE)
     here = row < T
@@ -80,7 +105,7 @@ def read_exactly(
         q = load_tile(place(Q, batch, head, q_b, q_h, UNIT), row, T, q_t, key_width, UNIT, KEY_WIDTH)
         keys, values = place(K, batch, group, k_b, k_h, UNIT), place(V, batch, group, v_b, v_h, UNIT)
         log_z = tl.load(LOG_Z + at_row, mask=here, other=INF)
-        start, stop = key_range(tl.min(query, 0), tl.max(query, 0), S, offset, window, CAUSAL, WINDOW, SEGMENTS, SIDE)
+        start, stop = seen_range(tl.min(query, 0), tl.max(query, 0), S, causal, segmented, window)
         to_row = (batch.to(tl.int64) * T + row) * H + head
         for first in range(0, width, SIDE):
             channel = first + tl.arange(0, SIDE)
@@ -93,8 +118,8 @@ def read_exactly(
             for block in range(start, stop, SIDE):
                 key = block + tl.arange(0, SIDE)
                 x = scores(
-                    q, keys, BIAS, SEG_Q, SEG_K, RANK, query, key, T, S, offset, window, scale, k_t, bias_t, bias_s,
-                    key_width, HAS_BIAS, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, PRECISION,
+                    q, keys, BIAS, SEG_Q, SEG_K, RANK, query, key, T, S, offset, seen, scale, k_t, bias_t, bias_s,
+                    key_width, UNIT, KEY_WIDTH, PRECISION,
                 )  # fmt: skip
                 v = load_chunk(values, key, S, v_t, first, width, UNIT)
                 y = x[:, :, None] + (slope * v)[None, :, :]
@@ -109,8 +134,8 @@ def read_exactly(
             for block in range(start, stop, SIDE):
                 key = block + tl.arange(0, SIDE)
                 x = scores(
-                    q, keys, BIAS, SEG_Q, SEG_K, RANK, query, key, T, S, offset, window, scale, k_t, bias_t, bias_s,
-                    key_width, HAS_BIAS, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, PRECISION,
+                    q, keys, BIAS, SEG_Q, SEG_K, RANK, query, key, T, S, offset, seen, scale, k_t, bias_t, bias_s,
+                    key_width, UNIT, KEY_WIDTH, PRECISION,
                 )  # fmt: skip
                 v = load_chunk(values, key, S, v_t, first, width, UNIT)
                 log_p = (x - log_z[:, None])[:, :, None]

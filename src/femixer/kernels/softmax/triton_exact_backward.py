@@ -11,9 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from femixer.kernels.softmax.triton_backward import row_range
-from femixer.kernels.softmax.triton_exact import SIDE, load_chunk, scores
-from femixer.kernels.softmax.triton_kernels import INF, LOG2E, STRIDES, key_range, load_columns, load_tile, place
+from femixer.kernels.softmax.triton_exact import FAR_AWAY, SEEN, SIDE, load_chunk, scores, seen_range
+from femixer.kernels.softmax.triton_kernels import INF, LOG2E, SEGMENT_POINTERS, STRIDES, load_columns, load_tile, place
 
 
 @triton.jit
@@ -58,17 +57,20 @@ def score_gradient(
     return ds
 
 
-@triton.jit(do_not_specialize=["T", "S", "P", "tiles", "H", "repeats", "offset", "window", *STRIDES])
+@triton.jit(
+    do_not_specialize=["T", "S", "P", "tiles", "H", "repeats", "offset", *SEEN, *STRIDES],
+    do_not_specialize_on_alignment=SEGMENT_POINTERS,
+)
 def flagged_rows(
     Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, FREE, FLAGS, LOG_Z, TO_MEAN, TO_TOTAL, DELTA, TO_Q, TO_BIAS, PARTS,
-    T, S, P, tiles, H, repeats, offset, window, scale,
+    T, S, P, tiles, H, repeats, offset, dense, decays, causal, segmented, ranked, window, scale,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bias_b, bias_h, bias_t, bias_s, seg_q, seg_k,
-    HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS_GRAD: tl.constexpr, UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
     key_width: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """Write TO_Q and TO_BIAS of flagged rows, and their PARTS of beta; divide their TO_TOTAL by the sum of r."""
     program = tl.program_id(0)
+    seen = (dense, decays, causal, segmented, ranked, window)
     pair = program // tiles
     batch, head = pair // H, pair % H
     group = head // repeats
@@ -86,7 +88,7 @@ def flagged_rows(
         keys, values = place(K, batch, group, k_b, k_h, UNIT), place(V, batch, group, v_b, v_h, UNIT)
         frees = FREE + (batch.to(tl.int64) * T * H + head) * width
         betas, to_total = BETAS + group * width, TO_TOTAL + of_rows * width
-        start, stop = key_range(tl.min(query, 0), tl.max(query, 0), S, offset, window, CAUSAL, WINDOW, SEGMENTS, SIDE)
+        start, stop = seen_range(tl.min(query, 0), tl.max(query, 0), S, causal, segmented, window)
         for first in range(0, width, SIDE):
             total = tl.zeros([SIDE, SIDE], tl.float32)
             above = tl.zeros([SIDE, SIDE], tl.float32)
@@ -94,8 +96,8 @@ def flagged_rows(
             for block in range(start, stop, SIDE):
                 key = block + tl.arange(0, SIDE)
                 x = scores(
-                    q, keys, BIAS, SEG_Q, SEG_K, RANK, query, key, T, S, offset, window, scale, k_t, bias_t, bias_s,
-                    key_width, HAS_BIAS, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, PRECISION,
+                    q, keys, BIAS, SEG_Q, SEG_K, RANK, query, key, T, S, offset, seen, scale, k_t, bias_t, bias_s,
+                    key_width, UNIT, KEY_WIDTH, PRECISION,
                 )  # fmt: skip
                 r = posterior(
                     x - log_z[:, None], values, frees, betas, key, row, S, T, v_t, H * width, first, width, UNIT
@@ -116,8 +118,8 @@ def flagged_rows(
         for block in range(start, stop, SIDE):
             key = block + tl.arange(0, SIDE)
             x = scores(
-                q, keys, BIAS, SEG_Q, SEG_K, RANK, query, key, T, S, offset, window, scale, k_t, bias_t, bias_s,
-                key_width, HAS_BIAS, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, PRECISION,
+                q, keys, BIAS, SEG_Q, SEG_K, RANK, query, key, T, S, offset, seen, scale, k_t, bias_t, bias_s,
+                key_width, UNIT, KEY_WIDTH, PRECISION,
             )  # fmt: skip
             ds = score_gradient(
                 x - log_z[:, None], values, frees, betas, TO_MEAN + of_rows * width, to_total, DELTA + of_rows,
@@ -136,23 +138,26 @@ def flagged_rows(
         tl.store(PARTS + part * width + channel, tl.zeros([WIDTH], tl.float32), mask=channel < width)
 
 
-@triton.jit(do_not_specialize=["T", "S", "tiles", "H", "repeats", "offset", "window", *STRIDES])
+@triton.jit(
+    do_not_specialize=["T", "S", "tiles", "H", "repeats", "offset", *SEEN, *STRIDES],
+    do_not_specialize_on_alignment=SEGMENT_POINTERS,
+)
 def flagged_keys(
-    Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, FREE, FLAGS, LOG_Z, TO_MEAN, TO_TOTAL, DELTA, TO_K, TO_V,
-    T, S, tiles, H, repeats, offset, window, scale,
+    Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, FREE, FLAGS, LOG_Z, TO_MEAN, TO_TOTAL, DELTA, TO_K, TO_V, TO_SUMS,
+    T, S, tiles, H, repeats, offset, dense, decays, causal, segmented, ranked, window, scale,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bias_b, bias_h, bias_t, bias_s, seg_q, seg_k,
-    HAS_BIAS: tl.constexpr, SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
     key_width: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Add to TO_K and TO_V of BLOCK keys what flagged rows give."""
+    """Add to TO_K, TO_V and TO_SUMS of BLOCK keys what flagged rows give."""
     program = tl.program_id(0)
+    seen = (dense, decays, causal, segmented, ranked, window)
     G = H // repeats
     pair, tile = program // tiles, program % tiles
     batch, group = pair // G, pair % G
-    start, stop = row_range(
-        tile * BLOCK, tile * BLOCK + BLOCK - 1, T, S, offset, window, CAUSAL, WINDOW, SEGMENTS, SIDE
-    )
+    near = window + segmented * FAR_AWAY
+    start = tl.maximum(offset, tl.maximum(tile * BLOCK * causal, tile * BLOCK - near + 1)) // SIDE * SIDE
+    stop = tl.minimum(offset + T, tile * BLOCK + BLOCK - 1 + near)
     found = tl.zeros([1024], tl.int32)
     for each in range(repeats):
         flags = FLAGS + (batch * H + group * repeats + each).to(tl.int64) * T
@@ -174,14 +179,15 @@ def flagged_keys(
                 queries = place(Q, batch, head, q_b, q_h, UNIT)
                 frees = FREE + (batch.to(tl.int64) * T * H + head) * width
                 bias = BIAS + batch.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h
+                to_sums = tl.zeros([SIDE], tl.float32)
                 for first in range(start, stop, SIDE):
                     row = first - offset + tl.arange(0, SIDE)
                     log_z, some = flagged_log_z(FLAGS + of_rows, LOG_Z + of_rows, row, T)
                     if some:
                         q = load_tile(queries, row, T, q_t, key_width, UNIT, KEY_WIDTH)
                         x = scores(
-                            q, keys, bias, SEG_Q, SEG_K, RANK, row + offset, key, T, S, offset, window, scale, k_t,
-                            bias_t, bias_s, key_width, HAS_BIAS, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, PRECISION,
+                            q, keys, bias, SEG_Q, SEG_K, RANK, row + offset, key, T, S, offset, seen, scale, k_t,
+                            bias_t, bias_s, key_width, UNIT, KEY_WIDTH, PRECISION,
                         )  # fmt: skip
                         ds = score_gradient(
                             x - log_z[:, None], values, frees, betas, TO_MEAN + of_rows * width,
@@ -189,6 +195,8 @@ def flagged_keys(
                             UNIT, WIDTH, PRECISION,
                         )  # fmt: skip
                         dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)
+                        to_sums -= tl.sum(ds, 0)
+                add(TO_SUMS + (batch * H + head).to(tl.int64) * S + key, to_sums, key < S * decays)
             wide = tl.arange(0, KEY_WIDTH)
             token = (batch.to(tl.int64) * S + key) * G + group
             add(
@@ -212,9 +220,8 @@ def flagged_keys(
                         if some:
                             q = load_tile(queries, row, T, q_t, key_width, UNIT, KEY_WIDTH)
                             x = scores(
-                                q, keys, bias, SEG_Q, SEG_K, RANK, row + offset, key, T, S, offset, window, scale, k_t,
-                                bias_t, bias_s, key_width, HAS_BIAS, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH,
-                                PRECISION,
+                                q, keys, bias, SEG_Q, SEG_K, RANK, row + offset, key, T, S, offset, seen, scale, k_t,
+                                bias_t, bias_s, key_width, UNIT, KEY_WIDTH, PRECISION,
                             )  # fmt: skip
                             log_p = x - log_z[:, None]
                             r = posterior(

@@ -1,5 +1,5 @@
-"""The softmax read by fused kernels, forward and backward: see `triton_kernels`. Scores with decays are left to torch's
-attention, which takes their bias some rows at a time."""
+"""The softmax read by fused kernels, forward and backward: see `triton_kernels`. Scores that decay both ways, those of
+encoders, are left to torch's attention, which takes their bias some rows at a time."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ from femixer.kernels.triton_launch import launch
 CHUNK = 8
 
 
+def looks_ahead(seen: Visibility) -> bool:
+    """Whether scores decay towards keys that come later, which kernels do not have."""
+    return seen.decays and not seen.causal
+
+
 def refuse(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *rest: Any) -> str | None:
     return triton_call.refuse(q, k, v, beta, Visibility(*rest[:5]))
 
@@ -26,14 +31,14 @@ def results(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *rest: Any) ->
     """Mean and free energy [B, T, H, D]; internal: log-normalizers and flags [B, H, T], tops of the key blocks
     [B, G, J + 1, D], and the free energy in float32 where the result has fewer digits."""
     seen = Visibility(*rest[:5])
-    if seen.decays:
+    if looks_ahead(seen):
         return OPERATOR.results(q, k, v, beta, *rest)
     return empty_results(Call(q, k, v, beta, seen, rest[5], None))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     seen = Visibility(*rest[:5])
-    if seen.decays:
+    if looks_ahead(seen):
         return plain.forward(q, k, v, beta, *rest)
     call = Call(q, k, v, beta, seen, rest[5], None)
     found = empty_results(call)
@@ -48,7 +53,7 @@ def backward(
     grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     q, k, v, beta, *seen, scale = arguments
-    if Visibility(*seen).decays:
+    if looks_ahead(Visibility(*seen)):
         return plain.backward(grads, arguments, results, needed)
     mean, free, log_z, flags, tops, precise = results
     call = Call(q, k, v, beta, Visibility(*seen), scale, None)
@@ -88,7 +93,7 @@ def read(call: Call, mean: Tensor, free: Tensor, log_z: Tensor, flags: Tensor, t
     strides += [*call.strides(call.lam), *call.strides(call.gate), *call.mask_strides]
     beta, gated = call.beta is not None, call.gates is not None
     sizes = call.heads, call.repeats, call.offset, call.window, call.scale, call.eps
-    moved = call.bytes(call.q, call.k, call.v, call.lam, call.gate, mean, log_z, call.seen.bias)
+    moved = call.bytes(call.q, call.k, call.v, call.lam, call.gate, mean, log_z, call.bias)
     moved += call.bytes(free, exps, flags) if beta else 0
     launch(
         triton_kernels.read,
@@ -116,12 +121,12 @@ def read(call: Call, mean: Tensor, free: Tensor, log_z: Tensor, flags: Tensor, t
         triton_exact.read_exactly,
         (size * call.batch * call.heads,),
         *(*inputs, *call.masks, mean, free, log_z, flags, out),
-        *(call.rows, call.keys, size, *sizes),
+        *(call.rows, call.keys, size, *sizes[:3], *call.seen_numbers, *sizes[4:]),
         *strides,
         moved=call.bytes(flags),
         # What spills no registers.
         num_warps=16 if gated and call.q.dtype != torch.float32 and call.is_hopper else 8,
-        **call.flags,
+        **call.widths,
         **call.gate_flags,
     )
 
@@ -135,7 +140,7 @@ def make_streams(call: Call, tops: Tensor) -> tuple[Tensor, Tensor]:
     exps = v.new_empty(call.batch, call.groups, call.keys, call.width, dtype=call.stream_dtype)
     shrink = torch.empty_like(local)
     segments = call.masks[2]
-    strides = *call.strides(v), call.mask_strides[5]
+    strides = *call.strides(v), call.mask_strides[5], int(call.of_keys is not None)
     sizes = call.keys, blocks, chunks, call.groups
     options = {
         "UNIT": call.unit,
@@ -144,7 +149,6 @@ def make_streams(call: Call, tops: Tensor) -> tuple[Tensor, Tensor]:
         "BLOCKS": CHUNK,
         "width": call.width,
     }
-    options["SEGMENTS"] = call.flags["SEGMENTS"]
     operands = v, segments, local, high, low, *sizes, *strides
     launch(triton_kernels.block_ranges, (pairs * chunks,), *operands, moved=call.bytes(v, local), **options)
     operands = v, segments, call.beta, local, high, low, exps, tops, shrink, *sizes, *strides

@@ -66,10 +66,12 @@ def backward(call: Call, by_mean: Tensor | None, by_free: Tensor | None, found: 
     key_tiles = -(-call.keys // of_keys.keys)
     inner, to_lam, to_gate = _inner(call, by_mean, by_free, found, key_tiles)
     to_q, to_k, to_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (call.q, call.k, call.v))
-    to_bias, exps = None, nothing
+    to_bias, to_sums, exps = None, None, nothing
     if beta is not None:
         exps = call.v.new_empty(call.batch, call.groups, call.keys, call.width, dtype=call.stream_dtype)
-    if bias_grad and call.seen.bias is not None:
+    if call.seen.decays:
+        to_sums = torch.empty(call.batch, call.heads, call.keys, dtype=torch.float32, device=call.q.device)
+    elif bias_grad and call.seen.bias is not None:
         shape = call.seen.bias.shape
         to_bias = torch.zeros(shape, dtype=call.seen.bias.dtype, device=call.q.device)
     inputs = call.q, call.k, call.v, nothing if beta is None else beta, *call.masks
@@ -78,11 +80,11 @@ def backward(call: Call, by_mean: Tensor | None, by_free: Tensor | None, found: 
     sizes = call.heads, call.repeats, call.offset, call.window, call.scale
     blocks, parts, streams = call.blocks, inner.parts.shape[2], 2 if beta is not None else 1
     shared = {"BETA": beta is not None, "KEYS": call.tiles.keys, **call.flags}
-    moved = call.bytes(call.q, call.k, call.v, call.seen.bias, inner.to_mean, inner.to_total, inner.delta, inner.log_z)
+    moved = call.bytes(call.q, call.k, call.v, call.bias, inner.to_mean, inner.to_total, inner.delta, inner.log_z)
     launch(
         triton_backward.to_keys,
         (key_tiles * call.batch * call.groups,),
-        *(*inputs, *sums, to_k, to_v, exps, inner.parts),
+        *(*inputs, *sums, to_k, to_v, nothing if to_sums is None else to_sums, exps, inner.parts),
         *(call.rows, call.keys, blocks, parts, call.repeats * call.row_tiles(ROWS), key_tiles, *sizes),
         *strides,
         moved=moved + call.bytes(to_k, to_v),
@@ -112,10 +114,13 @@ def backward(call: Call, by_mean: Tensor | None, by_free: Tensor | None, found: 
         **shared,
     )
     results = Gradients(to_q, to_k, to_v, None, to_bias, to_lam, to_gate)
-    if beta is None:
-        return results
-    _add_flagged(call, found, inner, results, of_keys.keys)
-    return results._replace(beta=inner.parts.sum((0, 2)).to(beta.dtype))
+    if beta is not None:
+        _add_flagged(call, found, inner, results, to_sums, of_keys.keys)
+        results = results._replace(beta=inner.parts.sum((0, 2)).to(beta.dtype))
+    if to_sums is not None and call.seen.bias is not None:
+        # Of sums before tokens, which only what looks ahead reads, and of sums up to them.
+        results = results._replace(bias=torch.nn.functional.pad(to_sums.to(call.seen.bias.dtype), (call.keys, 0)))
+    return results
 
 
 def _inner(
@@ -166,11 +171,13 @@ def _inner(
     return inner, to_lam, to_gate
 
 
-def _add_flagged(call: Call, found: Found, inner: Inner, results: Gradients, block: int) -> None:
+def _add_flagged(
+    call: Call, found: Found, inner: Inner, results: Gradients, to_sums: Tensor | None, block: int
+) -> None:
     row_tiles, key_tiles = -(-call.rows // SIDE.value), -(-call.keys // block)
     inputs = call.q, call.k, call.v, call.beta, *call.masks, found.free, found.flags, found.log_z
     sums = inner.to_mean, inner.to_total, inner.delta
-    sizes = call.heads, call.repeats, call.offset, call.window, call.scale
+    sizes = call.heads, call.repeats, call.offset, *call.seen_numbers, call.scale
     strides = *call.strides(call.q), *call.strides(call.k), *call.strides(call.v), *call.mask_strides
     launch(
         triton_exact_backward.flagged_rows,
@@ -181,16 +188,16 @@ def _add_flagged(call: Call, found: Found, inner: Inner, results: Gradients, blo
         moved=call.bytes(found.flags),
         BIAS_GRAD=results.bias is not None,
         num_warps=8,
-        **call.flags,
+        **call.widths,
     )
     launch(
         triton_exact_backward.flagged_keys,
         (key_tiles * call.batch * call.groups,),
-        *(*inputs, *sums, results.k, results.v),
+        *(*inputs, *sums, results.k, results.v, inner.delta if to_sums is None else to_sums),
         *(call.rows, call.keys, key_tiles, *sizes),
         *strides,
         moved=call.bytes(found.flags) * ((key_tiles + 1) // 2),
         BLOCK=block,
         num_warps=8,
-        **call.flags,
+        **call.widths,
     )

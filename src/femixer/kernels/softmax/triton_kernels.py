@@ -16,10 +16,14 @@ import triton.language as tl
 from femixer.kernels.triton_math import expm1, log1p, softplus
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# What is added to scores.
+DENSE, DECAYS = tl.constexpr(1), tl.constexpr(2)
 INF = tl.constexpr(float("inf"))
 # Strides are given as numbers like sizes: nothing is compiled anew for others.
 STRIDES = ["q_b", "q_t", "q_h", "k_b", "k_t", "k_h", "v_b", "v_t", "v_h"]
 STRIDES += ["bias_b", "bias_h", "bias_t", "bias_s", "seg_q", "seg_k"]
+# Where segments begin in memory depends on what they were cut from: none is compiled anew for it.
+SEGMENT_POINTERS = ["SEG_Q", "SEG_K"]
 GATE_STRIDES = ["lam_b", "lam_t", "lam_h", "gate_b", "gate_t", "gate_h"]
 # Rows that share the top to which their gradients are relative.
 ROWS = tl.constexpr(128)
@@ -108,11 +112,31 @@ def visible(
 
 
 @triton.jit
-def load_bias(BIAS, query, key, offset, T, S, stride_t, stride_s):
-    """In units of log 2, for positions of queries and keys as in `visible`."""
-    row = (query - offset).to(tl.int64)
-    inside = (row >= 0) & (row < T) & (key < S)
-    return tl.load(BIAS + row * stride_t + key.to(tl.int64) * stride_s, mask=inside, other=0).to(tl.float32) * LOG2E
+def load_bias(BIAS, query, key, offset, T, S, stride_t, stride_s, KIND: tl.constexpr):
+    """In units of log 2, for positions of queries and keys as in `visible`: of KIND DENSE [T, S], or DECAYS, of which
+    BIAS has the sums up to every token in two parts [2, S]. The difference of the first parts is exact where it is
+    small, so it has its digits however long the sequence."""
+    if KIND == DENSE:
+        row = (query - offset).to(tl.int64)
+        inside = (row >= 0) & (row < T) & (key < S)
+        at = row * stride_t + key.to(tl.int64) * stride_s
+        bias = tl.load(BIAS + at, mask=inside, other=0).to(tl.float32) * LOG2E
+    else:
+        there = (query >= 0) & (query < S)
+        first = tl.load(BIAS + query, mask=there, other=0) - tl.load(BIAS + key, mask=key < S, other=0)
+        bias = first + (tl.load(BIAS + S + query, mask=there, other=0) - tl.load(BIAS + S + key, mask=key < S, other=0))
+    return bias
+
+
+@triton.jit(do_not_specialize=["count", "S"])
+def split_sums(SUMS, PARTS, count, S, BLOCK: tl.constexpr):
+    """PARTS [heads, 2, S]: the later S of the sums of log decays SUMS [heads, 2 S], in units of log 2 and two parts."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    head, key = at // S, at % S
+    x = tl.load(SUMS + head * 2 * S + S + key, mask=at < count, other=0).to(tl.float64) * LOG2E
+    first = x.to(tl.float32)
+    tl.store(PARTS + head * 2 * S + key, first, mask=at < count)
+    tl.store(PARTS + head * 2 * S + S + key, (x - first.to(tl.float64)).to(tl.float32), mask=at < count)
 
 
 @triton.jit
@@ -127,11 +151,19 @@ def gated(mu, free, lam, gate, width, eps, BETA: tl.constexpr, LAM: tl.constexpr
     return read
 
 
-@triton.jit(do_not_specialize=["S", "J", "chunks", "G", "sb", "st", "sh", "seg_b"])
+@triton.jit
+def is_real(segments, key, S, segmented):
+    """Which keys there are, apart from padding; segmented: whether there are segments, 0 or 1."""
+    return (key < S) & (tl.load(segments + key, mask=key < S * segmented, other=0) >= 0)
+
+
+@triton.jit(
+    do_not_specialize=["S", "J", "chunks", "G", "sb", "st", "sh", "seg_b", "segmented"],
+    do_not_specialize_on_alignment=SEGMENT_POINTERS,
+)
 def block_ranges(
-    V, SEG_K, LOCAL, HIGHEST, LOWEST, S, J, chunks, G, sb, st, sh, seg_b,
-    UNIT: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr,
-    width: tl.constexpr,
+    V, SEG_K, LOCAL, HIGHEST, LOWEST, S, J, chunks, G, sb, st, sh, seg_b, segmented,
+    UNIT: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, BLOCKS: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """LOCAL [B, G, J, D]: largest value from the start of its chunk of BLOCKS blocks up to a block; HIGHEST, LOWEST
     [B, G, chunks, D]: of the chunk. -inf and inf if all is padding."""
@@ -145,9 +177,7 @@ def block_ranges(
     for block in range(chunk * BLOCKS, min(chunk * BLOCKS + BLOCKS, J)):
         key = block * KEYS + tl.arange(0, KEYS)
         v = load_tile(values, key, S, st, width, UNIT, WIDTH).to(tl.float32)
-        real = key < S
-        if SEGMENTS:
-            real = real & (tl.load(SEG_K + batch.to(tl.int64) * seg_b + key, mask=real, other=-1) >= 0)
+        real = is_real(SEG_K + batch.to(tl.int64) * seg_b, key, S, segmented)
         top = tl.maximum(top, tl.max(tl.where(real[:, None], v, -INF), 0))
         bottom = tl.minimum(bottom, tl.min(tl.where(real[:, None], v, INF), 0))
         tl.store(LOCAL + (pair.to(tl.int64) * J + block) * width + channel, top, mask=channel < width)
@@ -156,10 +186,13 @@ def block_ranges(
     tl.store(LOWEST + at, bottom, mask=channel < width)
 
 
-@triton.jit(do_not_specialize=["S", "J", "chunks", "G", "sb", "st", "sh", "seg_b"])
+@triton.jit(
+    do_not_specialize=["S", "J", "chunks", "G", "sb", "st", "sh", "seg_b", "segmented"],
+    do_not_specialize_on_alignment=SEGMENT_POINTERS,
+)
 def streams(
     V, SEG_K, BETA, LOCAL, HIGHEST, LOWEST, EXPS, TOPS, SHRINK, S, J, chunks, G, sb, st, sh, seg_b,
-    UNIT: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr,
+    segmented, UNIT: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, BLOCKS: tl.constexpr,
     CAUSAL: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """EXPS [B, G, S, D]: exp(beta (v - top)), less one in narrow channels; TOPS [B, G, J + 1, D]: the top of a block,
@@ -196,9 +229,7 @@ def streams(
     v = load_tile(place(V, batch, group, sb, sh, UNIT), key, S, st, width, UNIT, WIDTH).to(tl.float32)
     exponent = beta[None, :] * tl.minimum(v - top[None, :], 0.0)
     e = tl.where(narrow[None, :], expm1(tl.maximum(exponent, -4 * NARROW)), tl.exp2(exponent * LOG2E))
-    real = key < S
-    if SEGMENTS:
-        real = real & (tl.load(SEG_K + batch.to(tl.int64) * seg_b + key, mask=real, other=-1) >= 0)
+    real = is_real(SEG_K + batch.to(tl.int64) * seg_b, key, S, segmented)
     e = tl.where(real[:, None], e, 0.0)
     at = (pair.to(tl.int64) * S + key)[:, None] * width + channel[None, :]
     tl.store(EXPS + at, e.to(EXPS.dtype.element_ty), mask=(key < S)[:, None] & inside[None, :])
@@ -225,7 +256,7 @@ def attend(
         k = load_block_columns(keys, first, S, k_t, key_width, UNIT, KEYS, KEY_WIDTH)
         x = tl.dot(q, k, input_precision=PRECISION) * scale
         if HAS_BIAS:
-            x += load_bias(BIAS, query[:, None], key[None, :], offset, T, S, bias_t, bias_s)
+            x += load_bias(BIAS, query[:, None], key[None, :], offset, T, S, bias_t, bias_s, HAS_BIAS)
         if MASKED:
             seen = visible(
                 query[:, None], key[None, :], SEG_Q, SEG_K, RANK, offset, T, S, window, CAUSAL, WINDOW, SEGMENTS
@@ -273,7 +304,10 @@ def is_doubtful(free, top, beta, narrow, EXACT: tl.constexpr):
     return doubtful
 
 
-@triton.jit(do_not_specialize=["T", "S", "J", "tiles", "H", "repeats", "offset", "window", *STRIDES, *GATE_STRIDES])
+@triton.jit(
+    do_not_specialize=["T", "S", "J", "tiles", "H", "repeats", "offset", "window", *STRIDES, *GATE_STRIDES],
+    do_not_specialize_on_alignment=SEGMENT_POINTERS,
+)
 def read(
     Q, K, V, BETAS, LAMS, GATES, BIAS, SEG_Q, SEG_K, RANK, EXPS, TOPS, SHRINK, MEAN, FREE, LOG_Z, FLAGS, OUT,
     T, S, J, tiles, H, repeats, offset, window, scale, eps,

@@ -26,6 +26,11 @@ def refuse(x: Tensor, bias: Tensor | None, scale: float, floor: float) -> str | 
     return unserved(x, bias) if x.numel() else "x is empty"
 
 
+def REMADE(x: Tensor, *others: Any) -> bool:
+    """Where what is not kept is worth a launch."""
+    return x.shape[-1] >= WIDEST
+
+
 def forward(x: Tensor, bias: Tensor | None, scale: float, floor: float) -> tuple[Tensor, ...]:
     (y,) = OPERATOR.results(x, bias, scale, floor)
     _launch(_forward, x, bias, (y,), floor, SCALE=scale)

@@ -1,7 +1,8 @@
 """Triton kernels of the backward of state spaces; letters and layouts as in `triton_kernels`.
 
 Chunks first find the gradient of the state before them by what they read of it, `carry_back` adds what follows them,
-and `gradients` goes through a chunk backwards. It computes states again, for STRETCH tokens at a time in registers.
+and `gradients` goes through a chunk backwards. It computes states again, for STRETCH tokens at a time in registers,
+from the states before every STOP tokens, which it holds in registers too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import triton.language as tl
 
 from femixer.kernels.state_space.triton_kernels import (
     NOTHING,
+    SIZES,
     amounts,
     at,
     channels,
@@ -29,20 +31,18 @@ LOG_TINY = tl.constexpr(-82.0)
 
 @triton.jit
 def slopes(
-    MEAN, FREE_ENERGY, LOG_TOTAL, G_MEAN, G_FREE, G_TOTAL, here, shown, beta, top,
-    FREE: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr, BY_TOTAL: tl.constexpr,
+    MEAN, FREE_ENERGY, LOG_TOTAL, G_MEAN, G_FREE, G_TOTAL, here, shown, beta, top, by_total,
+    FREE: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the sums y [BLOCK] of the three streams, and of beta through the logarithm, relative to top."""
     log_total = tl.load(LOG_TOTAL + here, mask=shown, other=0.0).to(tl.float32)
     shown = shown & (log_total > float("-inf"))
     mean = tl.load(MEAN + here, mask=shown, other=0.0).to(tl.float32)
     to_mean = tl.zeros_like(mean)
-    to_total = tl.zeros_like(mean)
     to_free = tl.zeros_like(mean)
     if BY_MEAN:
         to_mean = tl.load(G_MEAN + here, mask=shown, other=0.0).to(tl.float32)
-    if BY_TOTAL:
-        to_total = tl.load(G_TOTAL + here, mask=shown, other=0.0).to(tl.float32)
+    to_total = tl.load(G_TOTAL + here, mask=at(shown, by_total), other=0.0).to(tl.float32)
     to_beta = tl.zeros_like(mean)
     d2 = tl.zeros_like(mean)
     inverse = tl.where(shown, tl.exp(-tl.where(shown, log_total, 0.0)), 0.0)
@@ -61,12 +61,12 @@ def slopes(
     return d0, d1, d2, to_beta
 
 
-@triton.jit(do_not_specialize=["T", "chunks"])
+@triton.jit(do_not_specialize=SIZES)
 def adjoints(
     RATE, V, STEP, READ, WEIGHT, BETA, MARKS, TOPS, TOKEN_TOPS, MEAN, FREE_ENERGY, LOG_TOTAL, G_MEAN, G_FREE, G_TOTAL,
-    BACK, T, C, N, chunks,
+    BACK, T, C, N, chunks, v_step, marked, by_total,
     BLOCK: tl.constexpr, MODES: tl.constexpr, CHUNK: tl.constexpr, FREE: tl.constexpr, HAS_STEP: tl.constexpr,
-    HAS_READ: tl.constexpr, MARKED: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr, BY_TOTAL: tl.constexpr,
+    HAS_READ: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr,
 ):  # fmt: skip
     """The tops of a chunk's tokens, and the gradient of the state before the chunk by what the chunk reads of it."""
     c, n, there, slow, lag = channels(RATE, C, N, BLOCK, MODES)
@@ -79,7 +79,7 @@ def adjoints(
     top = first
     for t in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, T)):
         row = b * T + t
-        v, step, exponent, real, start = token(V, STEP, MARKS, b * T, t, T, c, C, beta, HAS_STEP, MARKED)
+        v, step, exponent, real, start = token(V, STEP, MARKS, b * T, t, T, c, C, v_step, beta, marked, HAS_STEP)
         top, before = risen(top, slow, step, exponent, start)
         tl.store(TOKEN_TOPS + row * C + c, top, mask=c < C)
     tl.debug_barrier()
@@ -92,7 +92,7 @@ def adjoints(
     for back in range(CHUNK):
         t = chunk * CHUNK + CHUNK - 1 - back
         row = b * T + t
-        v, step, exponent, real, start = token(V, STEP, MARKS, b * T, t, T, c, C, beta, HAS_STEP, MARKED)
+        v, step, exponent, real, start = token(V, STEP, MARKS, b * T, t, T, c, C, v_step, beta, marked, HAS_STEP)
         inside = at(c < C, (t < T).to(tl.int32))
         later = at(inside, tl.zeros([], tl.int32) + CHUNK - 1 - back)
         top = tl.load(TOKEN_TOPS + row * C + c, mask=inside, other=NOTHING)
@@ -102,7 +102,7 @@ def adjoints(
             query = tl.zeros([MODES, BLOCK], tl.float32) + amounts(READ, row, n, N, real, HAS_READ)[:, None]
         d0, d1, d2, _ = slopes(
             MEAN, FREE_ENERGY, LOG_TOTAL, G_MEAN, G_FREE, G_TOTAL, row * C + c, at(c < C, real), beta, top,
-            FREE, BY_MEAN, BY_FREE, BY_TOTAL,
+            by_total, FREE, BY_MEAN, BY_FREE,
         )  # fmt: skip
         keep, fade = decays(slow, step, before, tl.where(inside, top, before), start)
         a0, a1, a2 = a0 + query * d0[None, :], a1 + query * d1[None, :], a2 + query * d2[None, :]
@@ -110,7 +110,7 @@ def adjoints(
     store_state(BACK, place * 3 * N * C, C, N, c, n, there, a0, a1, a2)
 
 
-@triton.jit(do_not_specialize=["chunks"])
+@triton.jit(do_not_specialize=SIZES)
 def carry_back(
     RATE, BACK, TOPS, PACES, LAST_TOP, G_LAST, C, N, chunks,
     BLOCK: tl.constexpr, MODES: tl.constexpr, FREE: tl.constexpr, BY_LAST: tl.constexpr,
@@ -142,13 +142,13 @@ def carry_back(
 
 @triton.jit
 def stretch(
-    RATES, h, V, STEP, WRITE, MARKS, TOKEN_TOPS, before, beta, base, t, T, C, N, c, n,
-    FREE: tl.constexpr, HAS_STEP: tl.constexpr, HAS_WRITE: tl.constexpr, MARKED: tl.constexpr,
+    RATES, h, V, STEP, WRITE, MARKS, TOKEN_TOPS, before, beta, base, t, T, C, N, c, n, v_step, marked,
+    FREE: tl.constexpr, HAS_STEP: tl.constexpr, HAS_WRITE: tl.constexpr,
 ):  # fmt: skip
     """A token on: the decayed state that it reads, the state after it, and its top."""
     slow, lag = RATES
     row = base + t
-    v, step, exponent, real, start = token(V, STEP, MARKS, base, t, T, c, C, beta, HAS_STEP, MARKED)
+    v, step, exponent, real, start = token(V, STEP, MARKS, base, t, T, c, C, v_step, beta, marked, HAS_STEP)
     write = amounts(WRITE, row, n, N, real, HAS_WRITE)
     inside = at(c < C, (t < T).to(tl.int32))
     top = tl.where(inside, tl.load(TOKEN_TOPS + row * C + c, mask=inside, other=NOTHING), before)
@@ -158,14 +158,15 @@ def stretch(
     return (z0, z1, z2), after, top
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "batch"])
+@triton.jit(do_not_specialize=SIZES)
 def gradients(
     RATE, V, STEP, WRITE, READ, WEIGHT, SKIP, BETA, MARKS, SUMS, TOPS, TOKEN_TOPS, BACK,
     MEAN, FREE_ENERGY, LOG_TOTAL, G_MEAN, G_FREE, G_TOTAL, LAST,
     D_RATE, D_STEP, D_WRITE, D_READ, D_WEIGHT, D_SKIP, D_V, D_BETA, D_FIRST, T, C, N, chunks, batch,
-    BLOCK: tl.constexpr, MODES: tl.constexpr, CHUNK: tl.constexpr, STRETCH: tl.constexpr, FREE: tl.constexpr,
-    HAS_STEP: tl.constexpr, HAS_WRITE: tl.constexpr, HAS_READ: tl.constexpr, MARKED: tl.constexpr,
-    INCLUSIVE: tl.constexpr, SKIPS: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr, BY_TOTAL: tl.constexpr,
+    v_step, marked, by_total,
+    BLOCK: tl.constexpr, MODES: tl.constexpr, CHUNK: tl.constexpr, STRETCH: tl.constexpr, STOP: tl.constexpr,
+    FREE: tl.constexpr, HAS_STEP: tl.constexpr, HAS_WRITE: tl.constexpr, HAS_READ: tl.constexpr,
+    INCLUSIVE: tl.constexpr, SKIPS: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk, from the state before it and the gradient of the state after it. What is summed over channels, time
     or the batch is left in parts: D_WRITE, D_READ [blocks of channels, B, T, N]; D_RATE, D_WEIGHT [B, chunks, N, C];
@@ -194,28 +195,44 @@ def gradients(
         _, _, last = load_state(LAST, b * 3 * N * C, C, N, c, n, there, FREE)
         end = tl.load(TOKEN_TOPS + (base + T - 1) * C + c, mask=c < C, other=0.0)
         to_beta += tl.sum(a2 * last, 0) * end / beta
-    for back in range(CHUNK // STRETCH):
-        begin = chunk * CHUNK + CHUNK - (back + 1) * STRETCH
-        h = load_state(SUMS, place * 3 * N * C, C, N, c, n, there, FREE)
-        top = first
-        for t in range(chunk * CHUNK, begin):
+    h, top = load_state(SUMS, place * 3 * N * C, C, N, c, n, there, FREE), first
+    stops = (h,)
+    tops_there = (top,)
+    for i in tl.static_range(CHUNK // STOP - 1):
+        for t in range(chunk * CHUNK + i * STOP, chunk * CHUNK + i * STOP + STOP):
             _, h, top = stretch(
                 rates, h, V, STEP, WRITE, MARKS, TOKEN_TOPS, top, beta, base, t, T, C, N, c, n,
-                FREE, HAS_STEP, HAS_WRITE, MARKED,
+                v_step, marked, FREE, HAS_STEP, HAS_WRITE,
+            )  # fmt: skip
+        stops = stops + (h,)
+        tops_there = tops_there + (top,)
+    for back in range(CHUNK // STRETCH):
+        begin = chunk * CHUNK + CHUNK - (back + 1) * STRETCH
+        last_stop = (CHUNK // STRETCH - 1 - back) * STRETCH // STOP
+        h, top = stops[0], tops_there[0]
+        for i in tl.static_range(1, CHUNK // STOP):
+            passed = last_stop >= i
+            held = stops[i]
+            h = (tl.where(passed, held[0], h[0]), tl.where(passed, held[1], h[1]), tl.where(passed, held[2], h[2]))
+            top = tl.where(passed, tops_there[i], top)
+        for t in range(chunk * CHUNK + last_stop * STOP, begin):
+            _, h, top = stretch(
+                rates, h, V, STEP, WRITE, MARKS, TOKEN_TOPS, top, beta, base, t, T, C, N, c, n,
+                v_step, marked, FREE, HAS_STEP, HAS_WRITE,
             )  # fmt: skip
         seen = ()
         tops = (top,)
         for i in tl.static_range(STRETCH):
             met, h, top = stretch(
                 rates, h, V, STEP, WRITE, MARKS, TOKEN_TOPS, top, beta, base, begin + i, T, C, N, c, n,
-                FREE, HAS_STEP, HAS_WRITE, MARKED,
+                v_step, marked, FREE, HAS_STEP, HAS_WRITE,
             )  # fmt: skip
             seen = seen + (met,)
             tops = tops + (top,)
         for i in tl.static_range(STRETCH):
             t = begin + STRETCH - 1 - i
             row = base + t
-            v, step, exponent, real, start = token(V, STEP, MARKS, b * T, t, T, c, C, beta, HAS_STEP, MARKED)
+            v, step, exponent, real, start = token(V, STEP, MARKS, b * T, t, T, c, C, v_step, beta, marked, HAS_STEP)
             write = amounts(WRITE, row, n, N, real, HAS_WRITE)
             top = tops[STRETCH - i]
             here = at(c < C, real)
@@ -224,7 +241,7 @@ def gradients(
             energy = tl.exp(exponent - top)
             d0, d1, d2, by_logarithm = slopes(
                 MEAN, FREE_ENERGY, LOG_TOTAL, G_MEAN, G_FREE, G_TOTAL, row * C + c, here, beta, top,
-                FREE, BY_MEAN, BY_FREE, BY_TOTAL,
+                by_total, FREE, BY_MEAN, BY_FREE,
             )  # fmt: skip
             if HAS_READ:
                 read = amounts(READ, row, n, N, real, HAS_READ)

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from femixer.kernels.state_space import triton_backward, triton_kernels
 from femixer.kernels.triton_launch import HALF_OR_SINGLE, launch
+from femixer.kernels.triton_tokens import rows
 
-# Tokens of a chunk, and those whose states the backward holds in registers at a time.
-CHUNK, STRETCH = 32, 4
+# Tokens of a chunk; those whose states the backward holds in registers at a time; and those between the states from
+# which it computes them again.
+CHUNK, STRETCH, STOP = 32, 4, 8
 # Modes times channels of a program, and the most modes.
 NUMBERS, MOST_MODES = 512, 64
 READS_RESULTS = slice(0, 4)
@@ -31,7 +33,8 @@ def refuse(*arguments: Any) -> str | None:
 
 
 class Problem(NamedTuple):
-    """The operator's arguments, contiguous; what is missing is stood in for by v, which is not read then."""
+    """The operator's arguments, contiguous but for v, whose rows lie v_step numbers apart; what is missing is stood in
+    for by v, which is not read then."""
 
     rate: Tensor
     v: Tensor
@@ -44,6 +47,8 @@ class Problem(NamedTuple):
     marks: Tensor
     sums: Tensor
     top: Tensor
+    v_step: int
+    marked: int
     flags: dict[str, bool]
 
     @property
@@ -68,27 +73,29 @@ class Problem(NamedTuple):
 
 
 def _problem(arguments: tuple[Any, ...]) -> Problem:
-    rate, step, write, read, weight, skip, v, beta, marks, sums, top, exclusive = (
-        x.contiguous() if isinstance(x, Tensor) else x for x in arguments
+    v, v_step = rows(arguments[6])
+    rate, step, write, read, weight, skip, _, beta, marks, sums, top, exclusive = (
+        x.contiguous() if isinstance(x, Tensor) and x is not arguments[6] else x for x in arguments
     )
     flags = {
         "FREE": beta is not None,
         "HAS_STEP": step is not None,
         "HAS_WRITE": write is not None,
         "HAS_READ": read is not None,
-        "MARKED": marks is not None,
         "INCLUSIVE": skip is None and not exclusive,
         "SKIPS": skip is not None and not exclusive,
     }
-    missing = {"step": step, "write": write, "read": read, "weight": weight, "skip": skip, "beta": beta, "marks": marks}
+    missing = {"step": step, "write": write, "read": read, "weight": weight, "skip": skip, "beta": beta}
     given: dict[str, Any] = {name: v if x is None else x for name, x in missing.items()}
-    return Problem(rate=rate, v=v, sums=sums, top=top, flags=flags, **given)
+    marked = int(marks is not None)
+    marks = v.new_empty(1, dtype=torch.int8) if marks is None else marks
+    return Problem(rate=rate, v=v, marks=marks, sums=sums, top=top, v_step=v_step, marked=marked, flags=flags, **given)
 
 
-def _work(p: Problem, passes: int = 1) -> dict[str, int]:
+def _work(p: Problem, passes: float = 1) -> dict[str, int]:
     """Exponentials of a pass over all tokens: one per mode, and five per channel."""
     batch, length, channels, modes = p.shape
-    return {"exponentials": passes * batch * length * channels * (modes + 5)}
+    return {"exponentials": int(passes * batch * length * channels * (modes + 5))}
 
 
 def _states_before(p: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -100,8 +107,8 @@ def _states_before(p: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     sums = torch.empty(batch, p.chunks, 3, modes, channels, dtype=new, device=p.v.device)
     tops, paces = torch.empty(2, batch, p.chunks, channels, dtype=new, device=p.v.device)
     sizes = channels, modes, p.chunks
-    given = p.rate, p.v, p.step, p.write, p.beta, p.marks, sums, tops, paces, length, *sizes
-    flags = p.chosen("FREE", "HAS_STEP", "HAS_WRITE", "MARKED")
+    given = p.rate, p.v, p.step, p.write, p.beta, p.marks, sums, tops, paces, length, *sizes, p.v_step, p.marked
+    flags = p.chosen("FREE", "HAS_STEP", "HAS_WRITE")
     launch(
         triton_kernels.summarize,
         (p.chunks * batch, p.blocks()),
@@ -122,12 +129,12 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
     p = _problem(arguments)
     batch, length, channels, modes = p.shape
     states, tops, _ = _states_before(p)
-    mean, log_total = (torch.empty_like(p.v, dtype=torch.float32) for _ in range(2))
+    mean, log_total = (torch.empty(p.v.shape, dtype=torch.float32, device=p.v.device) for _ in range(2))
     free = torch.empty_like(mean) if p.flags["FREE"] else mean.new_empty(0, 0, 0)
     last, last_top = torch.empty_like(p.sums), torch.empty_like(p.top)
     given = p.rate, p.v, p.step, p.write, p.read, p.weight, p.skip, p.beta, p.marks, states, tops
     results = mean, free if p.flags["FREE"] else mean, log_total, last, last_top
-    sizes = length, channels, modes, p.chunks
+    sizes = length, channels, modes, p.chunks, p.v_step, p.marked
     grid = (p.chunks * batch, p.blocks())
     launch(
         triton_kernels.read_chunks,
@@ -153,13 +160,30 @@ def backward(
     new: dict[str, Any] = {"dtype": torch.float32, "device": p.v.device}
     mean, free, log_total, last = results
     token_tops = torch.empty(batch, length, channels, **new)
-    by = [p.v if g is None else g.contiguous() for g in (*grads[:3], grads[3])]
-    flags = {f"BY_{name}": g is not None for name, g in zip(("MEAN", "FREE", "TOTAL"), grads, strict=False)}
+    by = [mean if g is None else g.contiguous() for g in grads[:4]]
+    flags = {"BY_MEAN": grads[0] is not None, "BY_FREE": grads[1] is not None}
+    by_total = int(grads[2] is not None)
     read = mean, free if p.flags["FREE"] else mean, log_total, *by[:3]
     sizes = length, channels, modes, p.chunks
     back = torch.empty(batch, p.chunks, 3, modes, channels, **new)
-    given = p.rate, p.v, p.step, p.read, p.weight, p.beta, p.marks, tops, token_tops, *read, back, *sizes
-    chosen = p.chosen("FREE", "HAS_STEP", "HAS_READ", "MARKED") | flags
+    given = (
+        p.rate,
+        p.v,
+        p.step,
+        p.read,
+        p.weight,
+        p.beta,
+        p.marks,
+        tops,
+        token_tops,
+        *read,
+        back,
+        *sizes,
+        p.v_step,
+        p.marked,
+        by_total,
+    )
+    chosen = p.chosen("FREE", "HAS_STEP", "HAS_READ") | flags
     grid = (p.chunks * batch, p.blocks())
     launch(triton_backward.adjoints, grid, *given, **p.tiles(), CHUNK=CHUNK, **chosen, num_warps=4, **_work(p))
     if p.chunks == 1:
@@ -171,7 +195,7 @@ def backward(
         launch(
             triton_backward.carry_back, (batch, p.blocks()), *given, **options, num_warps=4, moved=2 * back.numel() * 4
         )
-    return _gradients(p, sums, tops, token_tops, back, (*read, last), flags, needed)
+    return _gradients(p, sums, tops, token_tops, back, (*read, last), by_total, flags, needed)
 
 
 def _after_one_chunk(p: Problem, back: Tensor, to_last: Tensor | None) -> None:
@@ -189,6 +213,7 @@ def _gradients(
     token_tops: Tensor,
     back: Tensor,
     read: tuple[Tensor, ...],
+    by_total: int,
     flags: dict[str, bool],
     needed: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
@@ -205,12 +230,14 @@ def _gradients(
     to_write, to_read = (nothing, nothing) if amounts is None else amounts
     to_step = torch.empty_like(p.step) if p.flags["HAS_STEP"] else nothing
     to_skip, to_beta = torch.empty(2, batch, p.chunks, channels, **new)
-    to_v, to_first = torch.empty_like(p.v), torch.empty(batch, 3, modes, channels, **new)
+    to_v = torch.empty(p.v.shape, dtype=p.v.dtype, device=p.v.device)
+    to_first = torch.empty(batch, 3, modes, channels, **new)
     given = p.rate, p.v, p.step, p.write, p.read, p.weight, p.skip, p.beta, p.marks, sums, tops, token_tops, back
     found = to_rate, to_step, to_write, to_read, to_weight, to_skip, to_v, to_beta, to_first
-    sizes = length, channels, modes, p.chunks, batch
-    options = {**p.tiles(numbers), "CHUNK": CHUNK, "STRETCH": STRETCH, **p.flags, **flags, "num_warps": 8}
-    work = _work(p, passes=2 + CHUNK // STRETCH // 2)
+    sizes = length, channels, modes, p.chunks, batch, p.v_step, p.marked, by_total
+    options = {**p.tiles(numbers), "CHUNK": CHUNK, "STRETCH": STRETCH, "STOP": STOP, **p.flags, **flags, "num_warps": 8}
+    # Up to the last stop, from a stop to each stretch, every stretch, and back.
+    work = _work(p, passes=(CHUNK - STOP) / CHUNK + (STOP - STRETCH) / (2 * STRETCH) + 2)
     launch(
         triton_backward.gradients,
         (p.chunks * batch, p.blocks(numbers)),

@@ -22,6 +22,8 @@ PADDING, START = tl.constexpr(1), tl.constexpr(2)
 NOTHING = tl.constexpr(-1e37)
 # Up to so many nats the exponentials decay by the same rounded number as the other streams: their errors cancel then.
 NEAR = tl.constexpr(40.0)
+# Given as numbers: nothing is compiled anew for other sizes, with marks or without, or for what an encoder asks.
+SIZES = ["T", "C", "chunks", "batch", "v_step", "marked", "by_total"]
 # A total, or a sum of exponentials, below this is nothing.
 TINY = tl.constexpr(1e-36)
 
@@ -44,17 +46,15 @@ def at(inside, flag):
 
 
 @triton.jit
-def token(V, STEP, MARKS, base, t, T, c, C, beta, HAS_STEP: tl.constexpr, MARKED: tl.constexpr):
+def token(V, STEP, MARKS, base, t, T, c, C, v_step, beta, marked, HAS_STEP: tl.constexpr):
     """value, step, exponent [BLOCK]; whether it is real (1 or 0, beyond the end 0), and whether it starts a segment."""
     row = base + t
     real = (t < T).to(tl.int32)
-    start = c < 0
-    if MARKED:
-        mark = tl.load(MARKS + tl.minimum(row, base + T - 1)).to(tl.int32)
-        real = real * (1 - (mark & PADDING))
-        start = at(c >= 0, real * (mark & START))
+    mark = tl.load(MARKS + tl.minimum(row, base + T - 1) * marked).to(tl.int32) * marked
+    real = real * (1 - (mark & PADDING))
+    start = at(c >= 0, real * (mark & START))
     here = at(c < C, real)
-    v = tl.load(V + row * C + c, mask=here, other=0.0).to(tl.float32)
+    v = tl.load(V + row * v_step + c, mask=here, other=0.0).to(tl.float32)
     if HAS_STEP:
         step = tl.load(STEP + row * C + c, mask=here, other=0.0).to(tl.float32)
     else:
@@ -128,11 +128,11 @@ def written(h0, h1, h2, write, step, v, energy, FREE: tl.constexpr):
     return h0, h1, h2
 
 
-@triton.jit(do_not_specialize=["T", "chunks"])
+@triton.jit(do_not_specialize=SIZES)
 def summarize(
-    RATE, V, STEP, WRITE, BETA, MARKS, SUMS, TOPS, PACES, T, C, N, chunks,
+    RATE, V, STEP, WRITE, BETA, MARKS, SUMS, TOPS, PACES, T, C, N, chunks, v_step, marked,
     BLOCK: tl.constexpr, MODES: tl.constexpr, CHUNK: tl.constexpr,
-    FREE: tl.constexpr, HAS_STEP: tl.constexpr, HAS_WRITE: tl.constexpr, MARKED: tl.constexpr,
+    FREE: tl.constexpr, HAS_STEP: tl.constexpr, HAS_WRITE: tl.constexpr,
 ):  # fmt: skip
     """The state that a chunk leaves when it begins with nothing, its top, its steps together (-1: a segment starts)."""
     c, n, there, slow, lag = channels(RATE, C, N, BLOCK, MODES)
@@ -149,7 +149,7 @@ def summarize(
     reset = c < 0
     for t in range(chunk * CHUNK, chunk * CHUNK + CHUNK):
         row = b * T + t
-        v, step, exponent, real, start = token(V, STEP, MARKS, b * T, t, T, c, C, beta, HAS_STEP, MARKED)
+        v, step, exponent, real, start = token(V, STEP, MARKS, b * T, t, T, c, C, v_step, beta, marked, HAS_STEP)
         write = amounts(WRITE, row, n, N, real, HAS_WRITE)
         highest, before = risen(top, slow, step, exponent, start)
         keep, fade = decays(slow, step, before, highest, start)
@@ -157,16 +157,13 @@ def summarize(
         h0, h1, h2 = decayed(h0, h1, h2, lag, step, keep, fade, FREE)
         h0, h1, h2 = written(h0, h1, h2, write, step, v, tl.exp(exponent - top), FREE)
         pace += step
-        if MARKED:
-            reset = reset | start
+        reset = reset | start
     store_state(SUMS, place * 3 * N * C, C, N, c, n, there, h0, h1, h2)
     tl.store(TOPS + place * C + c, top, mask=c < C)
-    if MARKED:
-        pace = tl.where(reset, -1.0, pace)
-    tl.store(PACES + place * C + c, pace, mask=c < C)
+    tl.store(PACES + place * C + c, tl.where(reset, -1.0, pace), mask=c < C)
 
 
-@triton.jit(do_not_specialize=["chunks"])
+@triton.jit(do_not_specialize=SIZES)
 def carry(
     RATE, SUMS, TOPS, PACES, FIRST, FIRST_TOP, C, N, chunks,
     BLOCK: tl.constexpr, MODES: tl.constexpr, FREE: tl.constexpr,
@@ -196,12 +193,12 @@ def carry(
             h2 = h2 + own2 * tl.exp(local - top)[None, :]
 
 
-@triton.jit(do_not_specialize=["T", "chunks"])
+@triton.jit(do_not_specialize=SIZES)
 def read_chunks(
     RATE, V, STEP, WRITE, READ, WEIGHT, SKIP, BETA, MARKS, SUMS, TOPS, MEAN, FREE_ENERGY, LOG_TOTAL, LAST, LAST_TOP,
-    T, C, N, chunks,
+    T, C, N, chunks, v_step, marked,
     BLOCK: tl.constexpr, MODES: tl.constexpr, CHUNK: tl.constexpr, FREE: tl.constexpr, HAS_STEP: tl.constexpr,
-    HAS_WRITE: tl.constexpr, HAS_READ: tl.constexpr, MARKED: tl.constexpr, INCLUSIVE: tl.constexpr, SKIPS: tl.constexpr,
+    HAS_WRITE: tl.constexpr, HAS_READ: tl.constexpr, INCLUSIVE: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
     """The results of a chunk's tokens, from the state before it; the last chunk also leaves the state after it."""
     c, n, there, slow, lag = channels(RATE, C, N, BLOCK, MODES)
@@ -220,7 +217,7 @@ def read_chunks(
     top = tl.maximum(tl.load(TOPS + place * C + c, mask=c < C, other=0.0).to(tl.float32), NOTHING)
     for t in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, T)):
         row = b * T + t
-        v, step, exponent, real, start = token(V, STEP, MARKS, b * T, t, T, c, C, beta, HAS_STEP, MARKED)
+        v, step, exponent, real, start = token(V, STEP, MARKS, b * T, t, T, c, C, v_step, beta, marked, HAS_STEP)
         write = amounts(WRITE, row, n, N, real, HAS_WRITE)
         if HAS_READ:
             read = amounts(READ, row, n, N, real, HAS_READ)

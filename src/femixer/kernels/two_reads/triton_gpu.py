@@ -70,12 +70,12 @@ def _launch(kernel: Any, given: list[Tensor], results: list[Tensor], free: bool,
         *results,
         batch * length,
         length,
+        heads,
         moved=size_of(*given, *results),
         exponentials=4 * given[0].numel(),
         FREE=free,
         PER_HEAD=given[2].shape[-1] == 1 and width > 1,
         **flags,
-        HEADS=heads,
         WIDTH=width,
         COLUMNS=triton.next_power_of_2(width),
         ROWS=rows,
@@ -85,7 +85,7 @@ def _launch(kernel: Any, given: list[Tensor], results: list[Tensor], free: bool,
 
 @triton.jit
 def _places(
-    tokens, length, HEADS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    tokens, length, heads, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     PER_HEAD: tl.constexpr,
 ):  # fmt: skip
     """Where past and future of some tokens of a head are, with and without channels; and which of them exist."""
@@ -93,8 +93,8 @@ def _places(
     mirrored = (token // length) * length + length - 1 - token % length
     column = tl.arange(0, COLUMNS)
     head = tl.program_id(1)
-    past = (token.to(tl.int64) * HEADS + head)[:, None]
-    future = (mirrored.to(tl.int64) * HEADS + head)[:, None]
+    past = (token.to(tl.int64) * heads + head)[:, None]
+    future = (mirrored.to(tl.int64) * heads + head)[:, None]
     inside = (token < tokens)[:, None] & (column < WIDTH)[None, :]
     here, there = past * WIDTH + column[None, :], future * WIDTH + column[None, :]
     if PER_HEAD:
@@ -130,13 +130,12 @@ def _mixed(free, other, beta, share, rest, odds):
     return both, part
 
 
-@triton.jit(do_not_specialize=["tokens", "length"])
+@triton.jit(do_not_specialize=["tokens", "length", "heads"])
 def _forward(
     Mean, Free, Total, Later_mean, Later_free, Later_total, Beta, Out_mean, Out_free, Out_total, tokens, length,
-    FREE: tl.constexpr, PER_HEAD: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
+    heads, FREE: tl.constexpr, PER_HEAD: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    here, there, at, later_at, inside, column = _places(tokens, length, HEADS, WIDTH, COLUMNS, ROWS, PER_HEAD)
+    here, there, at, later_at, inside, column = _places(tokens, length, heads, WIDTH, COLUMNS, ROWS, PER_HEAD)
     ours, odds, empty = _odds(Total, Later_total, at, later_at, inside)
     share, rest = shares(odds)
     share, rest = tl.where(empty, 0.0, share), tl.where(empty, 1.0, rest)
@@ -152,18 +151,18 @@ def _forward(
         tl.store(Out_free + here, tl.where(empty, free, both), mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "length"])
+@triton.jit(do_not_specialize=["tokens", "length", "heads"])
 def _backward(
     Mean, Free, Total, Later_mean, Later_free, Later_total, Beta, By_mean, By_free, By_total,
-    To_mean, To_free, To_total, To_later_mean, To_later_free, To_later_total, To_beta, tokens, length,
+    To_mean, To_free, To_total, To_later_mean, To_later_free, To_later_total, To_beta, tokens, length, heads,
     FREE: tl.constexpr, PER_HEAD: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr, BY_TOTAL: tl.constexpr,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """With the future's share s of the weight and q of the free energy (zero where there is no future):
 
     dF = (1 - q) dF_past + q dF_future + (q - s) dodds / beta + ((1 - q) F_past + q F_future - F) dbeta / beta
     """
-    here, there, at, later_at, inside, column = _places(tokens, length, HEADS, WIDTH, COLUMNS, ROWS, PER_HEAD)
+    here, there, at, later_at, inside, column = _places(tokens, length, heads, WIDTH, COLUMNS, ROWS, PER_HEAD)
     ours, odds, empty = _odds(Total, Later_total, at, later_at, inside)
     share, rest = shares(odds)
     share, rest = tl.where(empty, 0.0, share), tl.where(empty, 1.0, rest)
@@ -190,7 +189,7 @@ def _backward(
             to_beta = tl.where(inside & (empty == 0), by_free * gap / beta[None, :], 0.0)
         tl.store(To_free + here, by_free * (1 - part), mask=inside)
         tl.store(To_later_free + there, by_free * part, mask=inside)
-        place = (tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)) * WIDTH + column
+        place = (tl.program_id(0).to(tl.int64) * heads + tl.program_id(1)) * WIDTH + column
         tl.store(To_beta + place, tl.sum(to_beta, 0), mask=column < WIDTH)
     if BY_TOTAL:
         by_total = tl.load(By_total + at, mask=inside, other=0.0).to(tl.float32)
