@@ -55,12 +55,23 @@ class Browser:
     async def open(self, address: str, width: int = 1280, height: int = 900) -> list[str]:
         """Load a page. Returns its errors, and requests that left its host."""
         self.events.clear()
-        await self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
-        )
+        await self._measure(width, height)
         await self.call("Page.navigate", url=address)
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self.events.append(json.loads((await self.socket.receive(timeout=60)).data))
+        return await self._complaints(address)
+
+    async def resize(self, address: str, width: int, height: int = 900) -> list[str]:
+        """Show the page that is open in another size. Returns what it complains of then."""
+        self.events.clear()
+        await self._measure(width, height)
+        return await self._complaints(address)
+
+    async def _measure(self, width: int, height: int) -> None:
+        sizes = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        await self.call("Emulation.setDeviceMetricsOverride", **sizes)
+
+    async def _complaints(self, address: str) -> list[str]:
         await self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
         return [*filter(None, map(partial(complaint, address), self.events))]
 

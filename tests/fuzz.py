@@ -14,7 +14,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -25,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from started import Ended, command
 
 from femixer.cli import main
 
@@ -61,14 +61,7 @@ class Case:
     content: bytes | None = None  # what it holds now, None: it is gone
 
 
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-
-def in_process(args: list[str], stdin: str = "") -> Outcome:
+def in_process(args: list[str], stdin: str = "") -> Ended:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -77,13 +70,12 @@ def in_process(args: list[str], stdin: str = "") -> Outcome:
         except SystemExit as stop:  # how tyro refuses an option
             code = stop.code if isinstance(stop.code, int) else 1
         except BaseException as error:
-            return Outcome(-1, out.getvalue(), f"{err.getvalue()}Traceback: {type(error).__name__}: {error}")
-    return Outcome(code, out.getvalue(), err.getvalue())
+            return Ended(-1, out.getvalue(), f"{err.getvalue()}Traceback: {type(error).__name__}: {error}")
+    return Ended(code, out.getvalue(), err.getvalue())
 
 
-def started(args: list[str]) -> Outcome:
-    done = subprocess.run([sys.executable, "-m", "femixer", *args], capture_output=True, text=True, check=False)
-    return Outcome(done.returncode, done.stdout, done.stderr)
+def started(args: list[str]) -> Ended:
+    return command(*args).end()
 
 
 def places(content: object, path: tuple[object, ...] = ()) -> Iterator[tuple[object, ...]]:
@@ -197,7 +189,7 @@ class Trial:
         self.subjects, self.place, self.number = subjects, place, 0
         self.known: dict[tuple[str, tuple[str, ...]], str] = {}
 
-    def run(self, case: Case, run: Callable[[list[str]], Outcome] = in_process) -> str | None:
+    def run(self, case: Case, run: Callable[[list[str]], Ended] = in_process) -> str | None:
         """What is wrong with how the case ended, None if nothing is."""
         subject = self.subjects[case.subject]
         outcome, result, folder = self._carried_out(case, subject, run)
@@ -216,9 +208,7 @@ class Trial:
             return f"exit code 0 with another result:\n{result[:500]}\ninstead of\n{self.known[key][:500]}"
         return None
 
-    def _carried_out(
-        self, case: Case, subject: Subject, run: Callable[[list[str]], Outcome]
-    ) -> tuple[Outcome, str, Path]:
+    def _carried_out(self, case: Case, subject: Subject, run: Callable[[list[str]], Ended]) -> tuple[Ended, str, Path]:
         self.number += 1
         own = self.place / f"case {self.number}"
         folder, out = own / "it", own / "out"
@@ -235,7 +225,7 @@ class Trial:
         return outcome, result.replace(str(own), "OWN"), folder
 
 
-def wrong_refusal(outcome: Outcome, folder: Path | None) -> str | None:
+def wrong_refusal(outcome: Ended, folder: Path | None) -> str | None:
     lines = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
     if "Traceback" in outcome.err or "(unexpected, perhaps" in outcome.err:
         return outcome.err[-1500:]

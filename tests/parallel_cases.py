@@ -1,4 +1,4 @@
-"""What ranks do in test_parallel.py: `python parallel_cases.py FOLDER RANK` is one of four.
+"""What ranks do in test_parallel.py, `process` in each of four; ONLY=words in the environment takes cases by name.
 
 They are connected through gloo. Every rank computes the result of one process itself and writes down how far its part
 of the divided one is away, or what an error said.
@@ -6,7 +6,6 @@ of the divided one is away, or what an error said.
 
 import json
 import os
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -380,7 +379,3 @@ def process(folder: Path, rank: int) -> None:
         outcome[ranks] = {name: attempt(action) for name, action in found}
     (folder / f"{rank}.json").write_text(json.dumps(outcome))
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    process(Path(sys.argv[1]), int(sys.argv[2]))

@@ -5,8 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from importlib import import_module
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from started import Started
 from torch import Tensor
 
 from femixer.baselines import BASELINES
@@ -206,18 +205,22 @@ def test_a_busy_process_that_ends_early_is_an_error() -> None:
         kill(pids[0])
 
 
+def be_busy(told: Path) -> None:
+    with busy(1) as pids:
+        told.with_suffix(".partial").write_text(str(pids[0]))
+        told.with_suffix(".partial").rename(told)
+        time.sleep(60)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_busy_processes_end_with_the_command(number: signal.Signals) -> None:
-    code = (
-        "import time; from femixer.bench.measure import busy\nwith busy(1) as x: print(*x, flush=True); time.sleep(60)"
-    )
-    command = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    assert command.stdout is not None
-    pid = int(command.stdout.readline())
-    command.send_signal(number)
-    command.communicate(timeout=60)
+def test_busy_processes_end_with_the_command(tmp_path: Path, number: signal.Signals) -> None:
+    command = Started(be_busy, tmp_path / "pid")
+    while not (tmp_path / "pid").exists():
+        assert command.is_alive, command.end()
+        time.sleep(0.02)
+    pid = int((tmp_path / "pid").read_text())
+    command.send(number)
+    command.end(60)
     deadline = time.monotonic() + 60
     while is_running(pid):
         assert time.monotonic() < deadline

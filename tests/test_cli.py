@@ -9,22 +9,13 @@ import sys
 import time
 
 import pytest
+import started
 
 from femixer import cli
 from femixer.bench import BENCHES
 from femixer.cli import main
 from femixer.optional import MissingExtra, require
 from femixer.tasks import TASKS, forecast, lm, mad, vision
-
-
-def femixer(*args, **options):
-    return subprocess.Popen(
-        [sys.executable, "-m", "femixer", *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
 
 
 @pytest.mark.parametrize("args", [[], ["--help"], ["-h"]])
@@ -95,10 +86,9 @@ def test_a_broken_package_is_not_reported_as_missing(tmp_path, monkeypatch):
 
 
 def test_python_m_femixer_is_the_command():
-    process = femixer("--version")
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (0, "")
-    assert out.startswith("femixer ")
+    done = subprocess.run([sys.executable, "-m", "femixer", "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("femixer ")
 
 
 OPTIONS = shlex.split(
@@ -121,18 +111,18 @@ def uninterrupted(tmp_path_factory):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_command_ends_like_an_uninterrupted_one_when_resumed(tmp_path, capsys, uninterrupted, number):
     command = ["argmax", *OPTIONS, "--out", str(tmp_path / "run")]
-    process = femixer(*command, "--overwrite")
+    process = started.command(*command, "--overwrite")
     while not [*(tmp_path / "run").glob("checkpoints/step-*[0-9]")]:
-        assert process.poll() is None, process.communicate()
+        assert process.is_alive, process.end()
         time.sleep(0.002)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    process.send(number)
+    ended = process.end(60)
     assert not (tmp_path / "run" / "table.md").exists()
     if number == signal.SIGKILL:
-        assert process.returncode == -signal.SIGKILL
+        assert ended.code == -signal.SIGKILL
     else:
-        assert process.returncode == 130
-        last = err.splitlines()[-1]
+        assert ended.code == 130
+        last = ended.err.splitlines()[-1]
         assert last.startswith("stopped after step ")
         assert last.endswith(f"continue with: {shlex.join(['femixer', *command, '--resume'])}")
     assert main([*command, "--resume"]) == 0

@@ -1,18 +1,14 @@
 """Two processes compute what one computes, sharded or not, and each reads the other's checkpoints.
 
-`python test_distributed.py FOLDER` runs the scenarios, in processes that are forked from one that has imported
-everything and are connected through gloo. The tests look at what they left in FOLDER.
+The scenarios run in processes that are forked from one that has imported everything and are connected through gloo. The
+tests look at what they left in a folder.
 """
 
-import importlib
 import io
 import json
 import os
 import resource
 import signal
-import socket
-import subprocess
-import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -23,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from started import Started, places
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -162,18 +159,13 @@ def stop_at(step: int, rank: int) -> Callable[[int], None]:
 
 def fork(processes: int, action: Callable[[], Any], folder: Path) -> None:
     """Run `action` in so many processes, each of which leaves what it returned, or the error, in `folder`/rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     children = []
-    for rank in range(processes):
+    for rank, place in enumerate(places(processes)):
         if child := os.fork():
             children.append(child)
             continue
         if processes > 1:
-            size = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-            place = {"RANK": rank, "LOCAL_RANK": rank, **size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            os.environ.update({name: str(value) for name, value in place.items()})
+            os.environ.update(place)
         try:
             with warnings.catch_warnings(record=True) as seen:
                 warnings.simplefilter("always")
@@ -195,6 +187,8 @@ def fork(processes: int, action: Callable[[], Any], folder: Path) -> None:
 
 
 def scenarios(folder: Path) -> None:
+    torch.set_num_threads(1)
+
     def run(name: str, processes: int, where: str | None = None, **options: Any) -> None:
         fork(processes, lambda: learn(folder / (where or name), **options), folder / "outcomes" / name)
 
@@ -258,8 +252,8 @@ def full_disk_at(step: int) -> Callable[[int], None]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("distributed")
-    done = subprocess.run([sys.executable, __file__, folder], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    ended = Started(scenarios, folder).end()
+    assert ended.code == 0, ended.err
     return folder
 
 
@@ -353,10 +347,3 @@ def test_a_command_gives_the_result_of_one_process_and_one_process_speaks(folder
     (alone,), (speaker, silent) = (outcomes(folder, f"command {number}") for number in (1, 2))
     assert speaker["returned"] == alone["returned"].replace("argmax-1", "argmax-2")
     assert "softmax attention" in speaker["returned"] and silent["returned"] == ""
-
-
-if __name__ == "__main__":
-    for module in ("femixer.models", "accelerate", "safetensors.torch", "torch._dynamo", "torch.distributed.fsdp"):
-        importlib.import_module(module)  # once here, instead of in every process when it first needs it
-    torch.set_num_threads(1)
-    scenarios(Path(sys.argv[1]))

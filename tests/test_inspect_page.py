@@ -16,8 +16,8 @@ from femixer import FreeEnergyMixer, posterior
 from femixer.cli import main
 from femixer.inspection import Inspection, inspect_model, page, write_page
 from femixer.inspection.inspection import Layer
-from femixer.inspection.tokens import labels, readable
 from femixer.priors import PRIORS
+from femixer.tasks.lm.data.tokenizer import labels, readable
 
 transformers = pytest.importorskip("transformers")
 

@@ -2,8 +2,6 @@
 
 import errno
 import os
-import signal
-import subprocess
 import sys
 import sysconfig
 import time
@@ -14,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_text import documents_of, everything, texts, write_lines
+from started import Started
 
 from femixer.cli import main
 from femixer.tasks.lm.data import building, corpus, sources
@@ -248,35 +247,27 @@ def test_tokenizer_written_in_python_works_too(tmp_path, lines):
     assert shards.train.read(0, 9)[0].tolist() == [1, *(byte + 3 for byte in first.text.encode()[:8])]
 
 
-SLOW = """
-import sys, time
-from femixer.tasks.lm.data import building, corpus, tokenizer
-
 class Slow(corpus.Part):
     def documents(self):
         time.sleep(0.05)
         yield from super().documents()
 
-corpus.Part = Slow
-if __name__ == "__main__":
-    data, folder = sys.argv[1:]
-    whole = corpus.open_corpus([data], part_bytes=100)
-    building.prepare(whole, tokenizer.load_tokenizer("bytes"), folder, workers=2)
-"""
+
+def prepare_slowly(data, folder):
+    """In this process and two others."""
+    corpus.Part = Slow
+    prepare(open_corpus([data], part_bytes=100), load_tokenizer("bytes"), folder, workers=2)
 
 
 def test_kill_nine_then_again_does_only_what_was_missing(tmp_path, lines, bytes_tokenizer):
-    script, folder = tmp_path / "slow.py", tmp_path / "shards"
-    script.write_text(SLOW)
+    folder = tmp_path / "shards"
     whole = open_corpus([lines], part_bytes=100)
-    killed = subprocess.Popen([sys.executable, script, lines, folder], stderr=subprocess.PIPE)
+    killed = Started(prepare_slowly, lines, folder)
     deadline = time.monotonic() + 200
     while len(finished := [*folder.glob("part-?????")]) < 3:
-        assert killed.poll() is None and time.monotonic() < deadline, killed.stderr.read()
+        assert killed.is_alive and time.monotonic() < deadline, killed.kill()
         time.sleep(0.01)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    killed.stderr.close()
+    killed.kill()
     time.sleep(0.5)  # the workers notice
     assert len(finished) < len(whole.parts)
     with pytest.raises(ValueError, match=r"is not complete .*stopped before its end"):

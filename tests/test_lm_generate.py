@@ -356,19 +356,19 @@ def test_an_upgraded_model_reads_a_long_prompt_too(tmp_path, in_stretches, monke
 
 def test_a_prompt_that_cannot_be_remembered_is_refused_after_two_pieces(checkpoint, tmp_path, in_stretches, capsys):
     """A model that keeps every token says at once that a prompt is too long; one with a constant state reads it."""
-    (tmp_path / "prompt.txt").write_text(LONG * 50, encoding="utf-8")
+    (tmp_path / "prompt.txt").write_text(LONG * 5, encoding="utf-8")
     command_line = ["--prompt-file", tmp_path / "prompt.txt", "--max-tokens", 3]
     torch.manual_seed(0)
     FEMForCausalLM(FEMConfig(**{**tiny().config.to_diff_dict(), "prior": "gla"})).save_pretrained(tmp_path / "gla")
     TOKENIZER.save_pretrained(tmp_path / "gla")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompts.memory, "free", lambda device: 10**6)
+        patch.setattr(prompts.memory, "free", lambda device: 10**5)
         assert run(tmp_path / "gla", *command_line) == 0
         capsys.readouterr()
         assert run(checkpoint, *command_line) == 2
     error = capsys.readouterr().err
     assert "prompt.txt' is not allowed; choose a shorter one, or a model whose memory does not grow" in error
-    size = len(LONG.encode()) * 50
+    size = len(LONG.encode()) * 5
     told = int(re.search(r"of about ([\d,]+), and 0.0 GB are free", error)[1].replace(",", ""))
     assert 0.8 * size < told < 1.2 * size and error.count("\n") == 1
     assert run(checkpoint, *command_line, "--beams", 2) == 2

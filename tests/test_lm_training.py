@@ -8,13 +8,12 @@ import random
 import shutil
 import signal
 import statistics
-import subprocess
-import sys
 import time
 from collections import Counter, defaultdict
 
 import pytest
 import safetensors.torch
+import started
 import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -143,28 +142,12 @@ def test_a_run_learns_and_leaves_a_model_with_the_recorded_loss(tmp_path):
 
 def test_a_killed_run_resumes_to_the_same_digits(tmp_path, undisturbed, capsys):
     out = tmp_path / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "femixer",
-        "lm",
-        "train",
-        "--data",
-        "text.txt",
-        "--out",
-        out,
-        "--save-every",
-        1,
-        *LONG,
-    ]
-    log = (tmp_path / "log").open("w+")
-    child = subprocess.Popen([*map(str, command)], stdout=log, stderr=log)
+    child = started.command("lm", "train", "--data", "text.txt", "--out", out, "--save-every", 1, *LONG)
     deadline = time.monotonic() + 120
-    while child.poll() is None and not [*out.glob("checkpoints/step-*[4-9]")] and time.monotonic() < deadline:
+    while child.is_alive and not [*out.glob("checkpoints/step-*[4-9]")] and time.monotonic() < deadline:
         time.sleep(0.002)
-    child.send_signal(signal.SIGKILL)
-    assert child.wait() == -signal.SIGKILL, (tmp_path / "log").read_text()
-    log.close()
+    ended = child.kill()
+    assert ended.code == -signal.SIGKILL, ended.err
     assert not (out / "table.md").exists()
     assert lm("train", out, *LONG, "--resume") == 0
     assert outcome(out) == undisturbed
@@ -185,21 +168,10 @@ def test_the_engine_changes_nothing_but_rounding(tmp_path):
 
 
 def test_two_processes_train_the_model_of_one(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        2,
-        "-m",
-        "femixer",
-    ]
-    command += ["lm", "train", "--data", "text.txt", "--out", tmp_path / "two", "--device", "cpu", *SHORT]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    two = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=300)
-    assert two.returncode == 0, two.stderr
-    assert two.stdout.count("validation loss") == 1
+    train = ("lm", "train", "--data", "text.txt", "--out", tmp_path / "two", "--device", "cpu", *SHORT)
+    first, second = started.command_in(2, *train)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert (first.out.count("validation loss"), second.out) == (1, "")
     one = trained(tmp_path / "one")
     for split in ("train", "validation"):
         assert losses(outcome(tmp_path / "two"), split) == pytest.approx(losses(one, split), rel=1e-4)
@@ -312,10 +284,10 @@ def test_compared_models_see_the_same_batches_and_share_a_table(tmp_path, monkey
     assert without_speed((out / "table.md").read_text()) == without_speed(table)
 
     side_by_side = tmp_path / "side by side"
-    assert lm("compare", side_by_side, *options, "--jobs", 2) == 0
-    for path in out.glob("runs/*/metrics.jsonl"):
+    assert lm("compare", side_by_side, *options, "--seeds", 1, "--jobs", 2) == 0
+    for path in out.glob("runs/*-5/metrics.jsonl"):
         assert timeless(lines(side_by_side / path.relative_to(out))) == timeless(lines(path))
-    assert "run 6/6 done" in capsys.readouterr().err
+    assert "run 3/3 done" in capsys.readouterr().err
 
 
 # --- options

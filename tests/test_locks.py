@@ -1,34 +1,29 @@
 """One process at a time works in a results folder."""
 
 import errno
-import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
+from started import Started
 from tiny_run import Tiny, tiny_run
 
 from femixer.training import Results, RunOptions, locks
 
-WORKER = """
-import sys, time
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-from tiny_run import Tiny
-from femixer.training import Results, RunOptions
-results = Results("tiny", Tiny(), RunOptions(Path(sys.argv[1])))
-print("there", flush=True)
-time.sleep(600)
-"""
+
+def begin(folder: Path) -> None:
+    results = Results("tiny", Tiny(), RunOptions(folder))
+    folder.with_name("begun").touch()
+    time.sleep(600)
+    results.finish("never")
 
 
-def worker(folder: Path) -> subprocess.Popen[str]:
+def worker(folder: Path) -> Started:
     """A process that has begun a run in the folder."""
-    code = WORKER.format(tests=str(Path(__file__).parent))
-    process = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "there\n"
+    process = Started(begin, folder)
+    while not folder.with_name("begun").exists():
+        assert process.is_alive, process.end()
+        time.sleep(0.01)
     return process
 
 
@@ -40,9 +35,7 @@ def test_a_folder_in_use_is_refused_with_who_holds_it_and_taken_over_when_that_d
         with pytest.raises(ValueError, match=rf"is in use by process {other.pid} on .* \(since .*\); wait for it"):
             tiny_run(folder, **options)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    other.send_signal(signal.SIGKILL)
-    other.wait()
-    other.stdout.close()
+    other.kill()
     records, _ = tiny_run(folder, resume=True)
     assert records == tiny_run(tmp_path / "alone")[0]
 

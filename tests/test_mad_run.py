@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from started import Started
 from torch import nn
 
 from femixer.cli import main
@@ -371,23 +372,19 @@ def test_a_process_that_dies_costs_only_its_own_task():
     assert died == [False, True, False]
 
 
-SCRIPT = """
-import sys
-from femixer.cli import main
-from femixer.tasks.mad.protocol import PROTOCOLS, Plan, Protocol
-PROTOCOLS["tiny"] = {tiny!r}
-sys.exit(main(sys.argv[1:]))
-"""
+def run_tiny(options):
+    """In a process that the fixture above has not changed."""
+    PROTOCOLS["tiny"] = TINY
+    return main(options)
 
 
 def test_after_kill_9_only_what_is_missing_is_run_to_the_same_numbers(tmp_path, capsys):
     options = [*RUN, "--out", str(tmp_path / "killed"), "--seeds", "5", "--jobs", "1"]
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT.format(tiny=TINY), *options], stderr=subprocess.PIPE)
+    process = Started(run_tiny, options)
     while len([*tmp_path.glob("killed/jobs/*.json")]) < 3:
-        assert process.poll() is None, process.communicate()
+        assert process.is_alive, process.end()
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.kill()
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("killed/jobs/*.json")}
     assert 3 <= len(kept) < 10
     time.sleep(1)  # for the worker to notice

@@ -2,14 +2,13 @@
 
 import json
 import os
-import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from lm_text import texts
+from started import command
 from tiny_run import Tiny, in_child, kill_at, same, tiny_run
 
 from femixer.cli import main
@@ -107,14 +106,12 @@ def test_a_killed_command_leaves_the_old_model_to_be_used(tmp_path, monkeypatch,
     train = ["lm", "train", "--data", "text.txt", *sizes.split(), "--out", "out", "--overwrite", "--steps"]
     assert main([*train, "2"]) == 0
     before = content(Path("out"))
-    started = [sys.executable, "-m", "femixer", *train, "100000"]
-    process = subprocess.Popen(started, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = command(*train, 100_000)
     metrics = Path("out/replacement/metrics.jsonl")
     while not (metrics.exists() and len(metrics.read_text().splitlines()) > 2):
-        assert process.poll() is None
+        assert process.is_alive
         time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
     after = content(Path("out"))
     assert {name: after.get(name) for name in before} == before
     assert main(["generate", "out", "--prompt", "the", "--max-tokens", "3"]) == 0

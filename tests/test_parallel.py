@@ -1,32 +1,24 @@
 """Several ranks compute what one computes: sequences, heads and batches divided over them (parallel_cases.py)."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from parallel_cases import process
+from started import Started
 from torch import Tensor
 
 from femixer.parallel.summaries import carried_energies, carried_reads, carried_sums
-
-CASES = Path(__file__).parent / "parallel_cases.py"
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     """By the number of ranks, what each of them found: of pairs, all first and all second ones together."""
     folder = tmp_path_factory.mktemp("parallel")
-    environment = {**os.environ, "FEMIXER_BACKEND": "plain", "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen([sys.executable, CASES, folder, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in range(4)
-    ]
-    said = [process.communicate(timeout=400)[1] for process in processes]
-    assert not any(process.returncode for process in processes), "\n".join(said)
+    ranks = [Started(process, folder, rank, FEMIXER_BACKEND="plain") for rank in range(4)]
+    for ended in [rank.end(400) for rank in ranks]:
+        assert ended.code == 0, ended.err
     each = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
     return {2: [each[rank]["2"] | each[rank + 2]["2"] for rank in range(2)], 4: [found["4"] for found in each]}
 

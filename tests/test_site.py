@@ -14,8 +14,8 @@ pytest.importorskip("mkdocs")
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.delivery
-WIDTHS = (1280, 390)
-PHONE = 390
+WIDTHS = (390, 1280)
+"""Of a phone, where a page is loaded, and of a desk."""
 
 SEEN = """(() => {
   const visible = (e) => { const box = e.getBoundingClientRect(); return box.width > 8 && box.height > 8; };
@@ -102,7 +102,8 @@ def test_pages_work_in_a_browser_wide_and_narrow(site: Path, tmp_path: Path) -> 
         for name in pages(site):
             for width in WIDTHS:
                 where = f"{name or 'home'} at {width}: "
-                wrong += [where + problem for problem in await browser.open(address + name, width)]
+                show = browser.open if width == WIDTHS[0] else browser.resize
+                wrong += [where + problem for problem in await show(address + name, width)]
                 seen = await browser.evaluate(SEEN)
                 wrong += [where + f"{seen['width']} wide"] * (seen["width"] > width)
                 wrong += [where + f"beyond the edge: {element}" for element in seen["wide"]]

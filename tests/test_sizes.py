@@ -14,6 +14,8 @@ from femixer.training import journal
     [
         (["lm", "train", "--data", "text.txt", "--heads", "4", "--hidden-size", "100000"], "hidden_size=100000"),
         (["vision", "train", "--heads", "4", "--width", "100000", "--parameters", "None"], "width=100000"),
+        (["vision", "run", "--heads", "4", "--width", "100000", "--parameters", "None"], "width=100000"),
+        (["mad", "run", "--tasks", "recall", "--vocabulary", "1000000000"], "vocabulary=1000000000"),
         (
             ["forecast", "train", "--data", "rows.csv", "--lookback", "9", "--horizon", "6", "--width", "100000"],
             "width=100000",
@@ -34,10 +36,16 @@ def test_a_model_larger_than_the_machine_is_refused_before_it_is_made(tmp_path, 
 def test_the_memory_of_a_container_counts(tmp_path, monkeypatch):
     whole = memory.installed()
     assert whole > 10**8 and 0 < memory.free(torch.device("cpu")) <= whole
-    for content, expected in (("max\n", whole), ("12345\n", 12345)):
-        (tmp_path / "memory.max").write_text(content)
-        monkeypatch.setattr(memory, "LIMITS", (tmp_path / "memory.max", tmp_path / "nowhere"))
-        assert memory.installed() == expected
+    for folder, (limit, used, of_files) in memory.GROUPS.items():
+        monkeypatch.setattr(memory, "GROUPS", {tmp_path: (limit, used, of_files), folder / "nowhere": ("a", "b", "c")})
+        for content, expected, free in (("max\n", whole, None), ("12345\n", 12345, 12345 - 11000 + 700)):
+            (tmp_path / limit).write_text(content)
+            (tmp_path / used).write_text("11000\n")
+            (tmp_path / "memory.stat").write_text(f"anon 10300\n{of_files} 700\n")
+            assert memory.installed() == expected
+            assert free is None or memory.free(torch.device("cpu")) == free
+        (tmp_path / used).write_text("13200\n")  # for a moment, before something is given back
+        assert memory.free(torch.device("cpu")) == 0
 
 
 def test_progress_is_a_line_now_and_then_also_where_the_end_is_not_known(monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """What commands say of results that are not what one may think, and how they take a model's folder."""
 
+import itertools
 import json
 
 import pytest
@@ -96,3 +97,6 @@ def test_a_model_may_be_the_first_argument_or_an_option_of_every_command():
         == model_named(["--model", "run", "--a", "1"])
     )
     assert model_named([]) == []
+    for read, args in itertools.product((model_first, model_named), (["--model", "b"], ["--model=b"])):
+        with pytest.raises(ValueError, match=r"model='b' is not allowed; choose it or the first arg.* 'a', not both"):
+            read(["a", "--x", "1", *args])

@@ -4,14 +4,12 @@ import io
 import json
 import resource
 import signal
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import ELABORATE, Tiny, same, tiny_run
+from started import Started
+from tiny_run import ELABORATE, Tiny, crash_everywhere, same, tiny_run
 from torch import nn
 
 from femixer.training import (
@@ -78,10 +76,9 @@ def test_resuming_does_not_repeat_the_steps_before_the_checkpoint(tmp_path):
 
 
 def test_kill_nine_at_any_touch_of_the_disk_then_resume_equals_uninterrupted(tmp_path):
-    script = Path(__file__).with_name("tiny_run.py")
-    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 50  # config, three evaluations, two records and four checkpoints of several files each
+    ended = Started(crash_everywhere, tmp_path).end()
+    assert ended.code == 0, ended.err
+    assert int(ended.out) > 50  # config, three evaluations, two records and four checkpoints of several files each
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):

@@ -1,11 +1,10 @@
 """Image classification: training, resuming, evaluating, maps and tables."""
 
 import json
+import os
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from started import Started
 from torch import nn
 from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
 
@@ -27,7 +27,7 @@ from femixer.tasks.vision import TASK
 from femixer.tasks.vision.data import Images, read
 from femixer.tasks.vision.data import views as views_module
 from femixer.tasks.vision.data.pictures import Arrays, Files, Preparation
-from femixer.tasks.vision.data.views import Views, spread, stacked
+from femixer.tasks.vision.data.views import Batches, Views, spread, stacked
 from femixer.tasks.vision.evaluate import confusion, samples
 from femixer.tasks.vision.fit import Fitting, Predictions, averaged, averages, averaging, error, predicted
 from femixer.tasks.vision.maps import map_figure
@@ -115,27 +115,23 @@ def test_the_saved_model_is_the_best_one_and_has_the_reported_scores(trained, co
     assert model.config.id2label == {0: "blue", 1: "green", 2: "red"} and model.config.drop_path == 0.1
 
 
-KILLED = """
-import os, signal, sys
-from femixer.cli import main
-from femixer.tasks.vision.data.views import Batches
+def killed_at_11(command):
+    """`femixer COMMAND` in this process, which does not survive it."""
+    make = Batches.__call__
 
-make = Batches.__call__
+    def batch(self, step, part):
+        if step == 11:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return make(self, step, part)
 
-def batch(self, step, part):
-    if step == 11:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return make(self, step, part)
-
-Batches.__call__ = batch
-main(sys.argv[1:])
-"""
+    Batches.__call__ = batch
+    main(command)
 
 
 def test_a_killed_run_resumes_to_the_same_digits(tmp_path, trained, colours):
     out = tmp_path / "killed"
     command = [*TRAIN, str(colours), "--out", str(out)]
-    assert subprocess.run([sys.executable, "-c", KILLED, *command], timeout=240).returncode == -signal.SIGKILL
+    assert Started(killed_at_11, command).end().code == -signal.SIGKILL
     assert [path.name for path in sorted(out.glob("checkpoints/step-*"))][-1] == "step-00000010"
     assert main([*command, "--resume"]) == 0
     assert records(out) == records(trained)

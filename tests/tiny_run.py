@@ -1,9 +1,8 @@
-"""A training run of a few milliseconds for the tests, and `python tiny_run.py FOLDER`: kill -9 it wherever it hurts."""
+"""A training run of a few milliseconds for the tests, and what kills it with -9 wherever it hurts."""
 
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -134,8 +133,13 @@ def without_waiting() -> None:
     os.fsync = lambda descriptor: None
 
 
-def crash_everywhere(folder: Path) -> int:
-    """Kill a run before its 1st, 2nd, ... touch of the disk, resume it, compare. Returns how many there were."""
+def crash_everywhere(folder: Path) -> None:
+    """Kill a run before its 1st, 2nd, ... touch of the disk, resume it, compare. Prints how many there were.
+
+    In a process of its own, where nobody waits for the disk from now on.
+    """
+    torch.set_num_threads(1)
+    without_waiting()
     experiment = Tiny(steps=5)
 
     def elaborate(run: Path, **options: Any) -> Any:
@@ -153,7 +157,8 @@ def crash_everywhere(folder: Path) -> int:
 
         status = in_child(killed)
         if status == 0:  # it has fewer moments than that
-            return moment - 1
+            print(moment - 1)
+            return
         assert os.WIFSIGNALED(status), f"the run that should die at moment {moment} failed instead"
         if (run / "metrics.jsonl").exists() and moment % 2:  # the end of a line that never reached the disk
             with (run / "metrics.jsonl").open("a") as file:
@@ -161,9 +166,3 @@ def crash_everywhere(folder: Path) -> int:
         resumed = elaborate(run, resume=True)
         assert same(resumed, expected), f"killed at moment {moment}, resumed, and the result differs"
         assert not [*run.rglob("*.partial")], f"moment {moment} left temporary files"
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    without_waiting()
-    print(crash_everywhere(Path(sys.argv[1])))

@@ -1,14 +1,19 @@
 """How much memory there is: what cannot fit is refused before it is made."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from femixer.options import check
 
-LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Of a container."""
+GROUPS = {
+    Path("/sys/fs/cgroup"): ("memory.max", "memory.current", "inactive_file"),
+    Path("/sys/fs/cgroup/memory"): ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Where a container's memory is told, by version 2 and 1 of control groups: files of the limit and of what is used, and
+the line of memory.stat with what of that are copies of files, which give way."""
 
 
 def installed() -> int | None:
@@ -17,12 +22,18 @@ def installed() -> int | None:
         found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     except (AttributeError, ValueError, OSError):
         return None
-    for path in LIMITS:
+    return min([*found, *(limit for limit, _ in _groups())])
+
+
+def _groups() -> Iterator[tuple[int, int]]:
+    """The limit of the container and what it uses of that, in bytes."""
+    for folder, (limit, used, of_files) in GROUPS.items():
         try:
-            found.append(int(path.read_text()))
-        except (OSError, ValueError):  # no container, or one without a limit ("max")
+            most, now = (int((folder / name).read_text(encoding="ascii")) for name in (limit, used))
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+            yield most, max(0, now - int(stat[of_files]))
+        except (OSError, ValueError, KeyError):  # no container, or one without a limit ("max")
             continue
-    return min(found)
 
 
 def free(device: torch.device) -> int | None:
@@ -31,9 +42,10 @@ def free(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0]
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError, IndexError):
         return None
+    return min([available, *(max(0, limit - used) for limit, used in _groups())])
 
 
 def check_fits(parameters: int, name: str, value: object) -> None:

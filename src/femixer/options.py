@@ -35,12 +35,23 @@ def model_first(args: Sequence[str]) -> list[str]:
     if MODEL not in args[:-1]:
         return args
     at = args.index(MODEL)
+    _check_one_model(args[0], args[at + 1])
     return [args[at + 1], *args[:at], *args[at + 2 :]]
 
 
 def model_named(args: Sequence[str]) -> list[str]:
     """For commands with the option --model: the first argument, if it is no option, is the same."""
-    return [MODEL, *args] if args and not args[0].startswith("-") else [*args]
+    if not args or args[0].startswith("-"):
+        return [*args]
+    for arg, following in zip(args, [*args[1:], ""], strict=True):
+        name, _, value = arg.partition("=")
+        if name == MODEL:
+            _check_one_model(args[0], value or following)
+    return [MODEL, *args]
+
+
+def _check_one_model(first: str, named: str) -> None:
+    check(first.startswith("-"), "model", named, f"it or the first argument, which is {first!r}, not both")
 
 
 def check_numbers(options: Any) -> None:

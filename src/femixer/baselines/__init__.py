@@ -1,23 +1,18 @@
 """The other mixers of the paper's tables, with FreeEnergyMixer's signature."""
 
-from femixer.baselines import attention, convolution, fox, gsa, hyena, path, tnn
 from femixer.baselines.aft import AFT
-from femixer.baselines.attention import Attention, GatedAttention, Laser
-from femixer.baselines.base import Baseline
+from femixer.baselines.attention import Attention, Cache, DiffTransformer, GatedAttention, Laser
+from femixer.baselines.base import Baseline, Memory
 from femixer.baselines.deltanet import KDA, DeltaNet, GatedDeltaNet
-from femixer.baselines.diff_transformer import DiffTransformer
-from femixer.baselines.fox import FoX
-from femixer.baselines.gsa import GSA
 from femixer.baselines.hgrn import HGRN, HGRN2
-from femixer.baselines.hyena import Hyena
-from femixer.baselines.linear_attention import GLA, LinearAttention, RetNet
+from femixer.baselines.linear_attention import GLA, GSA, LinearAttention, RetNet, Slots
+from femixer.baselines.long_convolution import TNN, Hyena, HyenaMemory, TNNMemory
 from femixer.baselines.mamba import Mamba, Mamba2
-from femixer.baselines.path import PaTH
 from femixer.baselines.rwkv import RWKV6, RWKV7
-from femixer.baselines.tnn import TNN
+from femixer.baselines.token_positions import FoX, FoXMemory, PaTH, PaTHMemory
 from femixer.trees import register_tuple
 
-for kind in (attention.Cache, *(each.Memory for each in (convolution, fox, gsa, hyena, path, tnn))):
+for kind in (Cache, FoXMemory, HyenaMemory, Memory, PaTHMemory, Slots, TNNMemory):
     register_tuple(kind)
 
 BASELINES: dict[str, type[Baseline]] = {

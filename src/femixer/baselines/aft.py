@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from femixer.baselines.base import Baseline
+from femixer.baselines.base import Baseline, Common, made_with
 from femixer.kernels.channel_scan import channel_scan
 from femixer.layout import Layout
 
@@ -20,20 +20,11 @@ class AFT(Baseline):
     Zhai et al. 2021, arXiv 2105.14103.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        causal: bool = True,
-        bias: bool = False,
-        dropout: float = 0.0,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(dim, heads, causal, dropout)
-        self.in_proj = nn.Linear(dim, 3 * dim, bias=bias, device=device, dtype=dtype)
-        self.out_proj = nn.Linear(dim, dim, bias=bias, device=device, dtype=dtype)
+    def __init__(self, dim: int, heads: int, **common: Unpack[Common]) -> None:
+        super().__init__(dim, heads, **common)
+        bias, made = made_with(common)
+        self.in_proj = nn.Linear(dim, 3 * dim, bias=bias, **made)
+        self.out_proj = nn.Linear(dim, dim, bias=bias, **made)
         self.reset_parameters()
 
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:

@@ -1,12 +1,12 @@
 """The interface of a baseline: projections and a recurrence of its own behind FreeEnergyMixer's signature.
 
-Beside it what several of them have: norms, the start of steps, checks.
+Beside it what several of them have: norms, short convolutions, the start of steps, checks.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,21 @@ def check_sizes(**sizes: int) -> None:
         check(isinstance(size, int) and size >= 1, name, size, "a positive integer")
 
 
+class Common(TypedDict, total=False):
+    """Arguments that all of them have, as `Baseline` takes them."""
+
+    causal: bool
+    bias: bool
+    dropout: float
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+def made_with(common: Common) -> tuple[bool, dict[str, Any]]:
+    """Whether projections have biases, and the device and the dtype of parameters as arguments of what makes them."""
+    return common.get("bias", False), {"device": common.get("device"), "dtype": common.get("dtype")}
+
+
 class Baseline(MixerLayer):
     """Mixer [B, T, dim] -> [B, T, dim], causal unless it can be an `encoder`. Subclasses define `mix` and end in
     `self.out_proj`.
@@ -61,7 +76,17 @@ class Baseline(MixerLayer):
 
     encoder = False
 
-    def __init__(self, dim: int, heads: int, causal: bool = True, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        causal: bool = True,
+        bias: bool = False,
+        dropout: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """bias, device, dtype: of the parameters, which subclasses make (`made_with`)."""
         super().__init__(dim, heads, causal, dropout)
         if not causal and not self.encoder:
             raise ValueError(f"causal={causal!r} is not allowed: {type(self).__name__} is causal by definition")
@@ -122,3 +147,73 @@ class Baseline(MixerLayer):
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, heads={self.heads}"
+
+
+class Memory(NamedTuple):
+    """Of a mixer with a convolution or a token shift in front of its recurrence: the last real inputs [B, n, C] of the
+    one, the state [B, ...] of the other."""
+
+    recent: Tensor
+    states: Tensor
+
+
+class ShortConvolution(nn.Module):
+    """y_t = sum_{j<width} w_j x_{t-j} + b, per channel, over the tokens of t's segment."""
+
+    def __init__(self, channels: int, width: int = 4, bias: bool = False, **made: Any) -> None:
+        super().__init__()
+        self.channels, self.width = channels, width
+        self.weight = nn.Parameter(torch.empty(width, channels, **made))  # weight[j] is for j tokens ago
+        self.bias = nn.Parameter(torch.empty(channels, **made)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = self.width**-0.5  # as torch's convolutions: one input channel, `width` taps
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: Tensor, layout: Layout, before: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] with padding at the end of rows only; before [B, width - 1, C]: the real tokens before.
+
+        -> (y [B, T, C], the last width - 1 real tokens).
+        """
+        reach, length = self.width - 1, x.shape[1]
+        if before is None:
+            before = x.new_zeros(x.shape[0], reach, self.channels)
+        whole = torch.cat([before.to(x.dtype), x], 1)
+        weight = self.weight.to(x.dtype)
+        y = x * weight[0]
+        for j in range(1, self.width):
+            earlier = whole[:, reach - j : reach - j + length]
+            if layout.segment is not None:
+                earlier = earlier.masked_fill((layout.position < j)[..., None], 0)
+            y = torch.addcmul(y, earlier, weight[j])
+        if self.bias is not None:
+            y = y + self.bias.to(y.dtype)
+        return y, last_tokens(whole, reach, layout)
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, width={self.width}, bias={self.bias is not None}"
+
+
+def token_before(x: Tensor, layout: Layout, before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(the token before each of x [B, T, dim] in its segment, zero where there is none; the last real token).
+
+    before [B, 1, dim]: the last real token before x.
+    """
+    before = torch.zeros_like(x[:, :1]) if before is None else before.to(x.dtype)
+    whole = torch.cat([before, x], 1)
+    earlier = whole[:, :-1]
+    if layout.segment is not None:
+        earlier = earlier.masked_fill((layout.position == 0)[..., None], 0)
+    return earlier, last_tokens(whole, 1, layout)
+
+
+def last_tokens(whole: Tensor, count: int, layout: Layout) -> Tensor:
+    """The last `count` real tokens of whole [B, count + T, C], whose last T lie as in `layout`, as a copy."""
+    if layout.segment is None:
+        return whole[:, whole.shape[1] - count :].clone()
+    real = (layout.segment >= 0).sum(1, keepdim=True)
+    index = real + torch.arange(count, device=whole.device)
+    return whole.gather(1, index[..., None].expand(-1, -1, whole.shape[2]))

@@ -4,14 +4,22 @@ Kimi delta attention, with a decay for every key channel.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from femixer.baselines.base import Baseline, RMSNorm, check_sizes, random_steps_
-from femixer.baselines.convolution import Memory, ShortConvolution
+from femixer.baselines.base import (
+    Baseline,
+    Common,
+    Memory,
+    RMSNorm,
+    ShortConvolution,
+    check_sizes,
+    made_with,
+    random_steps_,
+)
 from femixer.baselines.kernels.delta_rule import delta_rule, unit
 from femixer.kernels.operator import without_autocast
 from femixer.layout import Layout
@@ -28,21 +36,10 @@ class DeltaNet(Baseline):
     Yang et al. 2024, arXiv 2406.06484, after Schlag et al. 2021, arXiv 2102.11174.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        causal: bool = True,
-        bias: bool = False,
-        dropout: float = 0.0,
-        *,
-        conv_width: int = 4,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(dim, heads, causal, dropout)
+    def __init__(self, dim: int, heads: int, *, conv_width: int = 4, **common: Unpack[Common]) -> None:
+        super().__init__(dim, heads, **common)
         check_sizes(conv_width=conv_width)
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        bias, made = made_with(common)
         self.in_proj = nn.Linear(dim, 3 * dim + heads, bias=bias, **made)
         self.convolution = ShortConvolution(3 * dim, conv_width, **made)
         self.norm = RMSNorm(dim // heads, eps=1e-5, **made)
@@ -83,24 +80,20 @@ class GatedDeltaNet(Baseline):
         self,
         dim: int,
         heads: int,
-        causal: bool = True,
-        bias: bool = False,
-        dropout: float = 0.0,
         *,
         expand_k: float = 0.5,
         expand_v: float = 1.0,
         conv_width: int = 4,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **common: Unpack[Common],
     ) -> None:
-        super().__init__(dim, heads, causal, dropout)
+        super().__init__(dim, heads, **common)
         check_sizes(conv_width=conv_width)
         for name, factor in (("expand_k", expand_k), ("expand_v", expand_v)):
             check(factor > 0, name, factor, "a positive factor of dim / heads channels")
         keys, values = (heads * max(1, round(factor * dim / heads)) for factor in (expand_k, expand_v))
         self.streams = (keys, keys, values)
         self.widths = (sum(self.streams), values, heads, heads)
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        bias, made = made_with(common)
         self.in_proj = nn.Linear(dim, sum(self.widths), bias=bias, **made)
         self.convolution = ShortConvolution(sum(self.streams), conv_width, **made)
         self.step_bias = nn.Parameter(torch.empty(heads, **made))
@@ -144,23 +137,13 @@ class KDA(Baseline):
     """
 
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        causal: bool = True,
-        bias: bool = False,
-        dropout: float = 0.0,
-        *,
-        rank: int | None = None,
-        conv_width: int = 4,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, dim: int, heads: int, *, rank: int | None = None, conv_width: int = 4, **common: Unpack[Common]
     ) -> None:
-        super().__init__(dim, heads, causal, dropout)
+        super().__init__(dim, heads, **common)
         rank = max(1, dim // 16) if rank is None else rank
         check_sizes(rank=rank, conv_width=conv_width)
         self.widths = (3 * dim, heads, rank, rank)
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        bias, made = made_with(common)
         self.in_proj = nn.Linear(dim, sum(self.widths), bias=bias, **made)
         self.convolution = ShortConvolution(3 * dim, conv_width, **made)
         self.decay_proj = nn.Linear(rank, dim, bias=False, **made)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from femixer.baselines.base import Baseline, HeadNorm, RMSNorm
+from femixer.baselines.base import Baseline, Common, HeadNorm, RMSNorm, made_with
 from femixer.baselines.kernels.linear_attention import linear_attention
 from femixer.kernels.marks import reversed_marks
 from femixer.kernels.operator import without_autocast
@@ -34,24 +34,14 @@ class HGRN(Baseline):
     encoder = True
 
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        causal: bool = True,
-        bias: bool = False,
-        dropout: float = 0.0,
-        *,
-        lower_bound: float = 0.0,
-        complex: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, dim: int, heads: int, *, lower_bound: float = 0.0, complex: bool = False, **common: Unpack[Common]
     ) -> None:
-        super().__init__(dim, heads, causal, dropout)
+        super().__init__(dim, heads, **common)
         check(0 <= lower_bound < 1, "lower_bound", lower_bound, "a number from 0 to below 1")
         self.lower_bound, self.complex = lower_bound, complex
         self.parts = 2 if complex else 1
         self.width = max(1, round(4 * dim / 7)) if complex else dim
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        bias, made = made_with(common)
         inner = self.parts * self.width
         self.in_proj = nn.Linear(dim, 2 * inner + self.width, bias=bias, **made)
         self.out_proj = nn.Linear(inner, dim, bias=bias, **made)
@@ -122,22 +112,11 @@ class HGRN2(Baseline):
 
     encoder = True
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        causal: bool = True,
-        bias: bool = False,
-        dropout: float = 0.0,
-        *,
-        lower_bound: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(dim, heads, causal, dropout)
+    def __init__(self, dim: int, heads: int, *, lower_bound: float = 0.0, **common: Unpack[Common]) -> None:
+        super().__init__(dim, heads, **common)
         check(0 <= lower_bound < 1, "lower_bound", lower_bound, "a number from 0 to below 1")
         self.lower_bound = lower_bound
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        bias, made = made_with(common)
         self.in_proj = nn.Linear(dim, 3 * dim, bias=bias, **made)
         self.norm = RMSNorm(dim, eps=1e-5, **made)
         self.out_proj = nn.Linear(dim, dim, bias=bias, **made)

@@ -1,16 +1,17 @@
 """Linear attention as published: positive features of queries and keys in place of softmax; RetNet's retention, with a
-fixed decay per head; gated linear attention, with decays per key channel, an output norm and a gate.
+fixed decay per head; gated linear attention, with decays per key channel, an output norm and a gate; gated slot
+attention, which is softmax attention over a fixed number of slots, each a gated average of the past.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from femixer.baselines.base import Baseline, HeadNorm, RMSNorm, check_sizes
+from femixer.baselines.base import Baseline, Common, HeadNorm, RMSNorm, check_sizes, made_with
 from femixer.baselines.kernels.linear_attention import linear_attention
 from femixer.kernels.operator import without_autocast
 from femixer.layout import Layout
@@ -31,22 +32,11 @@ class LinearAttention(Baseline):
     for keys that start as identity (Hedgehog). Zhang et al. 2024, arXiv 2402.04347. 2 dim² / heads parameters more.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        causal: bool = True,
-        bias: bool = False,
-        dropout: float = 0.0,
-        *,
-        feature_map: str = "elu",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(dim, heads, causal, dropout)
+    def __init__(self, dim: int, heads: int, *, feature_map: str = "elu", **common: Unpack[Common]) -> None:
+        super().__init__(dim, heads, **common)
         check(feature_map in FEATURE_MAPS, "feature_map", feature_map, f"one of {', '.join(FEATURE_MAPS)}")
         self.width = width = dim // heads
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        bias, made = made_with(common)
         self.in_proj = nn.Linear(dim, 3 * dim, bias=bias, **made)
         self.out_proj = nn.Linear(dim, dim, bias=bias, **made)
         self.feature_map: nn.Parameter | None = None  # of queries and of keys
@@ -89,26 +79,16 @@ class RetNet(Baseline):
     """
 
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        causal: bool = True,
-        bias: bool = False,
-        dropout: float = 0.0,
-        *,
-        expand: float = 1.0,
-        rope_base: float = 10000.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, dim: int, heads: int, *, expand: float = 1.0, rope_base: float = 10000.0, **common: Unpack[Common]
     ) -> None:
-        super().__init__(dim, heads, causal, dropout)
+        super().__init__(dim, heads, **common)
         check(round(expand * dim / heads) >= 1, "expand", expand, "a positive factor of dim / heads channels")
         check_base(rope_base)
         self.rope_base = rope_base
         value = heads * round(expand * dim / heads)
         self.width = 2 * -(-value // (4 * heads))
         self.widths = (heads * self.width, heads * self.width, value, value)
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        bias, made = made_with(common)
         self.in_proj = nn.Linear(dim, sum(self.widths), bias=bias, **made)
         self.norm = HeadNorm(heads, value, eps=1e-5, **made)
         self.out_proj = nn.Linear(value, dim, bias=bias, **made)
@@ -140,24 +120,13 @@ class GLA(Baseline):
     4 dim² parameters, and dim (3 rank / 2) for the decays. Yang et al. 2023, arXiv 2312.06635.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        causal: bool = True,
-        bias: bool = False,
-        dropout: float = 0.0,
-        *,
-        rank: int = 16,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(dim, heads, causal, dropout)
+    def __init__(self, dim: int, heads: int, *, rank: int = 16, **common: Unpack[Common]) -> None:
+        super().__init__(dim, heads, **common)
         check_sizes(rank=rank)
         self.width = -(-dim // (2 * heads))
         keys = heads * self.width
         self.widths = (keys, keys, dim, dim, rank)
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        bias, made = made_with(common)
         self.in_proj = nn.Linear(dim, sum(self.widths), bias=bias, **made)
         self.decay_proj = nn.Linear(rank, keys, **made)
         self.norm = RMSNorm(dim // heads, eps=1e-5, **made)
@@ -174,3 +143,51 @@ class GLA(Baseline):
             read, state = linear_attention(q, k, v, gate, layout.marks(), memory, keep=keep)
             y = self.norm(read).flatten(2) * F.silu(g.to(dtype))
         return self.out_proj(self.dropout(y.to(x.dtype))), state
+
+
+# Log decays are divided by this, as published.
+CALM_SLOTS = 8.0
+
+
+class Slots(NamedTuple):
+    """Keys of the slots, transposed, [B, H, E, M] and their values [B, H, M, E]."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class GSA(Baseline):
+    """y_t = RMSNorm(silu(V_tᵀ softmax(K_t q_t))) W_o, the norm over all heads, with M slots per head and
+
+        K_t = diag(a_t) K_{t-1} + (1 - a_t) k_tᵀ,    V_t = diag(a_t) V_{t-1} + (1 - a_t) v_tᵀ,
+        a_t = sigmoid(x_t W_a)^(1/8) per slot,       q, k, v = silu(x W)
+
+    Both are linear attention: reading K has its decays on what is read, reading V on the softmax. slots: M, by default
+    dim / heads, which gives 5 dim² parameters (4 dim² and dim heads M). Zhang et al. 2024, arXiv 2409.07146.
+    """
+
+    def __init__(self, dim: int, heads: int, *, slots: int | None = None, **common: Unpack[Common]) -> None:
+        super().__init__(dim, heads, **common)
+        slots = dim // heads if slots is None else slots
+        check_sizes(slots=slots)
+        self.slots = slots
+        bias, made = made_with(common)
+        self.in_proj = nn.Linear(dim, 3 * dim + heads * slots, bias=bias, **made)
+        self.norm = RMSNorm(dim, eps=1e-5, **made)
+        self.out_proj = nn.Linear(dim, dim, bias=bias, **made)
+        self.reset_parameters()
+
+    def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
+        projected = self.in_proj(x)
+        dtype = torch.promote_types(projected.dtype, torch.float32)
+        keys, values = (None, None) if memory is None else memory
+        with without_autocast(x.device):
+            content, logits = projected.to(dtype).split((3 * self.dim, self.heads * self.slots), -1)
+            q, k, v = F.silu(content).unflatten(-1, (3, self.heads, -1)).unbind(2)
+            gate = F.logsigmoid(logits).unflatten(-1, (self.heads, self.slots)) / CALM_SLOTS
+            fresh = -torch.expm1(gate)
+            scores, keys = linear_attention(q, k, fresh, gate, layout.marks(), keys, of_values=True, keep=keep)
+            read, values = linear_attention(scores.softmax(-1), fresh, v, gate, layout.marks(), values, keep=keep)
+            y = self.norm(F.silu(read.flatten(2)))
+        memory = None if keys is None or values is None else Slots(keys, values)
+        return self.out_proj(self.dropout(y.to(x.dtype))), memory

@@ -4,14 +4,22 @@ between a short convolution and a gated norm (state space duality).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from femixer.baselines.base import Baseline, RMSNorm, check_sizes, random_steps_
-from femixer.baselines.convolution import Memory, ShortConvolution
+from femixer.baselines.base import (
+    Baseline,
+    Common,
+    Memory,
+    RMSNorm,
+    ShortConvolution,
+    check_sizes,
+    made_with,
+    random_steps_,
+)
 from femixer.baselines.kernels.linear_attention import linear_attention
 from femixer.baselines.kernels.selective_scan import selective_scan
 from femixer.kernels.operator import without_autocast
@@ -33,23 +41,19 @@ class Mamba(Baseline):
         self,
         dim: int,
         heads: int,
-        causal: bool = True,
-        bias: bool = False,
-        dropout: float = 0.0,
         *,
         state_size: int = 16,
         expand: float = 2.0,
         conv_width: int = 4,
         rank: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **common: Unpack[Common],
     ) -> None:
-        super().__init__(dim, heads, causal, dropout)
+        super().__init__(dim, heads, **common)
         rank = -(-dim // 16) if rank is None else rank
         check_sizes(state_size=state_size, conv_width=conv_width, rank=rank)
         check(round(expand * dim) >= 1, "expand", expand, "a positive factor of dim")
         self.inner, self.state_size, self.rank = round(expand * dim), state_size, rank
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        bias, made = made_with(common)
         self.in_proj = nn.Linear(dim, 2 * self.inner, bias=bias, **made)
         self.convolution = ShortConvolution(self.inner, conv_width, bias=True, **made)
         self.select_proj = nn.Linear(self.inner, rank + 2 * state_size, bias=False, **made)
@@ -103,23 +107,19 @@ class Mamba2(Baseline):
         self,
         dim: int,
         heads: int,
-        causal: bool = True,
-        bias: bool = False,
-        dropout: float = 0.0,
         *,
         state_size: int | None = None,
         expand: float = 2.0,
         conv_width: int = 4,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **common: Unpack[Common],
     ) -> None:
-        super().__init__(dim, heads, causal, dropout)
+        super().__init__(dim, heads, **common)
         state_size = max(1, min(STATE_SIZE, dim // 4)) if state_size is None else state_size
         check_sizes(state_size=state_size, conv_width=conv_width)
         check(round(expand * dim / heads) >= 1, "expand", expand, "a positive factor of dim / heads channels")
         self.state_size, inner = state_size, heads * round(expand * dim / heads)
         self.widths = (inner, inner + 2 * state_size, heads)
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        bias, made = made_with(common)
         self.in_proj = nn.Linear(dim, sum(self.widths), bias=bias, **made)
         self.convolution = ShortConvolution(self.widths[1], conv_width, bias=True, **made)
         self.step_bias = nn.Parameter(torch.empty(heads, **made))

@@ -5,14 +5,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from femixer.baselines.base import Baseline, HeadNorm, check_sizes
-from femixer.baselines.convolution import Memory, token_before
+from femixer.baselines.base import Baseline, Common, HeadNorm, Memory, check_sizes, made_with, token_before
 from femixer.baselines.kernels.delta_rule import delta_rule, unit
 from femixer.baselines.kernels.linear_attention import linear_attention
 from femixer.kernels.operator import without_autocast
@@ -39,25 +38,15 @@ class RWKV6(Baseline):
     """
 
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        causal: bool = True,
-        bias: bool = False,
-        dropout: float = 0.0,
-        *,
-        expand_k: float = 0.5,
-        rank: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, dim: int, heads: int, *, expand_k: float = 0.5, rank: int | None = None, **common: Unpack[Common]
     ) -> None:
-        super().__init__(dim, heads, causal, dropout)
+        super().__init__(dim, heads, **common)
         rank = max(4, min(32, dim // 32)) if rank is None else rank
         check_sizes(rank=rank)
         check(expand_k > 0, "expand_k", expand_k, "a positive factor of dim / heads channels")
         self.width, value = max(1, round(expand_k * dim / heads)), dim // heads
         keys = heads * self.width
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        bias, made = made_with(common)
         self.shift = nn.Parameter(torch.empty(dim, **made))  # m
         self.shifts = nn.Parameter(torch.empty(USES, dim, **made))  # m_j
         self.shift_down = nn.Parameter(torch.empty(USES * rank, dim, **made))  # A
@@ -137,23 +126,19 @@ class RWKV7(Baseline):
         self,
         dim: int,
         heads: int,
-        causal: bool = True,
-        bias: bool = False,
-        dropout: float = 0.0,
         *,
         decay_rank: int | None = None,
         rate_rank: int | None = None,
         gate_rank: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **common: Unpack[Common],
     ) -> None:
-        super().__init__(dim, heads, causal, dropout)
+        super().__init__(dim, heads, **common)
         small = max(1, round(1.8 * dim**0.5))
         decay_rank = small if decay_rank is None else decay_rank
         rate_rank = small if rate_rank is None else rate_rank
         gate_rank = max(1, round(0.6 * dim**0.8)) if gate_rank is None else gate_rank
         check_sizes(decay_rank=decay_rank, rate_rank=rate_rank, gate_rank=gate_rank)
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        bias, made = made_with(common)
         self.shifts = nn.Parameter(torch.empty(len(SHIFTS), dim, **made))  # m_j
         self.receptance_proj = nn.Linear(dim, dim, bias=bias, **made)
         self.key_proj = nn.Linear(dim, dim, bias=bias, **made)

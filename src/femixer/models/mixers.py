@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MIXERS = ("fem", *BASELINES)
 # What a baseline's constructor takes from other fields of the configuration than mixer_options.
-OF_CONFIG = ("dim", "causal", "bias", "dropout", "kv_heads", "rope", "rope_base", "device", "dtype")
+OF_CONFIG = ("dim", "causal", "bias", "dropout", "kv_heads", "rope", "rope_base", "device", "dtype", "common")
 
 
 def options_of(mixer: str) -> tuple[str, ...]:

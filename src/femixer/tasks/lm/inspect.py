@@ -21,7 +21,6 @@ import torch
 
 from femixer.inspection.inspection import Layer, inspect_model, mixers_of
 from femixer.inspection.page import check_size, write_page
-from femixer.inspection.tokens import labels
 from femixer.inspection.usage import (
     HEADING,
     LEAVES,
@@ -40,6 +39,7 @@ from femixer.options import check, check_positive, model_first, parse
 from femixer.reporting import Row, Table, as_markdown
 from femixer.reporting.figures import save
 from femixer.tasks.lm.checkpoint import Placement, check_positions, given_text, load
+from femixer.tasks.lm.data.tokenizer import labels
 from femixer.training import atomic
 from femixer.training.results import check_no_run, model_folder, name_of
 

@@ -7,7 +7,8 @@ from typing import Any, Literal, Self
 
 import torch
 
-from femixer.models.named import NAMED
+from femixer.memory import check_fits
+from femixer.models.named import NAMED, parameters_of
 from femixer.options import check, expanded, given, parse
 from femixer.reporting import Table
 from femixer.tasks.mad.data import TASKS, sample
@@ -75,9 +76,11 @@ class Experiment:
         self.rivals.validate(*(job.fields for job in jobs))
         for task, parameters in {(job.task, str(job.parameters)): (job.task, job.parameters) for job in jobs}.values():
             sample(task, 1, **parameters)
-        for job in {(job.model, TASKS[job.task].last_position_only): job for job in jobs}.values():
+        largest = sorted(jobs, key=lambda job: job.fields["vocab_size"])
+        for job in {(job.model, TASKS[job.task].last_position_only): job for job in largest}.values():
             with torch.device("meta"):
-                build(job.task, job.fields, job.seed)
+                model = build(job.task, job.fields, job.seed)
+            check_fits(parameters_of(model), "vocabulary", job.parameters["vocabulary"])
 
     def jobs(self) -> list[MadJob]:
         """Each once, whatever options make two settings the same."""

@@ -218,7 +218,9 @@ class Experiment(Setting):
         first = [
             specified(model, images, self.seed, self.sizes, self.training, self.augmentation) for model in self.models
         ]
-        tell_parameters({spec.model: parameter_count(config_of(spec, images)) for spec in first})
+        counts = {spec.model: parameter_count(config_of(spec, images)) for spec in first}
+        check_fits(max(counts.values()), "width", self.sizes.width)
+        tell_parameters(counts)
         return [
             VisionJob(replace(spec, seed=self.seed + number), self.data, self.reading, self.loading, self.engine)
             for number in range(self.seeds)

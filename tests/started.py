@@ -1,0 +1,99 @@
+"""Processes of the tests, forked from one that has imported what commands need: seconds less each than an interpreter.
+
+`python -m femixer` itself is started in test_cli.py.
+"""
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from femixer.cli import main
+from femixer.kernels import dispatch
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    [
+        *("accelerate", "femixer.tasks.lm.fit", "femixer.tasks.mad.fit", "femixer.tasks.vision.fit", "numba", "peft"),
+        *("matplotlib.pyplot", "rich.progress", "safetensors.torch", "torch.distributed.fsdp", "tyro"),
+    ]
+)
+
+
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+class Started:
+    """`action(*args)` in a process of its own; what it returns, if that is a number, is the exit code."""
+
+    def __init__(self, action: Callable[..., Any], *args: Any, **variables: str) -> None:
+        self.files = tempfile.TemporaryDirectory()
+        environment = {**os.environ, **variables}
+        self.process = SERVER.Process(target=carry_out, args=(self.files.name, environment, action, args))
+        self.process.start()
+        self.pid = self.process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.is_alive()
+
+    def send(self, number: signal.Signals) -> None:
+        assert self.pid is not None
+        os.kill(self.pid, number)
+
+    def end(self, timeout: float = 300) -> Ended:
+        """Wait for it; beyond `timeout` seconds it is killed."""
+        self.process.join(timeout)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        said = [Path(self.files.name, name).read_text(encoding="utf-8") for name in ("out", "err")]
+        self.files.cleanup()
+        assert self.process.exitcode is not None
+        return Ended(self.process.exitcode, *said)
+
+    def kill(self) -> Ended:
+        self.send(signal.SIGKILL)
+        return self.end()
+
+
+def carry_out(files: str, environment: dict[str, str], action: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    # As in a new interpreter: the process that this one is forked from has run no kernel, so no thread is lost.
+    dispatch._numba, dispatch.ENVIRONMENT = None, os.environ.get(dispatch.VARIABLE) or "auto"
+    for number, name in ((1, "out"), (2, "err")):
+        file = os.open(Path(files, name), os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, number)
+        os.close(file)
+    code = action(*args)
+    if isinstance(code, int):
+        sys.exit(code)
+
+
+def places(count: int) -> list[dict[str, str]]:
+    """What torchrun tells each of so many processes, which then find each other."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    sizes = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    each = ({"RANK": rank, "LOCAL_RANK": rank, **sizes} for rank in range(count))
+    return [{name: str(value) for name, value in place.items()} for place in each]
+
+
+def command(*args: object, **variables: str) -> Started:
+    """`femixer ARGS`"""
+    return Started(main, [*map(str, args)], **variables)
+
+
+def command_in(count: int, *args: object) -> list[Ended]:
+    """`torchrun --nproc-per-node COUNT -m femixer ARGS`; torchrun itself is used in test_parallel_training.py."""
+    return [started.end() for started in [command(*args, **place) for place in places(count)]]
