@@ -1,6 +1,8 @@
 """Processes of the tests, forked from one that has imported what commands need: seconds less each than an interpreter.
 
-`python -m femixer` itself is started in test_cli.py.
+For what processes do to files, locks and signals. What they do to kernels and parameters is tested as users run it, in
+new interpreters and with torchrun: test_ownership.py, test_saved_states.py, test_lm_training.py,
+test_parallel_training.py; `python -m femixer` itself in test_cli.py.
 """
 
 import multiprocessing
@@ -92,8 +94,3 @@ def places(count: int) -> list[dict[str, str]]:
 def command(*args: object, **variables: str) -> Started:
     """`femixer ARGS`"""
     return Started(main, [*map(str, args)], **variables)
-
-
-def command_in(count: int, *args: object) -> list[Ended]:
-    """`torchrun --nproc-per-node COUNT -m femixer ARGS`; torchrun itself is used in test_parallel_training.py."""
-    return [started.end() for started in [command(*args, **place) for place in places(count)]]

@@ -5,7 +5,10 @@ a forked process runs without compiled kernels.
 """
 
 import json
+import os
 import random
+import subprocess
+import sys
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from started import Started, command_in
 from torch import Tensor, nn
 
 from femixer.cli import main
@@ -22,6 +24,7 @@ from femixer.priors import PRIORS
 
 WORDS, WORLD, STEPS = 29, 2, 3
 SHARDED = ("softmax", "gla", "mamba")
+HERE = Path(__file__)
 PLACES = {
     "model.embed_tokens": "cpu",
     "model.layers.0": "disk",
@@ -136,8 +139,15 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Of one process, this one, which also compiles the kernels for the others; and of two."""
     one = {f"{prior} {tool}": fit(TOOLS[tool](build(prior))) for prior in SHARDED for tool in TOOLS}
     folder = tmp_path_factory.mktemp("processes")
-    for ended in [each.end() for each in [Started(process, folder, rank) for rank in range(WORLD)]]:
-        assert ended.code == 0, ended.err
+    commands = [[sys.executable, str(HERE), str(folder), str(rank)] for rank in range(WORLD)]
+    started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    try:
+        for each in started:
+            _, said = each.communicate(timeout=300)
+            assert each.returncode == 0, said
+    finally:
+        for each in started:
+            each.kill()
     return [one, *(json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD))]
 
 
@@ -151,7 +161,9 @@ def test_two_processes_learn_as_one(outcomes: list[dict[str, Any]], prior: str, 
         assert sum(parts) / WORLD == pytest.approx(loss, rel=1e-5), f"step {step}"
 
 
-def test_a_sharded_language_model_is_trained_as_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_trains_a_sharded_language_model_as_one_process_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw = random.Random(0)
     text = "".join(draw.choice(["violet ", "quartz ", "jumbled ", "skewing\n"]) for _ in range(400))
     (tmp_path / "text.txt").write_text(text)
@@ -160,8 +172,11 @@ def test_a_sharded_language_model_is_trained_as_in_one_process(tmp_path: Path, m
     short = "--steps 4 --evaluate-every 4 --sample-tokens 2 --validation-tokens None --device cpu"
     command = ["lm", "train", "--data", "text.txt", *small.split(), *short.split()]
     assert main([*command, "--out", "one"]) == 0
-    for ended in command_in(WORLD, *command, "--shard", "full", "--out", "two"):
-        assert ended.code == 0, ended.err
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD)]
+    sharded = [*torchrun, "-m", "femixer", *command, "--shard", "full", "--out", "two"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(sharded, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
     one, two = (losses(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     assert len(one) > 1
     assert two == pytest.approx(one, rel=1e-4)
@@ -271,3 +286,7 @@ def test_every_adapter_learns_and_merging_changes_nothing(prior: str) -> None:
     expected = logits(model)
     assert relative(expected, before) > 1e-3
     assert relative(logits(model.merge_and_unload()), expected) < 1e-6
+
+
+if __name__ == "__main__":
+    process(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,16 +1,20 @@
-"""A state that was saved goes on in another process, with the weights that made it and with no others."""
+"""A state that was saved goes on in another process, with the weights that made it and with no others.
+
+`python test_saved_states.py FOLDER` is that process.
+"""
 
 from __future__ import annotations
 
 import copy
 import io
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from matrix import MASK, _variants, stir, tokens
-from started import Started
 from torch import nn
 
 from femixer import FreeEnergyMixer
@@ -69,8 +73,7 @@ def test_saved_states_go_on_in_another_process_with_the_same_weights_only(tmp_pa
     expected = lm(ids).logits[:, 1:]
     saved["cache"] = lm(ids[:, :1], use_cache=True).past_key_values
     torch.save(saved, tmp_path / "saved.pt")
-    ended = Started(go_on, tmp_path).end()
-    assert ended.code == 0, ended.err
+    subprocess.run([sys.executable, __file__, str(tmp_path)], check=True, timeout=120)
     found = torch.load(tmp_path / "found.pt", weights_only=True)
     assert torch.allclose(found.pop("cache"), expected, atol=1e-5)
     assert "past_key_values was saved with other weights" in found.pop("other model")
@@ -129,3 +132,7 @@ def test_a_state_cannot_be_saved_without_its_mixer_nor_loaded_to_another_kind_of
     del mixer
     with pytest.raises(ValueError, match="the mixer that made this state is gone"):
         stored(state)
+
+
+if __name__ == "__main__":
+    go_on(Path(sys.argv[1]))

@@ -12,10 +12,10 @@ A backend is a module with
 results. `needed` says of each argument whether its gradient is wanted. Without `backward` the forward pass is run again
 with gradients, so nothing but the arguments is kept; with READS_RESULTS = False they alone are kept too, and a slice
 says which results are kept. READS_ARGUMENTS names the arguments that `backward` reads if not all (it gets None for the
-others). With REMADE = True, or REMADE(*arguments), the results take so little to compute that other operators keep the arguments
-instead of them, where they can. With DIFFERENTIABLE = True autograd records the forward pass itself, which then needs no internal
-results. A plain forward is made of torch's operations only, none of them in place on an argument: compilers and
-torch.func see through it.
+others). With REMADE = True, or REMADE(*arguments), the results take so little to compute that other operators keep the
+arguments instead of them, where they can. With DIFFERENTIABLE = True autograd records the forward pass itself, which
+then needs no internal results. A plain forward is made of torch's operations only, none of them in place on an
+argument: compilers and torch.func see through it.
 """
 
 from __future__ import annotations
