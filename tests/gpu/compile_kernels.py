@@ -11,6 +11,7 @@ import triton.language as tl
 from femixer import gpu_compile
 from femixer.kernels.triton_compile import compile_for, source_of
 from femixer.kernels.triton_launch import launch, recorded
+from femixer.priors import parse_prior
 
 
 @triton.jit(do_not_specialize=["free"])
@@ -40,8 +41,10 @@ def kernels(target: str, layers: list[str]) -> dict[str, object]:
     """Each kernel of some layers, "prior:type", once: in the form that comes first."""
     found: dict[str, Any] = {}
     for layer in layers:
-        prior, dtype = layer.split(":")
-        chosen = gpu_compile.uses([(prior, {})], [getattr(torch, dtype)], head_widths=(64,), modes=((True, False),))
+        prior, _, dtype = layer.rpartition(":")
+        chosen = gpu_compile.uses(
+            [parse_prior(prior)], [getattr(torch, dtype)], head_widths=(64,), modes=((True, False),)
+        )
         for source in gpu_compile.wanted(target, list(chosen)):
             found.setdefault(source.label, source)
     results = gpu_compile.compile_all([(source, target) for source in found.values()], workers=1)

@@ -179,12 +179,13 @@ def _read(given: Inputs, found: tuple[Tensor, ...]) -> None:
     again = torch.empty(programs, dtype=torch.int32, device=q.device)
     read = ln, average, energy, mean, free, log_total, again, plan.length, plan.chunks
     sizes = q.shape[2], v.shape[2], *given.parts, int(given.exclusive)
-    # A product of 32 rows has work for two of NVIDIA's warps; with more of them sm_90 spills.
+    # A product of 32 rows has work for two of NVIDIA's warps; what spills decides: one gate per head is wider.
     few_warps = plan.BE <= 64 and target_of(q).startswith("sm_")
+    few = 4 if plan.BE == 64 and plan.W == 1 else 2
     for kernel in (kernels.read, kernels.read_again):
         operands = q, k, gate, v, beta, marks, *read, *sizes, *strides
         again_only = kernel is kernels.read_again  # which finds nothing to do, as a rule
-        tiles = plan.tiles if again_only or not few_warps else {**plan.tiles, "num_warps": 2}
+        tiles = plan.tiles if again_only or not few_warps else {**plan.tiles, "num_warps": few}
         launch(
             kernel,
             (programs,),
@@ -305,7 +306,7 @@ def backward(
             exact=True,
             flops=2 * batch * heads * plan.length * channels * width * plan.streams,
             exponentials=batch * heads * plan.length * (channels + width),
-            **options,
+            **{**options, "num_warps": 8 if plan.BE > 32 else 4},
         )
         to_sums = None if given.sums is None else torch.empty_like(given.sums, memory_format=torch.contiguous_format)
         top = mean if given.top is None else given.top.contiguous()

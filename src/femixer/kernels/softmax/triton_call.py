@@ -106,7 +106,7 @@ class Call:
         if self.q.dtype == torch.float32:
             if wide <= 64:
                 return Tiles(64, 32, 4, 2)
-            return Tiles(64, 32, 8, 1) if wide <= 128 else Tiles(16, 32, 8, 1)
+            return Tiles(64, 32, 8, 1) if wide <= 128 and self.key_width <= 64 else Tiles(16, 32, 8, 1)
         if wide <= 128:
             return Tiles(128, 64, 8, 1 if small else 2)
         return Tiles(64, 64, 8, 1 if small else 2)

@@ -21,8 +21,8 @@ from femixer.kernels.softmax.triton_kernels import (
 )
 from femixer.kernels.triton_math import expm1, log1p
 
-# Rows, keys and channels of a tile.
-SIDE = tl.constexpr(16)
+# Rows and keys of a tile, and the channels that are taken at a time: with more of them registers do not suffice.
+SIDE, CHANNELS = tl.constexpr(16), tl.constexpr(8)
 # More than any position: where there is no window.
 NO_WINDOW = 1 << 28
 FAR_AWAY = tl.constexpr(NO_WINDOW)
@@ -66,8 +66,8 @@ def seen_range(first, last, S, causal, segmented, window):
 
 @triton.jit
 def load_chunk(base, token, count, stride, first, width, UNIT: tl.constexpr):
-    """SIDE channels from `first` of tokens, [N, SIDE]."""
-    channel = first + tl.arange(0, SIDE)
+    """CHANNELS channels from `first` of tokens, [N, CHANNELS]."""
+    channel = first + tl.arange(0, CHANNELS)
     inside = ((token >= 0) & (token < count))[:, None] & (channel < width)[None, :]
     at = token[:, None] * stride * UNIT + channel[None, :]
     return tl.load(base + at, mask=inside, other=0).to(tl.float32)
@@ -107,14 +107,14 @@ def read_exactly(
         log_z = tl.load(LOG_Z + at_row, mask=here, other=INF)
         start, stop = seen_range(tl.min(query, 0), tl.max(query, 0), S, causal, segmented, window)
         to_row = (batch.to(tl.int64) * T + row) * H + head
-        for first in range(0, width, SIDE):
-            channel = first + tl.arange(0, SIDE)
+        for first in range(0, width, CHANNELS):
+            channel = first + tl.arange(0, CHANNELS)
             inside = flagged[:, None] & (channel < width)[None, :]
             at = to_row[:, None] * width + channel[None, :]
             beta = tl.load(BETAS + group * width + channel, mask=channel < width, other=1).to(tl.float32)
             slope = (beta * LOG2E)[None, :]
-            top = tl.full([SIDE, SIDE], -INF, tl.float32)
-            total = tl.zeros([SIDE, SIDE], tl.float32)
+            top = tl.full([SIDE, CHANNELS], -INF, tl.float32)
+            total = tl.zeros([SIDE, CHANNELS], tl.float32)
             for block in range(start, stop, SIDE):
                 key = block + tl.arange(0, SIDE)
                 x = scores(
@@ -129,8 +129,8 @@ def read_exactly(
                 top = higher
             some = total > 0
             anchor = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)) - log_z[:, None], 0.0) / slope
-            rise = tl.zeros([SIDE, SIDE], tl.float32)
-            lost = tl.zeros([SIDE, SIDE], tl.float32)
+            rise = tl.zeros([SIDE, CHANNELS], tl.float32)
+            lost = tl.zeros([SIDE, CHANNELS], tl.float32)
             for block in range(start, stop, SIDE):
                 key = block + tl.arange(0, SIDE)
                 x = scores(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from femixer.kernels.softmax.triton_exact import FAR_AWAY, SEEN, SIDE, load_chunk, scores, seen_range
+from femixer.kernels.softmax.triton_exact import CHANNELS, FAR_AWAY, SEEN, SIDE, load_chunk, scores, seen_range
 from femixer.kernels.softmax.triton_kernels import INF, LOG2E, SEGMENT_POINTERS, STRIDES, load_columns, load_tile, place
 
 
@@ -31,8 +31,8 @@ def add(places, more, inside):
 
 @triton.jit
 def posterior(log_p, values, frees, betas, key, row, S, T, v_t, free_t, first, width, UNIT: tl.constexpr):
-    """[rows, keys, SIDE] of SIDE channels from `first`."""
-    channel = first + tl.arange(0, SIDE)
+    """[rows, keys, CHANNELS] of the channels from `first`."""
+    channel = first + tl.arange(0, CHANNELS)
     slope = tl.load(betas + channel, mask=channel < width, other=1).to(tl.float32) * LOG2E
     v = load_chunk(values, key, S, v_t, first, width, UNIT)
     free = load_chunk(frees, row, T, free_t, first, width, 1)
@@ -50,7 +50,7 @@ def score_gradient(
     dp = tl.dot(by_mean, v, input_precision=PRECISION)
     delta = tl.load(deltas + row, mask=(row >= 0) & (row < T), other=0)
     ds = tl.exp2(log_p) * (dp - delta[:, None])
-    for first in range(0, width, SIDE):
+    for first in range(0, width, CHANNELS):
         r = posterior(log_p, values, frees, betas, key, row, S, T, v_t, free_t, first, width, UNIT)
         by_total = load_chunk(to_total, row, T, width, first, width, 1)
         ds += tl.sum(r * by_total[:, None, :], 2)
@@ -89,9 +89,9 @@ def flagged_rows(
         frees = FREE + (batch.to(tl.int64) * T * H + head) * width
         betas, to_total = BETAS + group * width, TO_TOTAL + of_rows * width
         start, stop = seen_range(tl.min(query, 0), tl.max(query, 0), S, causal, segmented, window)
-        for first in range(0, width, SIDE):
-            total = tl.zeros([SIDE, SIDE], tl.float32)
-            above = tl.zeros([SIDE, SIDE], tl.float32)
+        for first in range(0, width, CHANNELS):
+            total = tl.zeros([SIDE, CHANNELS], tl.float32)
+            above = tl.zeros([SIDE, CHANNELS], tl.float32)
             free = load_chunk(frees, row, T, H * width, first, width, 1)
             for block in range(start, stop, SIDE):
                 key = block + tl.arange(0, SIDE)
@@ -105,7 +105,7 @@ def flagged_rows(
                 v = load_chunk(values, key, S, v_t, first, width, UNIT)
                 total += tl.sum(r, 1)
                 above += tl.sum(r * (v[None, :, :] - free[:, None, :]), 1)
-            channel = first + tl.arange(0, SIDE)
+            channel = first + tl.arange(0, CHANNELS)
             inside = (log_z < INF)[:, None] & (channel < width)[None, :]
             total = tl.where(inside & (total > 0), total, 1.0)
             by_total = load_chunk(to_total, row, T, width, first, width, 1) / total
@@ -204,10 +204,10 @@ def flagged_keys(
                 dk * scale,
                 (key < S)[:, None] & (wide < key_width)[None, :],
             )
-            for part in range(0, width, SIDE):
-                channel = part + tl.arange(0, SIDE)
+            for part in range(0, width, CHANNELS):
+                channel = part + tl.arange(0, CHANNELS)
                 beta = tl.load(betas + channel, mask=channel < width, other=1).to(tl.float32)
-                dv = tl.zeros([SIDE, SIDE], tl.float32)
+                dv = tl.zeros([SIDE, CHANNELS], tl.float32)
                 for each in range(repeats):
                     head = group * repeats + each
                     of_rows = (batch * H + head).to(tl.int64) * T

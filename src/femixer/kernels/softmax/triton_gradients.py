@@ -56,7 +56,8 @@ def tiles_of(call: Call) -> tuple[Tiles, Tiles]:
     if call.stream_dtype == torch.float32:
         of_keys = 32 if wide <= 64 and not call.is_hopper else 16
         return Tiles(16, of_keys, warps, 1), Tiles(16, 32 if wide <= 128 else 16, warps, 1)
-    return Tiles(32 if wide <= 128 else 16, 32, warps, 1), Tiles(64 if wide <= 128 and warps == 8 else 32, 32, warps, 1)
+    few = wide > 128 or (wide <= 32 and call.is_hopper)
+    return Tiles(16 if few else 32, 32, warps, 1), Tiles(64 if wide <= 128 and warps == 8 else 32, 32, warps, 1)
 
 
 def backward(call: Call, by_mean: Tensor | None, by_free: Tensor | None, found: Found, bias_grad: bool) -> Gradients:

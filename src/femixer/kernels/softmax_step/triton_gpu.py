@@ -15,7 +15,8 @@ from femixer.kernels.triton_launch import launch, target_of
 
 # Programs that keep a GPU busy, the keys that one takes at least, and the heads that share a key/value head at most.
 PROGRAMS, LEAST_KEYS, MOST_HEADS = 512, 128, 64
-# Splits that are combined at a time.
+# Keys that a program reads at a time, and splits that are combined at a time.
+KEYS = 32
 SPLITS = 16
 
 
@@ -46,7 +47,7 @@ def forward(
     k, v, segments_q, segments_k = (None if x is None else side_by_side(x) for x in (k, v, segments_q, segments_k))
     mean, free = q.new_empty(batch, 1, heads, width), q.new_empty(0 if beta is None else (batch, 1, heads, width))
     next_shift = torch.empty_like(shift) if v is not None else shift
-    block = _keys_at_a_time(q, key_width, width)
+    block = KEYS
     near = length if window is None or segments_k is not None else min(window, length)
     start = (length - near) // block
     splits = min(-(-PROGRAMS // (batch * groups)), -(-near // LEAST_KEYS))
@@ -81,7 +82,7 @@ def forward(
         KEYS=block,
         PRECISION="ieee" if target_of(q).startswith("gfx") else "tf32x3",
         num_warps=4,
-        num_stages=2,
+        num_stages=1 if key_width <= 32 else 2,  # what spills no registers
     )
     launch(
         triton_kernels.combine,
@@ -94,11 +95,6 @@ def forward(
         num_warps=1,
     )
     return mean, free, next_shift, torch.zeros(batch, groups, dtype=torch.int8, device=q.device)
-
-
-def _keys_at_a_time(q: Tensor, key_width: int, width: int) -> int:
-    wide = max(padded(key_width), padded(width)) * (2 if q.dtype == torch.float32 else 1)
-    return 64 if wide <= 64 else 32
 
 
 def _sums(q: Tensor, splits: int, groups: int, width: int, free: bool) -> tuple[Tensor, ...]:
