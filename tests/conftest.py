@@ -28,13 +28,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("delivery") is not None)
 
 
-@pytest.fixture
-def little_garbage(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Benchmarks collect garbage before every sample, which with all that pytest holds takes longer than the rest."""
-    unfreeze = gc.unfreeze
-    monkeypatch.setattr(gc, "unfreeze", lambda: None)
-    yield
-    unfreeze()
+@pytest.fixture(scope="session", autouse=True)
+def little_garbage() -> Iterator[None]:
+    """Garbage is not looked for among all that pytest and the packages hold, which takes half a second each time.
+
+    Benchmarks look before every sample, and would then let Python look through all again.
+    """
+    gc.collect()
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
+    gc.unfreeze()  # what is left at the end would otherwise be called a leak
 
 
 @pytest.fixture

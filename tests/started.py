@@ -38,6 +38,8 @@ class Started:
 
     def __init__(self, action: Callable[..., Any], *args: Any, **variables: str) -> None:
         self.files = tempfile.TemporaryDirectory()
+        for name in ("out", "err"):
+            Path(self.files.name, name).touch()
         environment = {**os.environ, **variables}
         self.process = SERVER.Process(target=carry_out, args=(self.files.name, environment, action, args))
         self.process.start()
@@ -68,12 +70,13 @@ class Started:
 
 
 def carry_out(files: str, environment: dict[str, str], action: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background
     os.environ.clear()
     os.environ.update(environment)
     # As in a new interpreter: the process that this one is forked from has run no kernel, so no thread is lost.
     dispatch._numba, dispatch.ENVIRONMENT = None, os.environ.get(dispatch.VARIABLE) or "auto"
     for number, name in ((1, "out"), (2, "err")):
-        file = os.open(Path(files, name), os.O_WRONLY | os.O_CREAT)
+        file = os.open(Path(files, name), os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
     code = action(*args)

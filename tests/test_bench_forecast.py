@@ -9,7 +9,6 @@ import pytest
 from femixer import bench
 from femixer.bench.forecast import Options, run, tables
 
-pytestmark = pytest.mark.usefixtures("little_garbage")
 TINY: dict[str, Any] = {"batch": 3, "rounds": 2, "warmup": 0, "threads": 1, "channels": 2, "lookback": 29, "horizon": 7}
 
 

@@ -32,7 +32,6 @@ from femixer.layout import Layout
 from femixer.priors import PRIORS, Prior, parse_prior
 from femixer.projection import Columns
 
-pytestmark = pytest.mark.usefixtures("little_garbage")
 CPU = torch.device("cpu")
 TINY = Options(
     dim=24, heads=3, lengths=(13,), batch=2, modes=("eager",), context=17, decode_steps=2, rounds=2, warmup=1, threads=1

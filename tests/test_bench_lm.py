@@ -31,7 +31,6 @@ from femixer.bench.lm import (
 from femixer.bench.models import Clock, cache_bytes
 from femixer.models import FEMCache, preset
 
-pytestmark = pytest.mark.usefixtures("little_garbage")
 TINY = Options(
     dim=24,
     heads=3,

@@ -26,7 +26,6 @@ from femixer.priors import PRIORS
 from femixer.reporting import as_csv, as_html, as_latex, as_markdown
 from femixer.state import Growing
 
-pytestmark = pytest.mark.usefixtures("little_garbage")
 CPU = torch.device("cpu")
 TINY = Options(dim=24, heads=3, batch=2, modes=("eager",), threads=1)
 

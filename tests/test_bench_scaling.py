@@ -25,7 +25,6 @@ from femixer.bench.scaling import (
 )
 from femixer.priors import PRIORS
 
-pytestmark = pytest.mark.usefixtures("little_garbage")
 TINY = Options(
     dim=24,
     heads=3,

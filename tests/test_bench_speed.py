@@ -13,7 +13,6 @@ from femixer.bench.cost import peak_memory
 from femixer.bench.speed import LATENCY, NAIVE, OWN, PAPER, RIVAL, Options, counted, read, run, tables
 from femixer.models.named import NAMED
 
-pytestmark = pytest.mark.usefixtures("little_garbage")
 TINY = Options(layers=1, dim=24, heads=2, tokens=13, batch=1, rounds=2, warmup=0, threads=1)
 
 

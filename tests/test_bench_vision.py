@@ -14,7 +14,6 @@ from femixer.bench.models import Report, StepCost, Training
 from femixer.bench.vision import Options, build, config, images, tables
 from femixer.models.named import parameter_count
 
-pytestmark = pytest.mark.usefixtures("little_garbage")
 TINY = Options(preset="digits", batch=3, rounds=2, warmup=0, threads=1, priors=("softmax",))
 
 

@@ -14,8 +14,8 @@ pytest.importorskip("mkdocs")
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.delivery
-WIDTHS = (390, 1280)
-"""Of a phone, where a page is loaded, and of a desk."""
+WIDTHS = (1280, 390)
+"""Of a desk, where a page is loaded, and of a phone."""
 
 SEEN = """(() => {
   const visible = (e) => { const box = e.getBoundingClientRect(); return box.width > 8 && box.height > 8; };

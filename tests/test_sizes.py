@@ -46,6 +46,8 @@ def test_the_memory_of_a_container_counts(tmp_path, monkeypatch):
             assert free is None or memory.free(torch.device("cpu")) == free
         (tmp_path / used).write_text("13200\n")  # for a moment, before something is given back
         assert memory.free(torch.device("cpu")) == 0
+        (tmp_path / used).unlink()
+        assert memory.free(torch.device("cpu")) == memory.installed() == 12345
 
 
 def test_progress_is_a_line_now_and_then_also_where_the_end_is_not_known(monkeypatch, capsys):

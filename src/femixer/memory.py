@@ -26,14 +26,18 @@ def installed() -> int | None:
 
 
 def _groups() -> Iterator[tuple[int, int]]:
-    """The limit of the container and what it uses of that, in bytes."""
+    """The limit of the container and what it uses of that, in bytes; 0 where only the limit is told."""
     for folder, (limit, used, of_files) in GROUPS.items():
         try:
-            most, now = (int((folder / name).read_text(encoding="ascii")) for name in (limit, used))
+            most = int((folder / limit).read_text(encoding="ascii"))
+        except (OSError, ValueError):  # no container, or one without a limit ("max")
+            continue
+        try:
+            now = int((folder / used).read_text(encoding="ascii"))
             stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
             yield most, max(0, now - int(stat[of_files]))
-        except (OSError, ValueError, KeyError):  # no container, or one without a limit ("max")
-            continue
+        except (OSError, ValueError, KeyError):
+            yield most, 0
 
 
 def free(device: torch.device) -> int | None:
