@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from femixer.gates import EPS
 from femixer.kernels.gated_softmax import gated_softmax_read
 from femixer.kernels.precision import handed_dtype
-from femixer.kernels.recurrence import linear_recurrence
 from femixer.kernels.softmax import reading_dtype, softmax_read
 from femixer.kernels.softmax_step import HEADROOM, TOO_LARGE, softmax_step
 from femixer.layout import Layout, segments_together
@@ -159,7 +158,7 @@ class SoftmaxPrior(Prior):
         if state is None and not keep:
             decays = None
             if decay is not None:
-                until = _sums(decay, layout, None)
+                until = decay.cumsum(1)
                 decays = torch.cat([until - decay, until], 1).transpose(1, 2)
             visible = self._visible(layout, q.dtype)
             mean, free = softmax_read(q, k, v, beta, causal=self.causal, decays=decays, **visible)
@@ -253,7 +252,7 @@ class SoftmaxPrior(Prior):
         keys, data, shift = cache.keys.longer(1), cache.stream.data.longer(1), cache.stream.shift
         assert shift is not None
         segment, position = self._places(cache, k, layout)
-        cache = Cache(keys, cache.stream._replace(data=data), segment, position, _grown(cache.sums, decay, layout))
+        cache = Cache(keys, cache.stream._replace(data=data), segment, position, _grown(cache.sums, decay))
         visible = self._visible_to_one(cache, layout, q.dtype)
         mean, free, shift, doubt = softmax_step(
             q, (k, v), (keys.buffer, data.buffer, shift), beta, keys.length, **visible
@@ -270,8 +269,8 @@ class SoftmaxPrior(Prior):
         if cache is None:
             stream = Stream.of(v, beta, self.cache == "exp")
             position = None if self.score_bias is None else layout.position
-            return Cache(Growing.of(keys.contiguous()), stream, layout.segment, position, _grown(None, decay, layout))
-        stream, sums = cache.stream.append(v, beta), _grown(cache.sums, decay, layout)
+            return Cache(Growing.of(keys.contiguous()), stream, layout.segment, position, _grown(None, decay))
+        stream, sums = cache.stream.append(v, beta), _grown(cache.sums, decay)
         return Cache(cache.keys.append(keys), stream, *self._places(cache, k, layout), sums)
 
     def _places(self, cache: Cache, k: Tensor, layout: Layout) -> tuple[Tensor | None, Tensor | None]:
@@ -339,19 +338,10 @@ class SoftmaxPrior(Prior):
         return scores.softmax(-1).masked_fill(~seen[:, None], 0)
 
 
-def _sums(decay: Tensor, layout: Layout, initial: Tensor | None) -> Tensor:
-    """Sums of the log decays [B, T, H] up to each token, from those before, [B, H]; every segment starts anew."""
-    initial = decay.new_zeros(decay.shape[0], decay.shape[2]) if initial is None else initial
-    if layout.starts is None or decay.shape[1] == 0:
-        return initial[:, None] + decay.cumsum(1)
-    goes_on = (~layout.starts)[..., None].to(decay.dtype).expand_as(decay)
-    return linear_recurrence(goes_on, decay, initial)
-
-
-def _grown(sums: Growing | None, decay: Tensor | None, layout: Layout) -> Growing | None:
-    """Sums of the log decays [B, H, S, 1] up to earlier tokens, and up to those of the layout."""
+def _grown(sums: Growing | None, decay: Tensor | None) -> Growing | None:
+    """Sums of the log decays [B, H, S, 1] up to earlier tokens, and up to those of `decay` [B, T, H]. They go on across
+    segments: only their differences inside one are read."""
     if decay is None or decay.shape[1] == 0:
         return sums
-    initial = None if sums is None else sums.tensor[:, :, -1, 0]
-    until = _sums(decay, layout, initial).transpose(1, 2)[..., None]
-    return Growing.of(until.contiguous()) if sums is None else sums.append(until)
+    until = decay.cumsum(1).transpose(1, 2)[..., None]
+    return Growing.of(until.contiguous()) if sums is None else sums.append(sums.tensor[:, :, -1:] + until)
