@@ -32,7 +32,7 @@ MOST = {
     "ssm": (178, 392, 4.9),
     "mamba": (245, 488, 6.8),
     "mamba:normalize=false": (249, 503, 6.9),
-    "mamba-interactive": (176, 340, 5.5),
+    "mamba-interactive": (165, 323, 3.2),
 }
 # Memory kept for the backward pass, as a multiple of attention's.
 KEPT = 3.0

@@ -175,7 +175,7 @@ def _one_pass_backward(
     q, k, v, beta = part[:4]
     heads, groups, d = q.shape[2], *v.shape[2:]
     streams = steps.value_streams(v, beta, part.shift)
-    inner, sums, dbeta, to_log_z = grad_mean, part.mean, None, None
+    inner, sums, dbeta = grad_mean, part.mean, None
     if beta is not None:
         inner, sums, dbeta = steps.undo_read(grad_mean, grad_free, part.mean, part.free, beta, part.shift, part.again)
     if part.to_log_z is not None:
@@ -185,9 +185,9 @@ def _one_pass_backward(
             to_log_z = to_log_z.masked_fill(part.again[:, None, :, None], 0)
         inner, sums = torch.cat([inner, torch.ones_like(to_log_z)], -1), torch.cat([sums, -to_log_z], -1)
         streams = F.pad(streams, (0, 1))
-    # Sums of decays have the gradients of scores. Those of a row's keys add up to the gradient of its log-normalizer,
-    # those of a key's rows are the gradient of one more channel, in which queries are one and keys, so far, zero.
-    add_up = bias_grad and seen.decays and seen.causal
+    # Sums of decays have the gradients of scores. Those of a row's keys add up to nothing, those of a key's rows to the
+    # gradient of one more channel, in which queries are one and keys, so far, zero.
+    add_up = bias_grad and seen.decays and seen.causal and part.to_log_z is None
     key_width, value_width = widths(q.device, q.shape[-1] + add_up, streams.shape[-1])
     qh, kh = _heads_first(q, heads, key_width, 1 / scale if add_up else 0.0), _heads_first(k, heads, key_width)
     sh, inner, sums = (_heads_first(x, heads, value_width) for x in (streams, inner, sums))
@@ -211,8 +211,6 @@ def _one_pass_backward(
         of_keys = of_keys or [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, streams)]
         for total, grad in zip(of_keys, grads, strict=True):
             total[:, keys].add_(grad)
-    if dbias is not None and add_up and to_log_z is not None:
-        Sums.of(dbias).until[..., k.shape[1] - q.shape[1] :].add_(to_log_z[..., 0].mT)
     dq, (dk, dstreams) = of_rows[0] if len(of_rows) == 1 else torch.cat(of_rows, 1), of_keys
     dv = dstreams[..., :d]
     if beta is not None and dbeta is not None:
