@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from matrix import assert_close, noise, outcome, reads_of, stir, tokens
 from torch import Tensor
 
-from femixer import FreeEnergyMixer
+from femixer import FreeEnergyMixer, use_backend
 from femixer.layout import Layout
 from femixer.models import FEMConfig
 from femixer.models.mixers import build_mixer
@@ -103,3 +103,12 @@ def test_gates_start_with_memories_of_2_to_1000_tokens_and_one_alone_in_their_mi
 def test_a_model_has_windows_with_fox():
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 11}
     assert build_mixer(FEMConfig(prior="fox", window=5, **sizes), 0).prior.window == 5
+
+
+def test_padding_takes_no_operator_that_a_gpu_lacks():
+    """Sums of gates are float64, for which Triton has no recurrence."""
+    pytest.importorskip("triton")
+    m = FreeEnergyMixer(32, 2, prior="fox", device="meta")
+    x, keep = torch.empty(2, 19, 32, device="meta"), torch.ones(2, 19, dtype=torch.bool, device="meta")
+    with use_backend("triton"):
+        assert m(x, mask=keep).shape == x.shape

@@ -29,8 +29,11 @@ def ssm(channels: int, modes: int) -> System:
 def test_results_and_gradients_are_the_definitions(
     arguments: tuple[Any, ...], backend: str, dtype: torch.dtype
 ) -> None:
-    errors = check.compare(OPERATOR, backend, arguments, dtype)
-    assert errors.worst < (1e-6 if dtype == torch.float32 else 1e-11), errors
+    errors, allowed = check.compare(OPERATOR, backend, arguments, dtype), 1e-6 if dtype == torch.float32 else 1e-11
+    assert errors.results < allowed, errors
+    if backend == "plain" and arguments[7] is not None:  # whose backward reads the free energy as it was rounded
+        allowed = max(allowed, torch.finfo(dtype).eps * float((arguments[7] * arguments[6]).abs().max()))
+    assert errors.worst < allowed, errors
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

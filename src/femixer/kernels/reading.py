@@ -12,8 +12,8 @@ from torch import Tensor
 NOTHING = -1e9
 # The same where exponents may be of any size.
 LOWEST = -1e37
-# A total below this is nothing; gradients divide by its square.
-TINY = 1e-140
+# A total below this is nothing; gradients divide by its square. In float32 a sum of exponentials below its own is.
+TINY, TINY32 = 1e-140, 1e-28
 # Devices whose float64 is good for anything. Others have little of it or, as Apple's GPUs, none.
 FLOAT64 = ("cpu",)
 
@@ -78,7 +78,7 @@ def read_of_sums(
     if shift is None or beta is None:
         return mean, log_total
     ratio = sums[2] / total
-    unseen = ratio <= TINY
+    unseen = ratio <= (TINY if ratio.dtype == torch.float64 else TINY32)
     if padding is not None:
         unseen = unseen | padding
     value = (shift + ratio.masked_fill(unseen, 1).log()) / beta

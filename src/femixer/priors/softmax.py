@@ -157,7 +157,7 @@ class SoftmaxPrior(Prior):
         if state is None and not keep:
             decays = None
             if decay is not None:
-                until = _sums(decay, None)
+                until = decay.cumsum(1)
                 decays = torch.cat([until - decay, until], 1).transpose(1, 2)
             visible = self._visible(layout, q.dtype)
             mean, free = softmax_read(q, k, v, beta, causal=self.causal, decays=decays, **visible)
@@ -337,17 +337,10 @@ class SoftmaxPrior(Prior):
         return scores.softmax(-1).masked_fill(~seen[:, None], 0)
 
 
-def _sums(decay: Tensor, initial: Tensor | None) -> Tensor:
-    """Sums of the log decays [B, T, H] up to each token, from those before, [B, H]. They go on over the starts of
-    segments: only differences within one are read, and float64 has the digits."""
-    until = decay.cumsum(1)
-    return until if initial is None else initial[:, None] + until
-
-
 def _grown(sums: Growing | None, decay: Tensor | None) -> Growing | None:
-    """Sums of the log decays [B, H, S, 1] up to earlier tokens, and up to those of the layout."""
+    """Sums of the log decays [B, H, S, 1] up to earlier tokens, and up to those of `decay` [B, T, H]. They go on across
+    segments: only their differences inside one are read."""
     if decay is None or decay.shape[1] == 0:
         return sums
-    initial = None if sums is None else sums.tensor[:, :, -1, 0]
-    until = _sums(decay, initial).transpose(1, 2)[..., None]
-    return Growing.of(until.contiguous()) if sums is None else sums.append(until)
+    until = decay.cumsum(1).transpose(1, 2)[..., None]
+    return Growing.of(until.contiguous()) if sums is None else sums.append(sums.tensor[:, :, -1:] + until)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from femixer.kernels.marks import is_padding, is_start
 from femixer.kernels.operator import wide_dtype
-from femixer.kernels.reading import last_top, read_of_sums, running_shift
+from femixer.kernels.reading import last_top, read_of_sums, running_shift, wide
 from femixer.kernels.recurrence import linear_recurrence
 from femixer.kernels.recurrence.plain import LEAST
 
@@ -22,7 +22,7 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
     if values.numel() == 0:
         free = values.new_empty((0, 0, 0, 0) if beta is None else values.shape)
         return values.clone(), free, values.clone(), sums.clone(), top.clone()
-    gate, write, read, spread, gather, v = (x.double() for x in (gate, write, read, spread, gather, values))
+    gate, write, read, spread, gather, v = (wide(x) for x in (gate, write, read, spread, gather, values))
     padding = start = None
     if marks is not None:
         padding, start = (x[..., None, None] for x in (is_padding(marks), is_start(marks)))
@@ -32,9 +32,9 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
     streams, decays = [spread.sum(-1).expand_as(gate), _spread(v, spread)], [gate, gate]
     shift = warmth = None
     if beta is not None:
-        warmth = beta.double()[:, None]
+        warmth = wide(beta)[:, None]
         exponent = warmth * v
-        shift, before = _shift(exponent, gate, top.double(), padding, start)
+        shift, before = _shift(exponent, gate, wide(top), padding, start)
         below = exponent - shift
         below = below if padding is None else below.masked_fill(padding, 0)
         streams.append(_spread(below.exp(), spread))
@@ -43,7 +43,7 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
     log_decay = torch.stack(decays, 2)
     if start is not None:
         log_decay = log_decay.masked_fill(start[..., None], -torch.inf)
-    initial = sums[:, : len(streams)].double()
+    initial = wide(sums[:, : len(streams)])
     decay = log_decay.exp()
     h = linear_recurrence(decay.flatten(2), x.flatten(2), initial.flatten(1), resets=start is not None)
     h = h.reshape(x.shape)

@@ -20,11 +20,13 @@ LEAST = -80.0
 NUMBERS = 2**23
 
 
-def scan(log_decay: Tensor, x: Tensor, initial: Tensor | None = None, *, resets: bool = False) -> Tensor:
+def scan(
+    log_decay: Tensor, x: Tensor, initial: Tensor | None = None, *, resets: bool = False, spare: bool = False
+) -> Tensor:
     """h_t = exp(log_decay_t) h_{t-1} + x_t in `wide`: log_decay <= 0 and x [B, T, ...], initial [B, ...] or zero.
 
     log_decay broadcasts to x in the dimensions after T. resets: it may be -inf, and then exactly nothing is left of the
-    past; that takes more operations.
+    past; that takes more operations. spare: neither log_decay nor x is needed any more.
     """
     log_decay, x = wide(log_decay), wide(x)
     if initial is not None:
@@ -34,17 +36,18 @@ def scan(log_decay: Tensor, x: Tensor, initial: Tensor | None = None, *, resets:
     levels = 2 if isinstance(x.shape[1], torch.SymInt) else None
     if levels is None and x.dtype != torch.float64:
         resets = resets or PAIRED_CHUNK * log_decay.numel() > NUMBERS
-    return _by_doubling(log_decay.exp(), x) if resets else _scan(log_decay.clamp_min(LEAST), x, levels)
+    return _by_doubling(log_decay, x, spare) if resets else _scan(log_decay.clamp_min(LEAST), x, levels)
 
 
-def _by_doubling(decay: Tensor, x: Tensor) -> Tensor:
+def _by_doubling(log_decay: Tensor, x: Tensor, spare: bool) -> Tensor:
     """Sums of 2, 4, 8 ... tokens up to each. Only products of decays are formed, so a decay of zero stays that."""
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     if not (traced or torch.is_grad_enabled()):
-        decay, x = decay.expand_as(x).contiguous(), x.clone()
+        decay = log_decay.expand_as(x).contiguous().exp_() if spare else log_decay.exp().expand_as(x).contiguous()
+        x = x if spare else x.clone()
         _in_place(decay, x)
         return x
-    distance = 1
+    decay, distance = log_decay.exp(), 1
     while distance < x.shape[1]:
         x = torch.cat([x[:, :distance], torch.addcmul(x[:, distance:], decay[:, distance:], x[:, :-distance])], 1)
         decay = torch.cat([decay[:, :distance], decay[:, distance:] * decay[:, :-distance]], 1)

@@ -97,10 +97,9 @@ def _side_by_side(*tensors: Any) -> tuple[Any, ...]:
     return tuple(x if x is None or x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
-def widths(q: Tensor, values: int) -> tuple[int, int]:
-    """To which width queries and keys, and values of some width, are padded with zeros for q's device."""
-    keys = q.shape[-1]
-    if q.device.type == "cpu":
+def widths(device: torch.device, keys: int, values: int) -> tuple[int, int]:
+    """To which width queries and keys of some width, and values, are padded for a device."""
+    if device.type == "cpu":
         return max(keys, values), max(keys, values)
     return -(-keys // MULTIPLE) * MULTIPLE, -(-values // MULTIPLE) * MULTIPLE
 

@@ -29,19 +29,22 @@ class Sums(NamedTuple):
     def at(self, tokens: Any) -> Sums:
         return Sums(self.before[..., tokens], self.until[..., tokens])
 
+    def split(self, dtype: torch.dtype) -> Sums:
+        """[2, ..., tokens] each: rounded to a float type, and what rounding leaves of them."""
+        rounded = [x.to(dtype) for x in self]
+        return Sums(*(torch.stack([y, (x - y).to(dtype)]) for x, y in zip(self, rounded, strict=True)))
 
-def between(queries: Sums, keys: Sums, ahead: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """[..., T, S]; ahead bool [T, S]: which keys come after a query, None where those are not seen."""
-    past = _difference(queries.until[..., :, None], keys.until[..., None, :], dtype)
+
+def between(queries: Sums, keys: Sums, ahead: Tensor | None) -> Tensor:
+    """[..., T, S] of `split` sums; ahead bool [T, S]: which keys come after a query, None where those are not seen."""
+    past = _difference(queries.until[..., :, None], keys.until[..., None, :])
     if ahead is None:
         return past
-    return torch.where(ahead, _difference(keys.before[..., None, :], queries.before[..., :, None], dtype), past)
+    return torch.where(ahead, _difference(keys.before[..., None, :], queries.before[..., :, None]), past)
 
 
-def _difference(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    rounded = [x.to(dtype) for x in (a, b)]
-    left = [(x - y.to(x.dtype)).to(dtype) for x, y in zip((a, b), rounded, strict=True)]
-    return (rounded[0] - rounded[1]).add_(left[0]).sub_(left[1])
+def _difference(a: Tensor, b: Tensor) -> Tensor:
+    return (a[0] - b[0]).add_(a[1]).sub_(b[1])
 
 
 def gradients(grad: Tensor, ahead: Tensor | None) -> tuple[Sums, Sums]:

@@ -76,8 +76,8 @@ def block_prior(s: Sequences, rows: Rows) -> BlockPrior:
     offset = s.k.shape[1] - s.q.shape[1]
     if isinstance(s.bias, Sums):
         tokens = slice(rows.start + offset, rows.stop + offset)
-        keys = s.bias.at(slice(rows.low, rows.high))
-        scores += between(s.bias.at(tokens), keys, _ahead(s, rows), scores.dtype)
+        sums = s.bias.split(scores.dtype)
+        scores += between(sums.at(tokens), sums.at(slice(rows.low, rows.high)), _ahead(s, rows))
     elif s.bias is not None:
         scores += s.bias[:, rows.start : rows.stop, rows.low : rows.high]
     row = torch.arange(rows.start, rows.stop, device=s.q.device)[:, None] + offset

@@ -22,6 +22,7 @@ from torch import Tensor
 from femixer.kernels.operator import filled
 from femixer.kernels.softmax import decays, exact
 from femixer.kernels.softmax.attention import Attended, attend, attend_backward, widths
+from femixer.kernels.softmax.decays import Sums
 from femixer.kernels.softmax.visibility import Visibility, pieces
 from femixer.kernels.streams import Shift, readable
 
@@ -39,7 +40,7 @@ def forward(
     if beta is not None:
         span, shift = steps.value_range(v, beta, seen.segments_k)
     streams = steps.value_streams(v, beta, shift)
-    key_width, value_width = widths(q, streams.shape[-1])
+    key_width, value_width = widths(q.device, q.shape[-1], streams.shape[-1])
     qh, kh = _heads_first(q, heads, key_width), _heads_first(k, heads, key_width)
     sh = _heads_first(streams, heads, value_width)
     outs, logs = [], []
@@ -47,6 +48,7 @@ def forward(
         out, log_z = attend(qh[:, :, rows], kh[:, :, keys], sh[:, :, keys], mask, triangular, scale)
         outs.append(out.transpose(1, 2))
         logs.append(log_z)
+        del mask  # before the next one is made
     sums = (outs[0] if len(outs) == 1 else torch.cat(outs, 1))[..., : streams.shape[-1]]
     log_z = logs[0] if len(logs) == 1 else torch.cat(logs, 2)
     again = torch.zeros(batch, heads, dtype=torch.bool, device=q.device)
@@ -84,18 +86,12 @@ class Part(NamedTuple):
     to_log_z: Tensor | None = None
 
     def at(self, heads: slice, groups: slice) -> Part:
-        return Part(
-            self.q[:, :, heads],
-            self.k[:, :, groups],
-            self.v[:, :, groups],
-            None if self.beta is None else self.beta[groups],
-            self.mean[:, :, heads],
-            self.free if self.beta is None else self.free[:, :, heads],
-            self.log_z[:, heads],
-            None if self.again is None else self.again[:, heads],
-            None if self.shift is None else self.shift.at(groups),
-            None if self.to_log_z is None else self.to_log_z[:, heads],
-        )
+        beta, free, shift = self.beta, self.free, self.shift
+        if beta is not None and shift is not None:
+            beta, free, shift = beta[groups], free[:, :, heads], shift.at(groups)
+        again, to_log_z = (None if x is None else x[:, heads] for x in (self.again, self.to_log_z))
+        q, k, v, mean = self.q[:, :, heads], self.k[:, :, groups], self.v[:, :, groups], self.mean[:, :, heads]
+        return Part(q, k, v, beta, mean, free, self.log_z[:, heads], again, shift, to_log_z)
 
 
 class Gradients(NamedTuple):
@@ -189,29 +185,33 @@ def _one_pass_backward(
             to_log_z = to_log_z.masked_fill(part.again[:, None, :, None], 0)
         inner, sums = torch.cat([inner, torch.ones_like(to_log_z)], -1), torch.cat([sums, -to_log_z], -1)
         streams = F.pad(streams, (0, 1))
-    key_width, value_width = widths(q, streams.shape[-1])
-    qh, kh = _heads_first(q, heads, key_width), _heads_first(k, heads, key_width)
+    # Sums of decays have the gradients of scores. Those of a row's keys add up to nothing, those of a key's rows to the
+    # gradient of one more channel, in which queries are one and keys, so far, zero.
+    add_up = bias_grad and seen.decays and seen.causal and part.to_log_z is None
+    key_width, value_width = widths(q.device, q.shape[-1] + add_up, streams.shape[-1])
+    qh, kh = _heads_first(q, heads, key_width, 1 / scale if add_up else 0.0), _heads_first(k, heads, key_width)
     sh, inner, sums = (_heads_first(x, heads, value_width) for x in (streams, inner, sums))
-    totals: list[Tensor] = []
+    of_rows: list[Tensor] = []
+    of_keys: list[Tensor] = []
     dbias = _no_bias(seen) if bias_grad else None
     for rows, keys, mask, triangular in pieces(q, k, seen):
         given = qh[:, :, rows], kh[:, :, keys], sh[:, :, keys], mask, triangular, scale
         call = Attended(*given, sums[:, :, rows], part.log_z[:, :, rows])
-        to_q, to_k, to_streams, to_mask = attend_backward(inner[:, :, rows], call, bias_grad)
-        grads = (
-            _fold(to_q, heads, q.shape[3]),
-            _fold(to_k, groups, q.shape[3]),
-            _fold(to_streams, groups, streams.shape[3]),
-        )
-        if dbias is not None and to_mask is not None:
+        to_q, to_k, to_streams, to_mask = attend_backward(inner[:, :, rows], call, bias_grad and not add_up)
+        del given, call, mask  # before the next one is made
+        if dbias is not None and add_up:
+            Sums.of(dbias).until[..., keys].sub_(to_k[..., q.shape[3]])
+        elif dbias is not None and to_mask is not None:
             _put_bias(dbias, to_mask, rows, keys, q.shape[1], seen)
-        if grads[0].shape[1] == q.shape[1] and grads[1].shape[1] == k.shape[1]:
-            totals = list(grads)  # one call did it all
-            break
-        totals = totals or [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, streams)]
-        for total, at, grad in zip(totals, (rows, keys, keys), grads, strict=True):
-            total[:, at].add_(grad)
-    dq, dk, dstreams = totals
+        of_rows.append(_fold(to_q, heads, q.shape[3]))
+        grads = _fold(to_k, groups, q.shape[3]), _fold(to_streams, groups, streams.shape[3])
+        if grads[0].shape[1] == k.shape[1] and not of_keys:
+            of_keys = list(grads)
+            continue
+        of_keys = of_keys or [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, streams)]
+        for total, grad in zip(of_keys, grads, strict=True):
+            total[:, keys].add_(grad)
+    dq, (dk, dstreams) = of_rows[0] if len(of_rows) == 1 else torch.cat(of_rows, 1), of_keys
     dv = dstreams[..., :d]
     if beta is not None and dbeta is not None:
         dv, to_beta = steps.undo_streams(dstreams[..., : 2 * d], streams[..., : 2 * d], v, beta, part.shift)
@@ -269,9 +269,9 @@ def _put_bias(total: Tensor, grad: Tensor, rows: slice, keys: slice, queries: in
     decays.add_(total, to_keys, keys)
 
 
-def _heads_first(x: Tensor, heads: int, width: int) -> Tensor:
-    """[B, S, G, W] -> [B, H, S, width]: key/value heads repeated, width padded with zeros."""
-    x = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))).transpose(1, 2)
+def _heads_first(x: Tensor, heads: int, width: int, value: float = 0.0) -> Tensor:
+    """[B, S, G, W] -> [B, H, S, width]: key/value heads repeated, width padded with a value."""
+    x = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]), value=value)).transpose(1, 2)
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 

@@ -62,6 +62,7 @@ def pieces(q: Tensor, k: Tensor, seen: Visibility) -> Iterator[Piece]:
     rank = index[None] if seen.segments_k is None else (seen.segments_k >= 0).cumsum(1)
     near = seen.window if seen.segments_k is None else None  # keys by their place alone
     zero, step = q.new_zeros(()), _rows_together(q, s, seen)
+    sums = Sums.of(seen.bias).split(q.dtype) if seen.bias is not None and seen.decays else None
 
     def piece(start: int) -> Piece:
         rows = slice(start, min(start + step, t))
@@ -72,22 +73,16 @@ def pieces(q: Tensor, k: Tensor, seen: Visibility) -> Iterator[Piece]:
         keys = slice(low, high)
         hidden = _hidden(rows, keys, s - t, index, rank, seen)
         mask = zero
-        if seen.decays:
-            mask = _decay(seen, slice(first, last), keys, index, q.dtype)
+        if sums is not None:
+            mask = between(sums.at(slice(first, last)), sums.at(keys), seen.ahead(slice(first, last), keys, index))
         elif seen.bias is not None:
             mask = seen.bias[:, :, rows, keys].to(q.dtype)
         if hidden is not None:
-            mask = mask.masked_fill(hidden[:, None], -torch.inf)
+            own = sums is not None and not torch._C._are_functorch_transforms_active()
+            mask = (mask.masked_fill_ if own else mask.masked_fill)(hidden[:, None], -torch.inf)
         return rows, keys, mask, False
 
     return map(piece, (0,) if torch.compiler.is_compiling() else range(0, t, step))
-
-
-def _decay(seen: Visibility, rows: slice, keys: slice, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, H, rows, keys]; rows: of all tokens."""
-    assert seen.bias is not None
-    sums = Sums.of(seen.bias)
-    return between(sums.at(rows), sums.at(keys), seen.ahead(rows, keys, index), dtype)
 
 
 def _rows_together(q: Tensor, keys: int, seen: Visibility) -> int:

@@ -12,8 +12,7 @@ NUMBERS numbers; the backward pass computes each block again.
 Axes: C channels, B batch, J chunks, L tokens of a chunk, N modes, S streams 1, v and exp(beta v - shift).
 """
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,45 +20,45 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from femixer.kernels.marks import PADDING, is_padding, is_start
-from femixer.kernels.operator import wide_dtype
-from femixer.kernels.reading import TINY, last_top, read_of_sums, running_shift, state_dtype, wide
+from femixer.kernels.operator import filled, wide_dtype
+from femixer.kernels.reading import last_top, read_of_sums, running_shift, state_dtype, wide
 from femixer.kernels.recurrence.plain import CHUNK, LEAST, scan
 
 # Of the forward and of the backward pass, which holds more tensors at a time.
 NUMBERS, BACKWARD_NUMBERS = 2**24, 3 * 2**22
-# Tokens of a chunk, and the least log decay.
-SIZES = {torch.float64: (CHUNK, LEAST), torch.float32: (8, -20.0)}
+# Tokens of a chunk, the least log decay, and the most above a shift: what is further has no weight.
+SIZES = {torch.float64: (CHUNK, LEAST, 600.0), torch.float32: (8, -20.0, 75.0)}
 
-READS_RESULTS = False
+READS_RESULTS = slice(0, 3)
 
 
 class Layout(NamedTuple):
     """What is to be known of the tokens [B, T], None without marks; T is a multiple of the chunk's size L.
 
-    hidden [1, B, J, L, L] or [L, L]: whether a row t does not see the token i of its chunk, through the state.
+    hidden [1, B, J, L, L] or [L, L]: whether a row t does not see the token i of its chunk, through the state;
+    later [L, L]: one for i >= t, else zero.
     """
 
     padding: Tensor | None
     start: Tensor | None
     hidden: Tensor
+    later: Tensor
     size: int
     least: float
-
-    def chunks(self, x: Tensor) -> Tensor:
-        """[..., T] -> [..., J, L]"""
-        return x.unflatten(-1, (-1, self.size))
+    most: float
 
     def segments(self) -> Tensor:
         """[B, J, L]: how many segments start in the chunk up to the token."""
         assert self.start is not None
-        return self.chunks(self.start).cumsum(-1)
+        return self.start.unflatten(-1, (-1, self.size)).cumsum(-1)
 
 
 class Inputs(NamedTuple):
     """Of the channels, or of a block of them: rates [C, N], pace (the steps) [C or 1, B, J, L], write [1, B, J, L, N],
     query [C or 1, B, J, L, N], where 1 may stand for B, J and L; streams x [C, B, J, L, S] relative to shift
-    [C, B, J, L], which is `ends` [C, B, J + 1] at the chunks' ends and before the first; modes before the first token
-    [C, B, N, S]; skip and beta [C, 1, 1].
+    [C, B, J, L], and `left` relative to that of their chunk's end; modes before the first token [C, B, N, S]; how the
+    streams decay over a chunk beside the modes, `drift` [C, B, J, 1, S] as a logarithm, and the exponentials from there
+    to the rows, `fade` [C, B, J, L], both None for not at all; skip and beta [C, 1, 1].
     """
 
     rates: Tensor
@@ -67,112 +66,124 @@ class Inputs(NamedTuple):
     write: Tensor | None
     query: Tensor
     x: Tensor
-    shift: Tensor | None
-    ends: Tensor | None
+    left: Tensor
     initial: Tensor
+    shift: Tensor | None
+    drift: Tensor | None
+    fade: Tensor | None
     skip: Tensor | None
     beta: Tensor | None
 
-    def blocks(self, numbers: int) -> Iterator[tuple[slice, "Inputs"]]:
-        """Blocks of channels, of so many numbers per token, channel and mode."""
+    def blocks(self, numbers: int, *more: Tensor) -> Iterator[tuple["Inputs", list[Tensor]]]:
+        """Blocks of channels, of so many numbers per token, channel and mode, and the same of `more`."""
         channels, modes = self.rates.shape
-        block = -(-channels // max(1, -(-self.x[..., 0].numel() * max(self.pace.shape[-1], modes) // numbers)))
+        each = self.pace.shape[-1] if _is_alike(self) else max(self.pace.shape[-1], modes)
+        block = -(-channels // max(1, -(-self.x[..., 0].numel() * each // numbers)))
         for here in (slice(low, low + block) for low in range(0, channels, block)):
-            yield here, Inputs(*(x if x is None or x.shape[0] == 1 else x[here] for x in self))  # type: ignore[arg-type]
+            own = (x if x is None or x.shape[0] == 1 else x[here] for x in self)
+            yield Inputs(*own), [x[here] for x in more]  # type: ignore[arg-type]
+
+
+def _is_alike(inputs: Inputs) -> bool:
+    """Whether all chunks have the same factors and pairs."""
+    return inputs.pace.shape[1:3] != inputs.x.shape[1:3]
 
 
 def forward(*arguments: Any) -> tuple[Tensor, ...]:
     v, beta, sums, top = (arguments[i] for i in (6, 7, 9, 10))
     if v.numel() == 0:
         return v.clone(), v.new_empty((0, 0, 0) if beta is None else v.shape), v.clone(), sums.clone(), top.clone()
-    kind = wide_dtype(v)
     inputs, layout = _prepared(arguments)
-    found = []
-    for _, block in inputs.blocks(NUMBERS):
-        work = Work(block, layout)
-        highest = None if block.shift is None else block.shift.flatten(2)
-        read = read_of_sums(work.y.flatten(2, 3).unbind(-1), highest, block.beta, layout.padding)
-        found.append([*read, work.last.clone()])
-        del work  # before the next block takes its memory
-    *shown, last = (torch.cat(parts) for parts in zip(*found, strict=True))
-    shown = [x.permute(1, 2, 0)[:, : v.shape[1]].to(kind, memory_format=torch.contiguous_format) for x in shown]
-    mean, *free, log_total = shown
+    found = [_sums(block, layout) for block, _ in inputs.blocks(NUMBERS)]
+    y, past, last = (torch.cat(parts) for parts in zip(*found, strict=True))
+    del found
+    y = torch.addcmul(y, past, _of_past(inputs, layout))
+    if inputs.skip is not None:
+        y = torch.addcmul(y, inputs.skip[..., None, None], inputs.x)
+    highest = None if inputs.shift is None else inputs.shift.flatten(2)
+    shown = read_of_sums(y.flatten(2, 3).unbind(-1), highest, inputs.beta, layout.padding)
+    kind: Any = {"dtype": wide_dtype(v), "memory_format": torch.contiguous_format}
+    mean, *free, log_total = (x.permute(1, 2, 0)[:, : v.shape[1]].to(**kind) for x in shown)
     last = last.permute(1, 3, 2, 0).to(sums.dtype)  # [B, S, N, C]
-    if inputs.ends is None:
+    if highest is None:
         last = torch.cat([last, torch.zeros_like(sums[:, 2:])], 1)
         return mean, v.new_empty(0, 0, 0), log_total, last, top.clone()
-    last_shift = last_top(inputs.ends[..., -1].mT).to(top.dtype)
+    last_shift = last_top(highest[..., -1].mT).to(top.dtype)
     return mean, *free, log_total, last.contiguous(), last_shift.contiguous()
 
 
+def _of_past(inputs: Inputs, layout: Layout) -> Tensor:
+    """How much of the state before their chunk rows see, broadcasting to [C, B, J, L, S]."""
+    seen = inputs.x.new_ones(1) if inputs.fade is None else F.pad(inputs.fade[..., None], (2, 0), value=1.0)
+    return seen if layout.start is None else seen * (layout.segments() == 0)[..., None]
+
+
 def backward(
-    grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], _: object, needed: tuple[bool, ...]
+    grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """What is elementwise goes by autograd, the sums through the state by `Work`."""
-    made: Iterable[Any]
-    to: Iterable[Any]
+    """What is elementwise goes by autograd, the sums through the state by `_gradients`."""
+    if arguments[6].numel() == 0:
+        return *(torch.zeros_like(x) if isinstance(x, Tensor) else None for x in arguments[:9]), grads[3], None
     with torch.enable_grad():
         again = [
             x.detach().requires_grad_(need) if isinstance(x, Tensor) and x.is_floating_point() else x
             for x, need in zip(arguments, needed, strict=True)
         ]
-        if again[6].numel() == 0:
-            made, to = forward(*again), grads
-        else:
-            inputs, layout = _prepared(tuple(again))
-            plain = Inputs(*(None if x is None else x.detach() for x in inputs))  # type: ignore[arg-type]
-            made, to = inputs, _gradients(plain, layout, grads)
+        made, layout = _prepared(tuple(again))
+        with torch.no_grad():
+            apart = Inputs(*(None if x is None else x.detach() for x in made))  # type: ignore[arg-type]
+            to = _all_gradients(apart, layout, grads, results)
         used = [(x, g) for x, g in zip(made, to, strict=True) if x is not None and g is not None and x.requires_grad]
         leaves = [x for x in again if isinstance(x, Tensor) and x.requires_grad]
         found = iter(torch.autograd.grad([x for x, _ in used], leaves, [g for _, g in used], allow_unused=True))
     return tuple(next(found) if isinstance(x, Tensor) and x.requires_grad else None for x in again[:-1])
 
 
-def _gradients(inputs: Inputs, layout: Layout, grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-    """Of the inputs, those of `shift` and `ends` being none."""
-    length = inputs.x.shape[2] * layout.size
-
-    def tokens_last(g: Tensor | None) -> Tensor | None:
-        if g is None:
-            return None
-        g = F.pad(g.permute(2, 0, 1).to(inputs.x.dtype), (0, length - g.shape[1]))
-        return g if layout.padding is None else g.masked_fill(layout.padding, 0)
-
-    of_results = [tokens_last(g) for g in (grads[:3] if inputs.beta is not None else (grads[0], grads[2]))]
-    to_last = None if grads[3] is None else grads[3].to(inputs.x.dtype).permute(3, 0, 2, 1)[..., : inputs.x.shape[-1]]
-    found: list[list[Tensor | None]] = []
-    for channels, block in inputs.blocks(BACKWARD_NUMBERS):
-        work = Work(block, layout)
-        to_y, to_beta = _read_gradients(work.y, block, layout, [None if g is None else g[channels] for g in of_results])
-        found.append([*work.gradients(to_y, None if to_last is None else to_last[channels]), to_beta])
-        del work, to_y  # before the next block takes its memory
+def _all_gradients(
+    inputs: Inputs, layout: Layout, grads: tuple[Tensor | None, ...], results: tuple[Tensor, ...]
+) -> list[Tensor | None]:
+    """Of the inputs, those of shift, drift and fade being none."""
+    x = inputs.x
+    to_y, to_beta = _read_gradients(inputs, layout, grads, results)
+    to_past = to_y * _of_past(inputs, layout)
+    last = torch.zeros_like(inputs.initial) if grads[3] is None else grads[3].permute(3, 0, 2, 1).to(x.dtype)
+    blocks = inputs.blocks(BACKWARD_NUMBERS, to_y, to_past, last[..., : x.shape[-1]])
+    found = [_gradients(block, layout, *more) for block, more in blocks]
     together: list[Tensor | None] = []
-    for whole, *parts in zip(inputs, *found, strict=True):
-        known = [x for x in parts if x is not None]
+    for whole, *parts in zip(inputs[:7], *found, strict=True):
         shared = whole is not None and whole.shape[0] == 1  # by all blocks
+        known = [part for part in parts if part is not None]
         together.append(None if not known else torch.stack(known).sum(0) if shared else torch.cat(known))
-    return together
+    d_skip = None
+    if inputs.skip is not None:
+        together[4] = torch.addcmul(together[4], to_y, inputs.skip[..., None, None])  # type: ignore[arg-type]
+        d_skip = (to_y * x).sum((1, 2, 3, 4))[:, None, None]
+    return [*together, None, None, None, d_skip, to_beta]
 
 
 def _read_gradients(
-    y: Tensor, inputs: Inputs, layout: Layout, grads: list[Tensor | None]
+    inputs: Inputs, layout: Layout, grads: tuple[Tensor | None, ...], results: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor | None]:
-    """Of the sums and of beta, from those of mean, free energy and log total: slope = d free / beta."""
-    y = y.flatten(2, 3)
-    to_mean, *to_free, to_log = (torch.zeros_like(y[..., 0]) if g is None else g for g in grads)
-    inverse = 1 / y[..., 0].masked_fill(y[..., 0] <= TINY, torch.inf)
-    mean = y[..., 1] * inverse
-    streams, to_beta = [], None
+    """Of the sums y [C, B, J, L, S] and of beta, from those of mean, free energy and log total [B, T, C]:
+    slope = d free / beta where the free energy is not the mean."""
+    kind, missing = inputs.x.dtype, inputs.x.shape[2] * layout.size - results[0].shape[1]
+    mean, free, log_total = (x.to(kind) for x in results)
+    to_mean, to_free, to_log = (x.to(kind) for x in filled(grads[:3], results))
+    inverse = (-log_total).exp().masked_fill(log_total == -torch.inf, 0)
+    parts, to_beta = [], None
     if inputs.beta is not None and inputs.shift is not None:
-        ratio = y[..., 2] * inverse
-        value = (inputs.shift.flatten(2) + ratio.log()) / inputs.beta
-        at_mean = (value <= mean) | (ratio <= TINY)
-        to_mean = to_mean + to_free[0].where(at_mean, 0)
-        slope = (to_free[0] / inputs.beta).masked_fill(at_mean, 0)
-        to_log = to_log - slope
-        streams = [slope / y[..., 2].masked_fill(at_mean, 1)]
-        to_beta = -(slope * value.masked_fill(at_mean, 0)).sum((1, 2), keepdim=True)
-    to_y = torch.stack([(to_log - to_mean * mean) * inverse, to_mean * inverse, *streams], -1)
+        beta, shift = inputs.beta[:, 0, 0], inputs.shift.flatten(2).permute(1, 2, 0)[:, : mean.shape[1]]
+        at_mean = free <= mean
+        slope = (to_free / beta).masked_fill(at_mean, 0)
+        to_mean, to_log = torch.where(at_mean, to_mean + to_free, to_mean), to_log - slope
+        to_beta = -(slope * free).sum((0, 1))[:, None, None]
+        # One over the sum of exponentials; where that is nothing, so is the slope.
+        above = shift - torch.addcmul(log_total, beta, free)
+        parts = [slope * above.masked_fill(at_mean, 0).exp()]
+    to_total = torch.addcmul(to_log, to_mean, mean, value=-1)
+    to_y = torch.stack([x.permute(2, 0, 1) for x in (to_total * inverse, to_mean * inverse, *parts)], -1)
+    if layout.padding is not None:
+        to_y = F.pad(to_y, (0, 0, 0, missing)).masked_fill(layout.padding[..., None], 0)
     return to_y.unflatten(2, (-1, layout.size)), to_beta
 
 
@@ -188,14 +199,14 @@ def _prepared(arguments: tuple[Any, ...]) -> tuple[Inputs, Layout]:
         return x if padding is None else x.masked_fill(padding, 0)
 
     def by_modes(x: Tensor) -> Tensor:
-        x = F.pad(x.to(dtype), (0, 0, 0, missing))
+        x = F.pad(x.to(dtype), (0, 0, 0, missing)) if missing else x.to(dtype)
         x = x if padding is None else x.masked_fill(padding[..., None], 0)
         return x.unflatten(1, (-1, layout.size))[None]
 
     rates, values = wide(rate).mT, tokens_last(v)
     every = values.new_ones(1, 1, v.shape[1]) if padding is None else (~padding).to(dtype)[None]
     steps = every if step is None else tokens_last(step)
-    streams, shift, ends = [steps.expand_as(values), steps * values], None, None
+    streams, shift, drift, fade = [steps.expand_as(values), steps * values], None, None, None
     warmth, skips = (None if x is None else wide(x)[:, None, None] for x in (beta, None if exclusive else skip))
     if warmth is not None:
         exponent = warmth * values
@@ -203,135 +214,160 @@ def _prepared(arguments: tuple[Any, ...]) -> tuple[Inputs, Layout]:
         highest, first = running_shift(exponent, slowest, top.to(dtype).mT, padding, layout.start)
         below = exponent - highest
         streams.append(steps * (below if padding is None else below.masked_fill(padding, 0)).exp())
-        shift = layout.chunks(highest)
-        ends = torch.cat([first, shift[..., -1]], -1)
+        shift = highest.unflatten(-1, (-1, layout.size))
+        before = torch.cat([first, shift[..., :-1, -1]], -1)[..., None]
+        drift = F.pad((before - shift[..., -1:])[..., None], (2, 0))
+        # From a token to its chunk's end, and from the chunk before to the token.
+        to_end, fade = torch.stack([shift - shift[..., -1:], before - shift]).clamp_max(layout.most).exp()
+        left = torch.stack([*streams[:2], streams[2] * to_end.flatten(2)], -1)
     x = torch.stack(streams, -1).unflatten(2, (-1, layout.size))
-    pace = layout.chunks(steps)
+    left = x if warmth is None else left.unflatten(2, (-1, layout.size))
+    if layout.start is not None:
+        segments = layout.segments()
+        drift = (x.new_zeros(1) if drift is None else drift).expand(*x.shape[:3], 1, x.shape[-1])
+        drift = drift.masked_fill((segments[..., -1] > 0)[..., None, None], -torch.inf)
+        left = left * (segments == segments[..., -1:])[..., None]
+    pace = steps.unflatten(-1, (-1, layout.size))
     if step is write is read is padding is None:
         pace = pace[:, :, :1]  # all chunks decay alike
     query = wide(weight).mT[:, None, None, None] if read is None else by_modes(read)
     initial = wide(sums[:, : x.shape[-1]]).permute(3, 0, 2, 1)
     writes = None if write is None else by_modes(write)
-    return Inputs(rates, pace, writes, query, x, shift, ends, initial, skips, warmth), layout
+    return Inputs(rates, pace, writes, query, x, left, initial, shift, drift, fade, skips, warmth), layout
 
 
-def _laid_out(marks: Tensor | None, strictly: bool, v: Tensor, size: int, least: float) -> Layout:
+def _laid_out(marks: Tensor | None, strictly: bool, v: Tensor, size: int, least: float, most: float) -> Layout:
     size = min(size, v.shape[1])
-    hidden = torch.ones(size, size, dtype=torch.bool, device=v.device).triu(0 if strictly else 1)
+    later = v.new_ones(size, size, dtype=torch.promote_types(v.dtype, state_dtype(v.device))).triu()
+    hidden = (later if strictly else later.triu(1)).bool()
     missing = -v.shape[1] % size
     if marks is None and not missing:
-        return Layout(None, None, hidden, size, least)
+        return Layout(None, None, hidden, later, size, least, most)
     marks = v.new_zeros(v.shape[:2], dtype=torch.int8) if marks is None else marks
     marks = F.pad(marks, (0, missing), value=PADDING)
-    layout = Layout(is_padding(marks), is_start(marks), hidden, size, least)
+    layout = Layout(is_padding(marks), is_start(marks), hidden, later, size, least, most)
     segments = layout.segments()
     return layout._replace(hidden=(hidden | (segments[..., None] != segments[..., None, :]))[None])
 
 
-class Work:
-    """What is computed of a block of channels: the sums y [C, B, J, L, S] that rows read, and the modes after the last
-    chunk [C, B, N, S]."""
+class Factors(NamedTuple):
+    """Of a block of channels: exp(G), P and Q, without the axes B and J where all chunks are alike, whose letters in
+    products are `modes`; the decays from a chunk's begin to its middle and on to its end, and the log decay over all of
+    it, [C, B, J, N, 1]."""
 
-    def __init__(self, inputs: Inputs, layout: Layout) -> None:
-        rates, pace, write, query, x, shift, ends, initial, *_ = inputs
-        self.inputs, self.layout = inputs, layout
-        alike = pace.shape[1:3] != x.shape[1:3]
-        # Of factors and of pairs, where all chunks have the same ones.
-        self.modes, self.pairs = ("cln", "cti") if alike else ("cbjln", "cbjti")
+    modes: str
+    middle: Tensor
+    p: Tensor
+    q: Tensor
+    begin: Tensor
+    end: Tensor
+    fall: Tensor
+
+    @classmethod
+    def of(cls, inputs: Inputs, layout: Layout) -> "Factors":
+        rates, pace, write, query = inputs[:4]
         reach = (pace[..., None] * rates[:, None, None, None]).clamp_min(layout.least).cumsum(-2)
-        start, fall = reach[..., layout.size // 2, :].clone(), reach[..., -1, :].clone()
-        self.middle = reach - start[..., None, :]
+        start, fall = (reach[..., at, None, :].clone() for at in (layout.size // 2, -1))
+        middle = (reach - start).exp()
         del reach
-        self.p, self.q = self.middle.exp() * query, (-self.middle).exp()
-        self.q = self.q if write is None else self.q * write
-        self.a = (self.p @ self.q.mT).masked_fill(layout.hidden, 0)
-        self.begin, self.end, self.fall = start.exp()[..., None], (fall - start).exp()[..., None], fall
-        self.fade: Tensor | None = None
-        log_decay, past_fade, seen = fall[..., None], None, None
-        y, left = torch.einsum(f"{self.pairs},cbjis->cbjts", self._one(self.a), x[..., :2]), x
-        if shift is not None and ends is not None:
-            most = 0.85 * math.log(torch.finfo(x.dtype).max)  # what is so far above the shift has no weight
-            self.fade = (shift[..., None, :] - shift[..., None]).clamp_max(most).exp()
-            y = torch.cat([y, (self.a * self.fade) @ x[..., 2:]], -1)
-            left = torch.cat([x[..., :2], x[..., 2:] * self.fade[..., -1, :, None]], -1)
-            log_decay = log_decay + F.pad((ends[..., :-1] - ends[..., 1:])[..., None, None], (2, 0))
-            past_fade = F.pad((ends[..., :-1, None] - shift).clamp_max(most).exp()[..., None], (2, 0), value=1.0)
-        if layout.start is not None:
-            segments = layout.segments()
-            seen = (segments == segments[..., -1:])[..., None].to(x.dtype)
-            left = left * seen
-            log_decay = log_decay.masked_fill((segments[..., -1] > 0)[..., None, None], -torch.inf)
-            continued = (segments == 0)[..., None].to(x.dtype)
-            past_fade = continued if past_fade is None else past_fade * continued
-        self.left, self.seen, self.past_fade = left, seen, past_fade
-        written = torch.einsum(f"{self.modes},cbjls->cbjns", self._one(self.q), left) * self.end
-        self.decay = log_decay.expand_as(written)
-        self.h = _recurrence(self.decay, written, initial, layout.start is not None)
-        self.k = torch.cat([initial[:, :, None], self.h[:, :, :-1]], 2) * self.begin
-        past = torch.einsum(f"{self.modes},cbjns->cbjls", self._one(self.p), self.k)
-        self.y, self.last = y + (past if past_fade is None else past * past_fade), self.h[:, :, -1]
-        if inputs.skip is not None:
-            self.y = torch.addcmul(self.y, inputs.skip[..., None, None], x)
+        q = middle.reciprocal() if write is None else write / middle
+        p = middle * query
+        end = (fall - start).exp().mT
+        if _is_alike(inputs):
+            middle, p, q = (each[:, 0, 0] for each in (middle, p, q))
+        return cls("cln" if _is_alike(inputs) else "cbjln", middle, p, q, start.exp().mT, end, fall.mT)
 
-    def _one(self, x: Tensor) -> Tensor:
-        """Of all chunks, if they are alike."""
-        return x[:, 0, 0] if self.modes == "cln" else x
-
-    def _all(self, x: Tensor) -> Tensor:
-        return x[:, None, None] if self.modes == "cln" else x
-
-    def gradients(self, to_y: Tensor, to_last: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Of the inputs but beta, from those of y and of the last modes."""
-        rates, pace, write, query, x, *_ = self.inputs
-        layout, modes = self.layout, self.modes
-        to_past = to_y if self.past_fade is None else to_y * self.past_fade
-        to_before = torch.einsum(f"{modes},cbjls->cbjns", self._one(self.p), to_past) * self.begin
-        to_last = torch.zeros_like(self.last) if to_last is None else to_last
-        # Gradients of the modes before each chunk and after the last: the same recurrence backwards.
-        to_modes = torch.cat([to_before, to_last[:, :, None]], 2).flip(2)
-        to_modes = _recurrence(
-            F.pad(self.decay.flip(2), (0, 0, 0, 0, 1, 0)), to_modes, None, layout.start is not None
-        ).flip(2)
-        to_end = to_modes[:, :, 1:]
-        across = (self.h * to_end).sum(-1).sum_to_size(self.fall.shape)  # what flows across chunks' ends
-        to_end = to_end * self.end
-        to_left = torch.einsum(f"{modes},cbjns->cbjls", self._one(self.q), to_end)
-        to_left = to_left if self.seen is None else to_left * self.seen
-        d_x = torch.einsum(f"{self.pairs},cbjts->cbjis", self._one(self.a), to_y[..., :2])
-        to_pairs = self._all(torch.einsum(f"cbjts,cbjis->{self.pairs}", to_y[..., :2], x[..., :2]))
-        if self.fade is not None:
-            d_x = torch.cat([d_x, (self.a * self.fade).mT @ to_y[..., 2:]], -1)
-            to_left = torch.cat([to_left[..., :2], to_left[..., 2:] * self.fade[..., -1, :, None]], -1)
-            to_pairs = to_pairs + ((to_y[..., 2:] @ x[..., 2:].mT) * self.fade).sum_to_size(self.a.shape)
-        d_x, d_skip = d_x.add_(to_left), None
-        if self.inputs.skip is not None:
-            d_x.addcmul_(to_y, self.inputs.skip[..., None, None])
-            d_skip = (to_y * x).sum((1, 2, 3, 4))[:, None, None]
-        to_pairs = to_pairs.masked_fill(layout.hidden, 0)
-        # What is not needed any more goes at once: these are the largest of all tensors.
-        d_q = (to_pairs.mT @ self.p).add_(self._all(torch.einsum(f"cbjls,cbjns->{modes}", self.left, to_end)))
-        del self.p, self.a, self.fade, self.decay, self.h, to_end
-        d_p = (to_pairs @ self.q).add_(self._all(torch.einsum(f"cbjls,cbjns->{modes}", to_past, self.k)))
-        del self.q, self.k, to_pairs
-        d_p.mul_(self.middle.exp())
-        d_q.mul_(self.middle.neg_().exp_())
-        del self.middle
-        d_query, d_write = d_p.sum_to_size(query.shape), None if write is None else d_q.sum_to_size(write.shape)
-        # A gate's gradient is what flows across it: to later tokens of its chunk and across the chunk's end.
-        flow = d_p * query
-        flow = flow.sub_(d_q) if write is None else flow.addcmul_(d_q, write, value=-1)
-        del d_p, d_q
-        within = flow.cumsum(-2)
-        flow = flow.sub_(within).add_(within[..., -1:, :] + across[..., None, :])
-        del within
-        rates = rates[:, None, None, None]
-        flow = flow.masked_fill_(pace[..., None] * rates < layout.least, 0)
-        d_pace, d_rates = (flow * rates).sum(-1).sum_to_size(pace.shape), (flow * pace[..., None]).sum((1, 2, 3))
-        return d_rates, d_pace, d_write, d_query, d_x, None, None, to_modes[:, :, 0].clone(), d_skip
+    def pairs(self, inputs: Inputs, layout: Layout) -> tuple[Tensor, Tensor | None]:
+        """P Q where it is seen [C, B, J, L, L], and the decay of exponentials beside it."""
+        seen = self.p @ self.q.mT
+        seen = (seen[:, None, None] if self.modes == "cln" else seen).masked_fill(layout.hidden, 0)
+        if inputs.shift is None:
+            return seen, None
+        above = inputs.shift[..., None, :] - inputs.shift[..., None]
+        return seen, above.clamp_max_(layout.most).exp_()
 
 
-def _recurrence(log_decay: Tensor, x: Tensor, initial: Tensor | None, resets: bool) -> Tensor:
-    """Along J of [C, B, J, N, S]."""
-    first = None if initial is None else initial.flatten(2).flatten(0, 1)
-    flat = [y.flatten(3).flatten(0, 1) for y in (log_decay, x)]
-    return scan(flat[0], flat[1], first, resets=resets).view(x.shape)
+def _sums(inputs: Inputs, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """What rows read of their chunk and of the state before it [C, B, J, L, S], and the last modes [C, B, N, S]."""
+    f = Factors.of(inputs, layout)
+    y = _of_pairs(f.modes, *f.pairs(inputs, layout), inputs.x, "is->cbjts")
+    written = torch.einsum(f"{f.modes},cbjls->cbjns", f.q, inputs.left) * f.end
+    modes, p, begin, fall = f.modes, f.p, f.begin, f.fall
+    del f  # what is not needed any more goes at once: it is large
+    h = _recurrence(fall, inputs.drift, torch.cat([inputs.initial[:, :, None], written], 2), layout)
+    del written
+    return y, torch.einsum(f"{modes},cbjns->cbjls", p, h[:, :, :-1] * begin), h[:, :, -1].clone()
+
+
+def _of_pairs(modes: str, pairs: Tensor, fade: Tensor | None, x: Tensor, letters: str) -> Tensor:
+    """Pairs times streams: letters "is->cbjts", or "ts->cbjis" from rows back to tokens."""
+    axes, each = ("cti", pairs[:, 0, 0]) if modes == "cln" else ("cbjti", pairs)
+    y = torch.einsum(f"{axes},cbj{letters}", each, x[..., :2])
+    if fade is None:
+        return y
+    return torch.cat([y, torch.einsum(f"cbjti,cbj{letters}", pairs * fade, x[..., 2:])], -1)
+
+
+def _gradients(inputs: Inputs, layout: Layout, to_y: Tensor, to_past: Tensor, to_last: Tensor) -> list[Tensor | None]:
+    """Of the inputs up to the modes before the first token, for a block of channels; the last modes' is to_last."""
+    rates, pace, write, query, x, left, initial = inputs[:7]
+    f = Factors.of(inputs, layout)
+    modes, middle = f.modes, f.middle
+    pairs, fade = f.pairs(inputs, layout)
+    d_x = _of_pairs(modes, pairs, fade, to_y, "ts->cbjis")
+    to_pairs = torch.einsum(f"cbjts,cbjis->{'cti' if modes == 'cln' else 'cbjti'}", to_y[..., :2], x[..., :2])
+    if fade is not None:
+        more = fade.mul_(to_y[..., 2:]).mul_(x[..., 2:].mT).sum_to_size(pairs.shape)
+        to_pairs.add_(more.view_as(to_pairs))
+        del more
+    to_pairs = to_pairs.view_as(pairs).masked_fill_(layout.hidden, 0).view_as(to_pairs)
+    # What is not needed any more goes at once: these are the largest of all tensors.
+    del pairs, fade
+    written = torch.einsum(f"{modes},cbjls->cbjns", f.q, left).mul_(f.end)
+    to_before = torch.einsum(f"{modes},cbjls->cbjns", f.p, to_past).mul_(f.begin)
+    # The gradients of the modes before each chunk are the same recurrence backwards: both at once, from the first and
+    # from the last modes.
+    written = torch.cat([initial[:, :, None], written], 2)
+    to_before = torch.cat([to_before, to_last[:, :, None]], 2)
+    to_before = to_before.flip(2)
+    h = torch.stack([written, to_before])
+    del written, to_before
+    fall, *drift = (torch.stack([x, x.flip(2)]) for x in (f.fall, inputs.drift) if x is not None)
+    h = _recurrence(fall, drift[0] if drift else None, h, layout)
+    d_initial, to_end = h[1, :, :, -1].clone(), h[1, :, :, :-1].flip(2)
+    across = (h[0, :, :, 1:] * to_end).sum(-1).sum_to_size(f.begin.shape[:-1])  # what flows across chunks' ends
+    past, to_end = h[0, :, :, :-1] * f.begin, to_end.mul_(f.end)
+    del h
+    d_left = torch.einsum(f"{modes},cbjns->cbjls", f.q, to_end)
+    p, q = f.p, f.q
+    del f
+    d_q = torch.einsum(f"cbjls,cbjns->{modes}", left, to_end)
+    d_q.view(-1, *d_q.shape[-2:]).baddbmm_(to_pairs.mT.flatten(0, -3), p.flatten(0, -3))
+    del p, to_end
+    d_p = torch.einsum(f"cbjls,cbjns->{modes}", to_past, past)
+    d_p.view(-1, *d_p.shape[-2:]).baddbmm_(to_pairs.flatten(0, -3), q.flatten(0, -3))
+    del q, past, to_pairs
+    d_q, d_p = d_q.div_(middle), d_p.mul_(middle)
+    del middle
+    if modes == "cln":
+        d_p, d_q = d_p[:, None, None], d_q[:, None, None]
+    d_query, d_write = d_p.sum_to_size(query.shape), None if write is None else d_q.sum_to_size(write.shape)
+    # A gate's gradient is what flows across it: to later tokens of its chunk and across the chunk's end.
+    flow = d_p * query
+    flow = flow.sub_(d_q) if write is None else flow.addcmul_(d_q, write, value=-1)
+    del d_p, d_q
+    flow = (layout.later @ flow).add_(across[..., None, :])
+    flow = flow.masked_fill_(pace[..., None] * rates[:, None, None, None] < layout.least, 0)
+    d_pace = torch.einsum("cbjln,cn->cbjl", flow, rates).sum_to_size(pace.shape)
+    d_rates = torch.einsum("cbjln,cbjl->cn", flow, pace.expand(flow.shape[:-1]))
+    return [d_rates, d_pace, d_write, d_query, d_x, d_left, d_initial]
+
+
+def _recurrence(fall: Tensor, drift: Tensor | None, x: Tensor, layout: Layout) -> Tensor:
+    """The modes x [..., 1 + J, N, S], those before the first chunk and what chunks write, summed along J with the log
+    decays fall + drift [..., J, N, S]; in place of x where that is possible."""
+    fall = F.pad(fall.expand(*x.shape[:-3], x.shape[-3] - 1, -1, -1), (0, 0, 0, 0, 1, 0))
+    log_decay = fall if drift is None else fall + F.pad(drift, (0, 0, 0, 0, 1, 0))
+    flat = [y.flatten(-2).flatten(0, -3) for y in (log_decay.expand_as(x), x)]
+    del fall, log_decay
+    return scan(*flat, resets=layout.start is not None, spare=True).view(x.shape)

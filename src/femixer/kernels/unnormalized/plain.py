@@ -2,8 +2,6 @@
 
 from torch import Tensor
 
-DIFFERENTIABLE = True
-
 
 def forward(mean: Tensor, free: Tensor | None, log_total: Tensor, beta: Tensor | None) -> tuple[Tensor, ...]:
     whole = mean * log_total.exp()
