@@ -74,7 +74,7 @@ def _scan(gates: Tensor, x: Tensor, levels: int | None = None) -> Tensor:
         return _pairs(gates[:, None], x[:, None])[1][:, 0]
     exact = x.dtype == torch.float64
     chunk = CHUNK if exact else PAIRED_CHUNK
-    chunk = chunk if levels else min(chunk, max(1, length))
+    chunk = chunk if levels or length > chunk + 1 else max(1, length)  # one more is as far from the middle
     missing = -length % chunk
     if levels or missing:
         gates, x = (F.pad(y, (0, 0) * (y.dim() - 2) + (0, missing)) for y in (gates, x))

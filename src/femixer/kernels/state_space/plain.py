@@ -267,7 +267,7 @@ class Factors(NamedTuple):
     def of(cls, inputs: Inputs, layout: Layout) -> "Factors":
         rates, pace, write, query = inputs[:4]
         reach = (pace[..., None] * rates[:, None, None, None]).clamp_min(layout.least).cumsum(-2)
-        start, fall = (reach[..., at, None, :].clone() for at in (layout.size // 2, -1))
+        start, fall = reach[..., layout.size // 2, None, :].clone(), reach[..., -1:, :].clone()
         middle = (reach - start).exp()
         del reach
         q = middle.reciprocal() if write is None else write / middle
