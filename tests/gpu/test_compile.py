@@ -29,13 +29,13 @@ def run(folder: Path, *args: str) -> Any:
 
 # Every kernel once, on one of the targets and in one of the types: all of them would take minutes.
 LAYERS = {
-    "sm_80": ("gla:float32", "decay:bfloat16", "fox:float32"),
+    "sm_80": ("gla:float32", "decay:bfloat16"),
     "sm_90": ("softmax:bfloat16", "mamba:normalize=false:float32"),
     "gfx942": ("mamba-interactive:bfloat16", "linear:float32"),
 }
 SHARED = {"conditioner", "modulation", "gates"}
 OWN = {
-    "sm_80": {"softplus", "rotary", "rotary_angles", "decayed_linear", "channel_scan", "softmax", "softmax_step"},
+    "sm_80": {"softplus", "rotary", "rotary_angles", "decayed_linear", "channel_scan"},
     "sm_90": {"rotary", "rotary_angles", "softmax", "softmax_step", "softplus", "state_space", "unnormalized"},
     "gfx942": {"pair_state_space", "decayed_linear", "rotary", "rotary_angles", "softplus"},
 }

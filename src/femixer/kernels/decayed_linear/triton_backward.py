@@ -301,13 +301,14 @@ def _from_state(
     return found
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=[name for name in NUMBERS if name not in ("H", "G")])
 def token_gradients(
     Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, TO_MEAN, TO_FREE, TO_LOG, DN, DA, DE, DQ, DK, DG,
-    DV, SUM_Q, SUM_K, SUM_G, SUM_V, SUM_BETA, length, chunks, H, G, gated, marked, by_log, exclusive,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, E: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
-    BE: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, ENERGETIC: tl.constexpr, STATE: tl.constexpr,
-    PRECISION: tl.constexpr, ROUNDED: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr,
+    DV, SUM_Q, SUM_K, SUM_G, SUM_V, SUM_BETA, length, chunks, gated, marked, by_log, exclusive,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, H: tl.constexpr, G: tl.constexpr,
+    E: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, W: tl.constexpr,
+    ENERGETIC: tl.constexpr, STATE: tl.constexpr, PRECISION: tl.constexpr, ROUNDED: tl.constexpr,
+    BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr,
 ):  # fmt: skip
     """Of q, k, gate, v and, per chunk, beta. A gate's gradient is what flows across it: over the rest of the chunk the
     sum of q dq - k dk, and what flows across the chunk's end, which the state there and its gradient tell.

@@ -338,11 +338,12 @@ def backward(
     operands = q, k, gate, v, beta, marks, *before, *read, *to_states
     to_gate = (sum_k, sum_k) if d_gate is None else (d_gate, sum_gate)
     found = d_q, d_k, to_gate[0], d_v, sum_q, sum_k, to_gate[1], sum_v, sum_beta
-    options |= {"STATE": stateful, "ROUNDED": sum_v is not d_v}
+    # Counts of heads as constants: with numbers in their place addresses take more registers than there are.
+    options |= {"H": heads, "G": groups, "STATE": stateful, "ROUNDED": sum_v is not d_v}
     launch(
         gradients.token_gradients,
         (n * batch * groups,),
-        *(*operands, *found, *numbers, int(given.exclusive), *strides),
+        *(*operands, *found, *numbers[:2], *numbers[4:], int(given.exclusive), *strides),
         moved=_bytes((*operands, *found)),
         exact=True,
         flops=3 * plan.products(batch * heads, stateful),

@@ -33,13 +33,17 @@ SEEN = ["dense", "decays", "causal", "segmented", "ranked", "window"]
 
 @triton.jit
 def scores(
-    q, keys, BIAS, SEG_Q, SEG_K, RANK, query, key, T, S, offset, seen, scale, k_t, bias_t, bias_s, key_width,
+    queries, keys, BIAS, SEG_Q, SEG_K, RANK, query, key, T, S, offset, seen, scale, q_t, k_t, bias_t, bias_s, key_width,
     UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """[rows, keys] in units of log 2, -inf where a key is not seen."""
     dense, decays, causal, segmented, ranked, window = seen
-    k = load_columns(keys, key, S, k_t, key_width, UNIT, KEY_WIDTH)
-    x = tl.dot(q, k, input_precision=PRECISION) * (scale * LOG2E)
+    x = tl.zeros([SIDE, SIDE], tl.float32)
+    for first in range(0, KEY_WIDTH, SIDE):  # some channels at a time, for want of registers
+        q = load_tile(queries + first, query - offset, T, q_t, key_width - first, UNIT, SIDE)
+        k = load_columns(keys + first, key, S, k_t, key_width - first, UNIT, SIDE)
+        x = tl.dot(q, k, x, input_precision=PRECISION)
+    x *= scale * LOG2E
     row, there = (query - offset)[:, None], ((query >= offset) & (query < offset + T))[:, None] & (key < S)[None, :]
     at = row.to(tl.int64) * bias_t + key[None, :].to(tl.int64) * bias_s
     x += tl.load(BIAS + at, mask=there & (0 * at + dense > 0), other=0).to(tl.float32) * LOG2E
@@ -102,7 +106,7 @@ def read_exactly(
         RANK += batch.to(tl.int64) * S
         BIAS += batch.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h
         query = row + offset
-        q = load_tile(place(Q, batch, head, q_b, q_h, UNIT), row, T, q_t, key_width, UNIT, KEY_WIDTH)
+        queries = place(Q, batch, head, q_b, q_h, UNIT)
         keys, values = place(K, batch, group, k_b, k_h, UNIT), place(V, batch, group, v_b, v_h, UNIT)
         log_z = tl.load(LOG_Z + at_row, mask=here, other=INF)
         start, stop = seen_range(tl.min(query, 0), tl.max(query, 0), S, causal, segmented, window)
@@ -118,8 +122,8 @@ def read_exactly(
             for block in range(start, stop, SIDE):
                 key = block + tl.arange(0, SIDE)
                 x = scores(
-                    q, keys, BIAS, SEG_Q, SEG_K, RANK, query, key, T, S, offset, seen, scale, k_t, bias_t, bias_s,
-                    key_width, UNIT, KEY_WIDTH, PRECISION,
+                    queries, keys, BIAS, SEG_Q, SEG_K, RANK, query, key, T, S, offset, seen, scale, q_t, k_t, bias_t,
+                    bias_s, key_width, UNIT, KEY_WIDTH, PRECISION,
                 )  # fmt: skip
                 v = load_chunk(values, key, S, v_t, first, width, UNIT)
                 y = x[:, :, None] + (slope * v)[None, :, :]
@@ -134,8 +138,8 @@ def read_exactly(
             for block in range(start, stop, SIDE):
                 key = block + tl.arange(0, SIDE)
                 x = scores(
-                    q, keys, BIAS, SEG_Q, SEG_K, RANK, query, key, T, S, offset, seen, scale, k_t, bias_t, bias_s,
-                    key_width, UNIT, KEY_WIDTH, PRECISION,
+                    queries, keys, BIAS, SEG_Q, SEG_K, RANK, query, key, T, S, offset, seen, scale, q_t, k_t, bias_t,
+                    bias_s, key_width, UNIT, KEY_WIDTH, PRECISION,
                 )  # fmt: skip
                 v = load_chunk(values, key, S, v_t, first, width, UNIT)
                 log_p = (x - log_z[:, None])[:, :, None]

@@ -84,7 +84,7 @@ def flagged_rows(
         RANK += batch.to(tl.int64) * S
         BIAS += batch.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h
         query = row + offset
-        q = load_tile(place(Q, batch, head, q_b, q_h, UNIT), row, T, q_t, key_width, UNIT, KEY_WIDTH)
+        queries = place(Q, batch, head, q_b, q_h, UNIT)
         keys, values = place(K, batch, group, k_b, k_h, UNIT), place(V, batch, group, v_b, v_h, UNIT)
         frees = FREE + (batch.to(tl.int64) * T * H + head) * width
         betas, to_total = BETAS + group * width, TO_TOTAL + of_rows * width
@@ -96,8 +96,8 @@ def flagged_rows(
             for block in range(start, stop, SIDE):
                 key = block + tl.arange(0, SIDE)
                 x = scores(
-                    q, keys, BIAS, SEG_Q, SEG_K, RANK, query, key, T, S, offset, seen, scale, k_t, bias_t, bias_s,
-                    key_width, UNIT, KEY_WIDTH, PRECISION,
+                    queries, keys, BIAS, SEG_Q, SEG_K, RANK, query, key, T, S, offset, seen, scale, q_t, k_t, bias_t,
+                    bias_s, key_width, UNIT, KEY_WIDTH, PRECISION,
                 )  # fmt: skip
                 r = posterior(
                     x - log_z[:, None], values, frees, betas, key, row, S, T, v_t, H * width, first, width, UNIT
@@ -118,8 +118,8 @@ def flagged_rows(
         for block in range(start, stop, SIDE):
             key = block + tl.arange(0, SIDE)
             x = scores(
-                q, keys, BIAS, SEG_Q, SEG_K, RANK, query, key, T, S, offset, seen, scale, k_t, bias_t, bias_s,
-                key_width, UNIT, KEY_WIDTH, PRECISION,
+                queries, keys, BIAS, SEG_Q, SEG_K, RANK, query, key, T, S, offset, seen, scale, q_t, k_t, bias_t,
+                bias_s, key_width, UNIT, KEY_WIDTH, PRECISION,
             )  # fmt: skip
             ds = score_gradient(
                 x - log_z[:, None], values, frees, betas, TO_MEAN + of_rows * width, to_total, DELTA + of_rows,
@@ -186,8 +186,8 @@ def flagged_keys(
                     if some:
                         q = load_tile(queries, row, T, q_t, key_width, UNIT, KEY_WIDTH)
                         x = scores(
-                            q, keys, bias, SEG_Q, SEG_K, RANK, row + offset, key, T, S, offset, seen, scale, k_t,
-                            bias_t, bias_s, key_width, UNIT, KEY_WIDTH, PRECISION,
+                            queries, keys, bias, SEG_Q, SEG_K, RANK, row + offset, key, T, S, offset, seen, scale,
+                            q_t, k_t, bias_t, bias_s, key_width, UNIT, KEY_WIDTH, PRECISION,
                         )  # fmt: skip
                         ds = score_gradient(
                             x - log_z[:, None], values, frees, betas, TO_MEAN + of_rows * width,
@@ -218,10 +218,9 @@ def flagged_keys(
                         row = first - offset + tl.arange(0, SIDE)
                         log_z, some = flagged_log_z(FLAGS + of_rows, LOG_Z + of_rows, row, T)
                         if some:
-                            q = load_tile(queries, row, T, q_t, key_width, UNIT, KEY_WIDTH)
                             x = scores(
-                                q, keys, bias, SEG_Q, SEG_K, RANK, row + offset, key, T, S, offset, seen, scale, k_t,
-                                bias_t, bias_s, key_width, UNIT, KEY_WIDTH, PRECISION,
+                                queries, keys, bias, SEG_Q, SEG_K, RANK, row + offset, key, T, S, offset, seen, scale,
+                                q_t, k_t, bias_t, bias_s, key_width, UNIT, KEY_WIDTH, PRECISION,
                             )  # fmt: skip
                             log_p = x - log_z[:, None]
                             r = posterior(

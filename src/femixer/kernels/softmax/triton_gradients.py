@@ -54,7 +54,7 @@ def tiles_of(call: Call) -> tuple[Tiles, Tiles]:
     # With four warps an AMD GPU has twice the registers for each.
     warps = 4 if target_of(call.q).startswith("gfx") else 8
     if call.stream_dtype == torch.float32:
-        of_keys = 32 if wide <= 64 and not call.is_hopper else 16
+        of_keys = 32 if wide <= 64 and not call.is_hopper and not call.seen.decays else 16
         return Tiles(16, of_keys, warps, 1), Tiles(16, 32 if wide <= 128 else 16, warps, 1)
     few = wide > 128 or (wide <= 32 and call.is_hopper)
     return Tiles(16 if few else 32, 32, warps, 1), Tiles(64 if wide <= 128 and warps == 8 else 32, 32, warps, 1)
@@ -199,6 +199,6 @@ def _add_flagged(
         *strides,
         moved=call.bytes(found.flags) * ((key_tiles + 1) // 2),
         BLOCK=block,
-        num_warps=8,
+        num_warps=4 if call.q.dtype == torch.float32 else 8,
         **call.widths,
     )
