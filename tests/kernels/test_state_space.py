@@ -192,3 +192,11 @@ def test_autocast_does_not_lower_its_precision() -> None:
     with femixer.use_backend("plain"):
         full = state_space_read(system, v, torch.ones(3), None, Modes.empty(system.rate, v))
     assert torch.equal(low.free, full.free)
+
+
+def test_plain_torch_is_traced_whole() -> None:
+    system, v = mamba(1, 19, 2, 3), torch.randn(1, 19, 2)
+    given = system, v, torch.ones(2), None, Modes.empty(system.rate, v)
+    with femixer.use_backend("plain"):
+        compiled = torch.compile(state_space_read, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(*given).free, state_space_read(*given).free)
