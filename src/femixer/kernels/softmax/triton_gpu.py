@@ -124,8 +124,7 @@ def read(call: Call, mean: Tensor, free: Tensor, log_z: Tensor, flags: Tensor, t
         *(call.rows, call.keys, size, *sizes[:3], *call.seen_numbers, *sizes[4:]),
         *strides,
         moved=call.bytes(flags),
-        # What spills no registers.
-        num_warps=16 if gated and call.q.dtype != torch.float32 and call.is_hopper else 8,
+        num_warps=8,
         **call.widths,
         **call.gate_flags,
     )
