@@ -157,7 +157,7 @@ class SoftmaxPrior(Prior):
         if state is None and not keep:
             decays = None
             if decay is not None:
-                until = decay.cumsum(1)
+                until = _sums(decay, layout)
                 decays = torch.cat([until - decay, until], 1).transpose(1, 2)
             visible = self._visible(layout, q.dtype)
             mean, free = softmax_read(q, k, v, beta, causal=self.causal, decays=decays, **visible)
@@ -251,7 +251,7 @@ class SoftmaxPrior(Prior):
         keys, data, shift = cache.keys.longer(1), cache.stream.data.longer(1), cache.stream.shift
         assert shift is not None
         segment, position = self._places(cache, k, layout)
-        cache = Cache(keys, cache.stream._replace(data=data), segment, position, _grown(cache.sums, decay))
+        cache = Cache(keys, cache.stream._replace(data=data), segment, position, _grown(cache.sums, decay, layout))
         visible = self._visible_to_one(cache, layout, q.dtype)
         mean, free, shift, doubt = softmax_step(
             q, (k, v), (keys.buffer, data.buffer, shift), beta, keys.length, **visible
@@ -268,8 +268,8 @@ class SoftmaxPrior(Prior):
         if cache is None:
             stream = Stream.of(v, beta, self.cache == "exp")
             position = None if self.score_bias is None else layout.position
-            return Cache(Growing.of(keys.contiguous()), stream, layout.segment, position, _grown(None, decay))
-        stream, sums = cache.stream.append(v, beta), _grown(cache.sums, decay)
+            return Cache(Growing.of(keys.contiguous()), stream, layout.segment, position, _grown(None, decay, layout))
+        stream, sums = cache.stream.append(v, beta), _grown(cache.sums, decay, layout)
         return Cache(cache.keys.append(keys), stream, *self._places(cache, k, layout), sums)
 
     def _places(self, cache: Cache, k: Tensor, layout: Layout) -> tuple[Tensor | None, Tensor | None]:
@@ -337,10 +337,29 @@ class SoftmaxPrior(Prior):
         return scores.softmax(-1).masked_fill(~seen[:, None], 0)
 
 
-def _grown(sums: Growing | None, decay: Tensor | None) -> Growing | None:
-    """Sums of the log decays [B, H, S, 1] up to earlier tokens, and up to those of `decay` [B, T, H]. They go on across
-    segments: only their differences inside one are read."""
+def _sums(decay: Tensor, layout: Layout) -> Tensor:
+    """Sums of the log decays [B, T, H] up to each token; every segment starts anew.
+
+    Sums of 1, 2, 4, ... tokens that end here: across the start of a segment nothing is added, and no gradient comes back.
+    """
+    if layout.starts is None:
+        return decay.cumsum(1)
+    segment, until, tokens = layout.starts.cumsum(1)[..., None], decay, 1
+    while tokens < decay.shape[1]:
+        earlier = until[:, :-tokens].masked_fill(segment[:, :-tokens] != segment[:, tokens:], 0)
+        until = torch.cat([until[:, :tokens], until[:, tokens:] + earlier], 1)
+        tokens *= 2
+    return until
+
+
+def _grown(sums: Growing | None, decay: Tensor | None, layout: Layout) -> Growing | None:
+    """Sums of the log decays [B, H, S, 1] up to earlier tokens, and up to those of `decay` [B, T, H]."""
     if decay is None or decay.shape[1] == 0:
         return sums
-    until = decay.cumsum(1).transpose(1, 2)[..., None]
-    return Growing.of(until.contiguous()) if sums is None else sums.append(sums.tensor[:, :, -1:] + until)
+    until = _sums(decay, layout).transpose(1, 2)[..., None]
+    if sums is None:
+        return Growing.of(until.contiguous())
+    before = sums.tensor[:, :, -1:]
+    if layout.starts is not None:
+        before = before.masked_fill(layout.starts.cumsum(1)[:, None, :, None] > 0, 0)
+    return sums.append(before + until)
