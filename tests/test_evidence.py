@@ -102,6 +102,28 @@ def test_two_results_of_one_run_are_an_error(tmp_path, capsys) -> None:
     assert "holds a run" in capsys.readouterr().err
 
 
+def test_texts_of_one_stem_are_two_rows(tmp_path) -> None:
+    for folder, name in {"a": "book.txt", "b": "book.md"}.items():
+        comparison(tmp_path / folder, {"SMAttn": [1.0, 1.1], "FEM-SM": [0.5, 0.6]}, name)
+    rows = {str(row[0]): str(row[1].value) for row in tabulate(load([tmp_path / "a", tmp_path / "b"])).rows}
+    assert {"book.txt", "book.md"} <= rows.keys() and rows["all"].endswith(", 4")
+
+
+def test_damaged_records_are_named(tmp_path, capsys) -> None:
+    comparison(tmp_path / "runs", {"SMAttn": [1.0]})
+    path = tmp_path / "lm.json"
+    assert main(["lm", "export", "--results", str(tmp_path / "runs"), "--out", str(path)]) == 0
+    whole = json.loads(path.read_text())
+    for change, message in (({"loss": None}, "loss=None"), ({"curve": [[0, 1.0]]}, "evaluated after their start")):
+        path.write_text(json.dumps({**whole, "records": [{**whole["records"][0], **change}]}))
+        assert main(["lm", "curves", "--results", str(path), "--out", str(tmp_path / "out")]) == 2
+        assert message in capsys.readouterr().err
+    del whole["records"][0]["curve"]
+    path.write_text(json.dumps(whole))
+    assert main(["lm", "curves", "--results", str(path), "--out", str(tmp_path / "out")]) == 2
+    assert "curve is missing" in capsys.readouterr().err
+
+
 def test_curves_are_of_recorded_runs(tmp_path, capsys) -> None:
     comparison(tmp_path / "a", {"SMAttn": [1.0, 2.0], "FEM-SM": [0.5, 1.5]}, "songs.txt")
     comparison(tmp_path / "b", {"GLA": [0.25]}, "songs.txt")

@@ -12,6 +12,7 @@ from matrix import noise
 
 from femixer import FreeEnergyMixer
 from femixer.cli import main
+from femixer.gates import lam_logits
 from femixer.models import FEMConfig, FEMForCausalLM
 from femixer.models.forecast import ForecastConfig
 from femixer.models.vision import FEMVisionConfig
@@ -88,6 +89,17 @@ def test_lam_opens_where_the_free_energy_helps_and_stays_where_it_does_not(sign:
         optimizer.step()
     lam = m.inspect(x).lam
     assert (lam.mean() > 0.1) if sign > 0 else (lam.mean() < 0.03)
+
+
+@pytest.mark.parametrize("odds", [0.0, -1e-3])
+def test_odds_come_back_from_zero_and_below(odds: float) -> None:
+    odds = torch.full((1, 1), odds, requires_grad=True)
+    optimizer = torch.optim.Adam([odds], 1e-3)
+    for _ in range(200):
+        optimizer.zero_grad()
+        (lam_logits(torch.zeros(1, 1, 1, 1), odds).sigmoid() - 0.1).square().sum().backward()
+        optimizer.step()
+    assert lam_logits(torch.zeros(1, 1, 1, 1), odds).sigmoid().item() == pytest.approx(0.1, abs=0.01)
 
 
 def test_the_paper_s_start_is_the_default() -> None:

@@ -340,7 +340,7 @@ class SoftmaxPrior(Prior):
 def _sums(decay: Tensor, layout: Layout) -> Tensor:
     """Sums of the log decays [B, T, H] up to each token; every segment starts anew.
 
-    Sums of 1, 2, 4, ... tokens that end here: across the start of a segment nothing is added, and no gradient comes back.
+    Sums of 1, 2, 4, ... tokens that end here: across a start nothing is added, and no gradient comes back.
     """
     if layout.starts is None:
         return decay.cumsum(1)

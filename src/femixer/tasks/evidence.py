@@ -70,8 +70,10 @@ def of_lm(records: Sequence[Record]) -> Iterator[Measured]:
         known = held[setting, record["model"]].setdefault(seed, record["loss"])
         named = f"{record['model']}, seed {seed}"
         check(known == record["loss"], "results", named, f"one loss of it: there are {known} and {record['loss']}")
+    stems = [Path(text).stem for text in texts]
     rows = {
-        setting: Path(text).stem + ("" if len(experiments) == 1 else f", experiment {number}")
+        setting: (Path(text).stem if stems.count(Path(text).stem) == 1 else text)
+        + ("" if len(experiments) == 1 else f", experiment {number}")
         for text, experiments in texts.items()
         for number, setting in enumerate(experiments, 1)
     }

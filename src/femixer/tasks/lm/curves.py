@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def chosen(records: Sequence[Record], models: Sequence[str]) -> Sequence[Record]
     known = [*dict.fromkeys(record["model"] for record in records)]
     for model in models:
         check(model in known, "models", model, f"some of {'; '.join(known)}")
+        check(models.count(model) == 1, "models", model, "different ones")
     return [record for model in models or known for record in records if record["model"] == model]
 
 
@@ -48,13 +50,14 @@ def runs_of(records: Sequence[Record]) -> Runs:
     """Of one length of training: runs of another one cannot be compared by their ends."""
     found: Runs = defaultdict(lambda: defaultdict(dict))
     for record in records:
-        steps = {step for step, _ in record["curve"]}
-        known = found[record["text"]][record["model"]]
         named = f"{record['model']}, seed {record['seed']} on {record['text']}"
-        check(record["seed"] not in known, "results", named, "each run once")
+        check(len(record["curve"]) > 1, "results", named, "runs that were evaluated after their start")
+        steps = [step for step, _ in record["curve"]]
+        known = found[record["text"]][record["model"]]
         first = next(iter(next(iter(found[record["text"]].values())).values()), record)
-        same = steps == {step for step, _ in first["curve"]} and record["experiment"] == first["experiment"]
+        same = steps == [step for step, _ in first["curve"]] and record["experiment"] == first["experiment"]
         check(same, "results", named, f"runs of one experiment on a text: it is another than that of {first['model']}")
+        check(record["seed"] not in known, "results", named, "each run once")
         known[record["seed"]] = record
     return found
 
@@ -64,12 +67,14 @@ def tabulate(runs: Runs) -> Table:
     models = [*dict.fromkeys(model for by_model in runs.values() for model in by_model)]
     cells = []
     for model in models:
-        held = [(by_model.get(model, {}), max(map(len, by_model.values()))) for by_model in runs.values()]
-        scores = [Score({seed: run["loss"] for seed, run in by_seed.items()}, most) for by_seed, most in held]
+        held = [(by_model.get(model, {}), len({*chain(*by_model.values())})) for by_model in runs.values()]
+        scores = [Score({seed: run["loss"] for seed, run in by_seed.items()}, all_) for by_seed, all_ in held]
         cells.append([score.cell(4, spread="deviation") for score in scores])
     rows: list[Row] = [[model, *row] for model, row in zip(models, marked_columns(cells, higher=False), strict=True)]
-    note = "Validation loss in nats per token, mean ± standard deviation over the seeds."
-    return Table.of(("model", *(Path(text).stem for text in runs)), rows, note)
+    note = (
+        "Validation loss in nats per token, mean ± standard deviation over the seeds; in bold the best with all seeds."
+    )
+    return Table.of(("model", *runs), rows, note)
 
 
 def draw(runs: Runs) -> Any:
@@ -85,7 +90,7 @@ def draw(runs: Runs) -> Any:
                 mean, spread = losses.mean(0), losses.std(0, ddof=1)
                 colour = styles[model]["color"]
                 axes.fill_between(steps, mean - spread, mean + spread, color=colour, alpha=0.15, linewidth=0)
-        axes.set(xlabel="steps", ylabel="validation loss (nats per token)", yscale="log", title=Path(text).stem)
+        axes.set(xlabel="steps", ylabel="validation loss (nats per token)", yscale="log", title=text)
         plain_log(axes.yaxis, (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8))
         quiet(axes)
         axes.legend(frameon=False, fontsize=8)

@@ -14,7 +14,8 @@ from femixer.training import jobs
 from femixer.training.jobs import Kind
 from femixer.training.results import CONFIG, METRICS, TABLE, Record
 
-KIND = Kind("lm", "lm 1")
+RECORD = {"model": str, "seed": int, "text": str, "loss": float, "experiment": dict, "curve": [[float]]}
+KIND = Kind("lm", "lm 1", RECORD)
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,9 @@ def export(args: Sequence[str]) -> int:
 
 def load(*paths: Path) -> list[Record]:
     """Runs of comparisons (folders) and of exported files, each once."""
+    for path in paths:
+        allowed = "a results folder of `femixer lm compare`, or a file of `femixer lm export`"
+        check(path.exists(), "results", str(path), allowed)
     found = [record for path in paths for record in (of_folder(path) if path.is_dir() else jobs.load(path, KIND))]
     return [*{json.dumps(record, sort_keys=True): record for record in found}.values()]
 

@@ -30,9 +30,9 @@ TRAIN, VALIDATION = "train", "validation"
 SPLITS = (TRAIN, VALIDATION)
 
 STANDARD_LIBRARY = "python"
-# Bytes of a file above which its contents are not read to know it again.
-LONG = 1 << 28
 """The source that needs no download: the Python standard library's own files."""
+LONG = 1 << 28
+"""Bytes of a source above which its contents are not read to know it again."""
 
 SMALLEST_PART, LARGEST_PART, PARTS = 4 << 20, 256 << 20, 1024
 """Files are cut into about PARTS parts of 4 to 256 MiB: enough to share out, few enough to keep as files."""
@@ -164,8 +164,8 @@ class Source:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides the text: names and contents of the files, or the address and extent of a data set. Files that
-        take long to read are known by size and time, and so change when they are copied."""
+        """What decides the text: names and contents of the files, or the address and extent of a data set. Files of
+        a source that takes long to read are known by size and time, and so change when they are copied."""
         if self.dataset is not None:
             # Without a revision the hub may serve another text tomorrow; the number of parts may tell.
             return {"source": str(self.dataset), "parts": self.dataset.open().num_shards}
@@ -174,7 +174,7 @@ class Source:
         for path in self.files:
             at = path.stat()
             with path.open("rb") as file:
-                seen = at.st_mtime_ns if at.st_size > LONG else hashlib.file_digest(file, "sha256").hexdigest()
+                seen = at.st_mtime_ns if self.size > LONG else hashlib.file_digest(file, "sha256").hexdigest()
             digest.update(json.dumps([path.relative_to(self.root).as_posix(), at.st_size, seen]).encode())
         return {"source": self.name, "files": len(self.files), "bytes": self.size, "digest": digest.hexdigest()[:16]}
 
