@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,15 @@ def looks(names: Sequence[str], rival: str | None = None) -> dict[str, dict[str,
     if rival is not None:
         found[rival] = {"color": "black", "linestyle": "--", "marker": "x", "label": rival}
     return found
+
+
+def banded(axes: Any, x: Any, values: Any, look: Mapping[str, Any]) -> None:
+    """The mean of values [runs, n] over x [n], with a band of one standard deviation where there are several runs."""
+    mean = values.mean(0)
+    axes.plot(x, mean, **look)
+    if len(values) > 1:
+        spread = values.std(0, ddof=1)
+        axes.fill_between(x, mean - spread, mean + spread, color=look["color"], alpha=0.15, linewidth=0)
 
 
 def label(text: object, longest: int = 24) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from femixer.options import check, parse
 from femixer.reporting import Row, Score, Table, as_markdown, marked_columns, write
-from femixer.reporting.figures import figure, looks, plain_log, quiet, save
+from femixer.reporting.figures import banded, figure, looks, plain_log, quiet, save
 from femixer.tasks.lm.records import load
 from femixer.training import atomic
 from femixer.training.results import Record, check_no_run
@@ -84,12 +84,7 @@ def draw(runs: Runs) -> Any:
     for axes, (text, by_model) in zip(drawing.subplots(1, len(runs), squeeze=False)[0], runs.items(), strict=True):
         for model, by_seed in by_model.items():
             curves = np.array([record["curve"][1:] for record in by_seed.values()], dtype=float)
-            steps, losses = curves[0, :, 0], curves[:, :, 1]
-            axes.plot(steps, losses.mean(0), **{**styles[model], "marker": ""})
-            if len(losses) > 1:
-                mean, spread = losses.mean(0), losses.std(0, ddof=1)
-                colour = styles[model]["color"]
-                axes.fill_between(steps, mean - spread, mean + spread, color=colour, alpha=0.15, linewidth=0)
+            banded(axes, curves[0, :, 0], curves[:, :, 1], {**styles[model], "marker": ""})
         axes.set(xlabel="steps", ylabel="validation loss (nats per token)", yscale="log", title=text)
         plain_log(axes.yaxis, (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8))
         quiet(axes)

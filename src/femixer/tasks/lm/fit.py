@@ -22,7 +22,7 @@ from femixer.optional import require
 from femixer.options import check
 from femixer.parallel import own_tokens, parallelize, summed_over_cut
 from femixer.reporting import Column, Table, as_markdown
-from femixer.reporting.figures import figure, looks, plain_log, quiet
+from femixer.reporting.figures import banded, figure, looks, plain_log, quiet
 from femixer.tasks.lm.data import DataOptions
 from femixer.tasks.lm.data.shards import IGNORED, Batch, Batches, Shards, Validation
 from femixer.tasks.lm.model import ModelOptions, build
@@ -107,12 +107,8 @@ def draw(models: Mapping[str, Sequence[Sequence[Record]]], batch_tokens: int) ->
             steps, losses = values(runs, "train")
             axes.plot(steps * batch_tokens, losses.mean(0), color="0.7", linewidth=1, label="training batches")
         steps, losses = values(runs, "validation")
-        mean, spread = losses.mean(0), losses.std(0, ddof=1) if len(losses) > 1 else None
-        tokens = steps * batch_tokens
-        look = {**styles[name], "marker": "", "label": "validation" if single else name}
-        axes.plot(tokens, mean, **look, linewidth=1.8)
-        if spread is not None:
-            axes.fill_between(tokens, mean - spread, mean + spread, color=look["color"], alpha=0.15, linewidth=0)
+        look = {**styles[name], "marker": "", "linewidth": 1.8, "label": "validation" if single else name}
+        banded(axes, steps * batch_tokens, losses, look)
     axes.set(xlabel="training tokens", ylabel="loss (nats per token)", yscale="log")
     ticker = require("matplotlib.ticker", "plot")
     plain_log(axes.yaxis, (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8))

@@ -22,7 +22,7 @@ from femixer.finite import check_numbers
 from femixer.models import preset
 from femixer.options import check, parse
 from femixer.reporting import Column, Group, Row, Score, Table, as_markdown, marked_columns, write
-from femixer.reporting.figures import GREY, figure, looks, plain_log, quiet, save
+from femixer.reporting.figures import GREY, banded, figure, looks, plain_log, quiet, save
 from femixer.tasks.lm.checkpoint import check_positions, load
 from femixer.tasks.lm.data import DataOptions
 from femixer.tasks.lm.data.shards import IGNORED, Batch, Shards, Validation
@@ -220,12 +220,7 @@ def draw(records: Sequence[Record], by: Measurement) -> Any:
     models = by_model(records)
     for name, look in looks([*models]).items():
         values = np.array([record["by_position"] for record in models[name]], dtype=float)
-        axes.plot(middles, values.mean(0), **look, markersize=4)
-        if len(values) > 1:
-            spread = values.std(0, ddof=1)
-            axes.fill_between(
-                middles, values.mean(0) - spread, values.mean(0) + spread, color=look["color"], alpha=0.15, linewidth=0
-            )
+        banded(axes, middles, values, {**look, "markersize": 4})
     axes.axvline(by.context, color=GREY, linestyle=":", label="training length")
     axes.set(xlabel="tokens read before", ylabel="loss (nats per token)", xscale="log")
     plain_log(axes.xaxis)
