@@ -137,3 +137,14 @@ def test_curves_are_of_recorded_runs(tmp_path, capsys) -> None:
     assert "SMAttn" not in capsys.readouterr().out
     assert main([*command, str(tmp_path / "a"), "--models", "AFT"]) == 2
     assert "models='AFT' is not allowed; choose some of FEM-SM; SMAttn" in capsys.readouterr().err
+
+
+def test_any_two_models_can_be_compared(tmp_path, capsys) -> None:
+    comparison(tmp_path / "runs", {"SMAttn": [3.0, 3.1], "SMAttn+C,G": [1.0, 1.1], "FEM-SM": [0.5, 0.6]})
+    arguments = ["evidence", "--results", str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--pairs"]
+    assert main([*arguments, "FEM-SM:SMAttn+C,G", "SMAttn+C,G:SMAttn"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| a text"))
+    assert "| +500.0 [" in row and "| +2000.0 [" in row
+    for wrong in ("FEM-SM", "FEM-SM:SMAtn", "FEM-SM-SMAttn"):
+        assert main([*arguments, wrong]) == 2
+        assert f"pairs={wrong!r}" in capsys.readouterr().err

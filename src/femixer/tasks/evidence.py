@@ -1,7 +1,7 @@
 """`femixer evidence`: what FEM gains over its own prior, as paired differences over everything that was recorded.
 
-A pair is FEM and the same prior read by its mean, with the same data, size and seed. What a seed or a data set does to
-both cancels in their difference.
+A pair is FEM and the same prior read by its mean, or any two models, with the same data, size and seed. What a seed or
+a data set does to both cancels in their difference.
 """
 
 from collections import defaultdict
@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
+from femixer.models.named import NAMED
 from femixer.options import check, parse
 from femixer.reporting import Cell, Column, Group, Row, Score, Table, as_markdown, difference, write
 from femixer.reporting.scores import Difference
@@ -19,10 +20,16 @@ from femixer.training import atomic
 from femixer.training.jobs.store import as_text
 from femixer.training.results import Record, check_no_run, holds_run
 
-PRIORS = {"FEM-SM": "SMAttn", "FEM-GLA": "GLA", "FEM-AFT": "AFT", "FEM-Mamba": "Mamba"}
-"""FEM with all parts -> its prior with the mean as read."""
+PAIRS = (("FEM-SM", "SMAttn"), ("FEM-GLA", "GLA"), ("FEM-AFT", "AFT"), ("FEM-Mamba", "Mamba"))
+"""FEM with all parts, and its prior with the mean as read."""
+Pair = tuple[str, str]
 FEWEST = 3
 """Pairs from which on an interval is taken seriously."""
+
+
+def is_fem(model: str) -> bool:
+    """Whether it has the options of a mixer that a setting may name; other models have their default ones."""
+    return model.startswith("FEM-")
 
 
 class Measured(NamedTuple):
@@ -80,7 +87,7 @@ def of_lm(records: Sequence[Record]) -> Iterator[Measured]:
     variants = {name: {model.partition(", ")[2] for setting, model in held if setting == name} for name in rows}
     for (setting, model), losses in held.items():
         name, _, own = model.partition(", ")
-        for variant in {own} if own or name in PRIORS else sorted(variants[setting]):
+        for variant in {own} if own or is_fem(name) else sorted(variants[setting]):
             yield Measured(
                 ", ".join(filter(None, (rows[setting], variant))), name, Score(losses, len(losses)), not variant
             )
@@ -107,13 +114,15 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Evidence:
-    """What FEM gains over its prior: paired differences with 95 % intervals, over seeds and over settings.
+    """What FEM gains over its prior, or any model over another: paired differences with 95 % intervals.
 
     Writes table.md, which it prints, table.tex and table.csv.
     """
 
     results: tuple[Path, ...]
     """Stores of `femixer mad | vision | forecast run`, folders of `femixer lm compare`, or files of their `export`."""
+    pairs: tuple[str, ...] = tuple(":".join(pair) for pair in PAIRS)
+    """Models to compare, each as BETTER:WORSE: FEM-SM:SMAttn+C,G is what the free energy adds to the other parts."""
     out: Path = Path("results/evidence")
     """Folder of the files."""
 
@@ -121,12 +130,21 @@ class Evidence:
 def main(args: Sequence[str]) -> int:
     command = parse(Evidence, args, "evidence")
     check_no_run(command.out)
-    table = tabulate(load(command.results))
+    pairs = [pair_of(text) for text in command.pairs]
+    check(len(pairs) > 0, "pairs", "nothing", "at least one pair, as in FEM-SM:SMAttn")
+    table = tabulate(load(command.results), pairs)
     with atomic.replacing_files(command.out) as new:
         write(new, [table])
     print(as_markdown(table))
     print(f"The table is in {command.out}/ as Markdown, LaTeX and CSV")
     return 0
+
+
+def pair_of(text: str) -> Pair:
+    better, _, worse = text.partition(":")
+    for name in (better, worse):
+        check(name in NAMED, "pairs", text, f"two of {', '.join(NAMED)} with a colon between them")
+    return better, worse
 
 
 def load(paths: Sequence[Path]) -> dict[str, list[Record]]:
@@ -150,13 +168,16 @@ def load(paths: Sequence[Path]) -> dict[str, list[Record]]:
     return found
 
 
-def tabulate(records: dict[str, list[Record]]) -> Table:
-    groups = [group for name, kind in KINDS.items() if (group := gains(kind, records.get(name, [])))]
-    check(len(groups) > 0, "results", "without pairs", f"records of models and their priors: {PRIORS}")
-    columns = [Column("Setting"), *(Column(f"{fem} - {prior}", key=fem, scores=True) for fem, prior in PRIORS.items())]
+def tabulate(records: dict[str, list[Record]], pairs: Sequence[Pair] = PAIRS) -> Table:
+    groups = [group for name, kind in KINDS.items() if (group := gains(kind, records.get(name, []), pairs))]
+    wanted = ", ".join(f"{better} and {worse}" for better, worse in pairs)
+    check(len(groups) > 0, "results", "without pairs", f"records of both of one pair: {wanted}")
+    titles = [f"{better} - {worse}" for better, worse in pairs]
+    columns = [Column("Setting"), *(Column(title, key=title, scores=True) for title in titles)]
     notes = (
-        "Mean of the differences between FEM and its prior with the mean as read, of the same setting and seed, above "
-        "zero where FEM is better; in brackets its 95 % interval by Student's t, behind it the number of pairs. An "
+        "Mean of the differences between both models (GLA, AFT and Mamba: with the mean as read), of the same setting "
+        "and seed, above zero where the first is better; in brackets its 95 % interval by Student's t, behind it the "
+        "number of pairs. An "
         f"interval of {FEWEST} pairs or more without zero is bold. All settings of a benchmark are pairs of one "
         "interval in its last row; they share seeds and data, so that interval is rather too short. With this many "
         "intervals, one in twenty leaves zero out by chance.",
@@ -164,26 +185,27 @@ def tabulate(records: dict[str, list[Record]]) -> Table:
     return Table(columns, groups, notes=notes)
 
 
-def gains(kind: Kind, records: Sequence[Record]) -> Group | None:
+def gains(kind: Kind, records: Sequence[Record], pairs: Sequence[Pair]) -> Group | None:
     scores: dict[str, dict[str, Score]] = defaultdict(dict)
     apart = set[str]()
     for setting, model, score, counted in kind.measured(records) if records else ():
         scores[setting][model] = score
         apart |= set() if counted else {setting}
-    everything: dict[str, list[float]] = defaultdict(list)
+    everything: dict[Pair, list[float]] = defaultdict(list)
     rows: list[Row] = []
     for setting, of in scores.items():
         cells: list[Cell] = []
-        for fem, prior in PRIORS.items():
-            found = difference(of[fem], of[prior]).scores.values() if {fem, prior} <= {*of} else ()
+        for better, worse in pairs:
+            there = {better, worse} <= {*of} and (is_fem(better) or setting not in apart)
+            found = difference(of[better], of[worse]).scores.values() if there else ()
             own = [kind.scale * each for each in found]
-            everything[fem] += [] if setting in apart else own
+            everything[better, worse] += [] if setting in apart else own
             cells.append(cell(own, kind.digits))
         if any(each.value for each in cells):
             rows.append([setting, *cells])
     if not rows:
         return None
-    rows.append(["all", *(cell(everything[fem], kind.digits) for fem in PRIORS)])
+    rows.append(["all", *(cell(everything[pair], kind.digits) for pair in pairs)])
     return Group(rows, f"{kind.title}, {kind.unit}")
 
 
