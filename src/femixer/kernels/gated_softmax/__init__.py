@@ -14,7 +14,9 @@ from torch import Tensor
 
 from femixer.kernels import gates as gating
 from femixer.kernels import softmax
+from femixer.kernels.gates import gated
 from femixer.kernels.operator import Operator
+from femixer.kernels.softmax import reading_dtype, softmax_read
 
 
 def _results(
@@ -71,6 +73,35 @@ def gated_softmax_read(
         bias = bias.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     of_queries, of_keys = (None, None) if segments is None else segments
     return OPERATOR(q, k, v, beta, *gates, bias, of_queries, of_keys, causal, window, eps)[0]
+
+
+DIFFERENTIABLE = True
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    lam: Tensor | None,
+    gate: Tensor | None,
+    bias: Tensor | None,
+    segments_q: Tensor | None,
+    segments_k: Tensor | None,
+    causal: bool,
+    window: int | None,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """As the read and the gates, one operator after the other."""
+    dtype = reading_dtype(v, beta)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    beta, lam, gate = (None if x is None else x.to(dtype) for x in (beta, lam, gate))
+    segments = None if segments_q is None or segments_k is None else (segments_q, segments_k)
+    mean, free = softmax_read(q, k, v, beta, causal=causal, window=window, bias=bias, segments=segments)
+    if free is None or lam is None:
+        read = mean if free is None else free
+        return (read if gate is None else gated(read, None, None, gate, eps),)
+    return (gated(mean, free, lam, gate, eps),)
 
 
 def definition(

@@ -25,6 +25,20 @@ def rotary_angles(position: Tensor, width: int, base: float, dtype: torch.dtype)
 OPERATOR = rotary_angles.operator
 
 
+# There the angles are computed on the host.
+WITHOUT_FLOAT64 = ("mps",)
+
+
+def forward(position: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """In torch's operations."""
+    place = torch.device("cpu") if position.device.type in WITHOUT_FLOAT64 else position.device
+    pairs = width // 2
+    # base^0, base^(-1 / pairs), ..., base^(-(pairs - 1) / pairs)
+    frequency = torch.logspace(0, 1 / pairs - 1, pairs, base, dtype=torch.float64, device=place)
+    angle = position.to(place)[..., None] * frequency
+    return angle.cos().to(position.device, dtype), angle.sin().to(position.device, dtype)
+
+
 def definition(position: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """The formula in float64."""
     angles = [[p * base ** (-2 * i / width) for i in range(width // 2)] for p in position.flatten().tolist()]

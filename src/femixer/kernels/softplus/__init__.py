@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from femixer.kernels.operator import declared, wide_dtype
@@ -17,6 +18,17 @@ def softplus(x: Tensor, bias: Tensor | None = None, scale: float = 1.0, floor: f
 
 
 OPERATOR = softplus.operator
+
+
+DIFFERENTIABLE = True
+
+
+def forward(x: Tensor, bias: Tensor | None, scale: float, floor: float) -> tuple[Tensor, ...]:
+    """In torch's operations."""
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = F.softplus(y if bias is None else y + bias.to(y.dtype))
+    y = y if scale == 1 else scale * y
+    return (y if floor == 0 else y + floor,)
 
 
 def definition(x: Tensor, bias: Tensor | None, scale: float, floor: float) -> tuple[Tensor, ...]:

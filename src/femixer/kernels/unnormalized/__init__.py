@@ -28,6 +28,12 @@ def unnormalized(
     return mean, None if free is None else energy
 
 
+def forward(mean: Tensor, free: Tensor | None, log_total: Tensor, beta: Tensor | None) -> tuple[Tensor, ...]:
+    """In torch's operations."""
+    whole = mean * log_total.exp()
+    return whole, mean.new_empty(0) if free is None or beta is None else free + log_total / beta
+
+
 def definition(mean: Tensor, free: Tensor | None, log_total: Tensor, beta: Tensor | None) -> tuple[Tensor, ...]:
     """The formula in float64."""
     whole = mean.double() * log_total.double().exp()
