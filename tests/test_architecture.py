@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 import femixer
-from femixer.kernels import numba_cache
+from femixer.kernels import numba_kernel
 
 PACKAGE = Path(femixer.__file__).parent
 KERNELS = PACKAGE / "kernels"
 # Operators, and the frame they stand in.
 OPERATORS = sorted([*KERNELS.rglob("*.py"), *(PACKAGE / "baselines" / "kernels").rglob("*.py")])
+# Those with an operator's page.
+FOLDERS = [path.parent for path in OPERATORS if "\nOPERATOR = " in path.read_text(encoding="utf-8")]
 # What people read to learn the method.
 METHOD = sorted(
     [
@@ -121,17 +123,20 @@ def test_memory_of_tensors_is_not_pinned(path: Path) -> None:
     assert not [call for call in calls if isinstance(call, ast.Attribute) and call.attr == "numpy"]
 
 
-@pytest.mark.parametrize("folder", [path.parent for path in OPERATORS if path.name == "definition.py"], **each)
+@pytest.mark.parametrize("folder", FOLDERS, **each)
 def test_an_operator_has_its_files(folder: Path) -> None:
-    for name in ("__init__.py", "definition.py", "plain.py"):
-        assert (folder / name).is_file(), name
-    assert "OPERATOR" in (folder / "__init__.py").read_text(encoding="utf-8")
+    """Its page has the declaration, the definition, examples, and the plain form unless that has a file of its own."""
+    page = ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))
+    names = {node.name for node in page.body if isinstance(node, ast.FunctionDef)}
+    names |= {ast.unparse(target) for node in page.body if isinstance(node, ast.Assign) for target in node.targets}
+    assert names >= {"OPERATOR", "definition", "examples"}
+    assert ("forward" in names) != (folder / "plain.py").is_file()
 
 
 @pytest.mark.parametrize("path", [path for path in OPERATORS if path.name.startswith("numba_")], **each)
 def test_compiled_code_takes_constants_from_files_that_the_stamp_covers(path: Path) -> None:
     """Names that compiled functions read: imported from such a file, or made in this one of nothing else."""
-    covered = {str(found) for pattern in numba_cache._SOURCES for found in PACKAGE.glob(pattern)}
+    covered = {str(found) for pattern in numba_kernel._SOURCES for found in PACKAGE.glob(pattern)}
     code = ast.parse(path.read_text(encoding="utf-8"))
     uncovered: set[str] = set()
 

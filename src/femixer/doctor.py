@@ -143,7 +143,7 @@ def _refusals(
     operators: Sequence[Operator],
 ) -> Iterator[tuple[Operator, Column, str, torch.dtype, tuple[Any, ...], str | None]]:
     for operator in operators:
-        examples = check.definition(operator).examples()
+        examples = check.page(operator).examples()
         for column in columns():
             for name, arguments in examples.items():
                 narrow = any(isinstance(x, Tensor) and x.dtype == torch.float32 for x in arguments)
@@ -222,9 +222,9 @@ def warm(operators: Sequence[Operator], layers: bool) -> str:
     """Compile every kernel, for one thread and for several; layers: also as the layers call them."""
     if (why := dispatch.unavailable("numba")) is not None:
         return f"Nothing to compile: {why}"
-    from femixer.kernels import numba_cache, numba_kernel
+    from femixer.kernels import numba_kernel
 
-    numba_cache.silence()
+    numba_kernel.silence()
     print("Compiling all kernels; where none are on disk this takes minutes", flush=True)
     start = time.perf_counter()
     examine([case for case in served(operators) if case.column.backend == "numba"])

@@ -43,7 +43,7 @@ def package(tmp_path: Path) -> Path:
     source, copy = Path(femixer.__file__).parent / "kernels", tmp_path / "femixer" / "kernels"
     copy.mkdir(parents=True)
     (tmp_path / "femixer" / "__init__.py").touch()
-    for name in ("__init__.py", "numba_cache.py", "numba_kernel.py", "marks.py"):
+    for name in ("__init__.py", "numba_kernel.py", "marks.py"):
         shutil.copy(source / name, copy / name)
     (copy / "numba_loops.py").write_text(LOOPS)
     return copy

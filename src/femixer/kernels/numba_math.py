@@ -15,8 +15,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic, overload
 
-from femixer.kernels.numba_cache import compiled
-from femixer.kernels.numba_kernel import MATH, inline, summing
+from femixer.kernels.numba_kernel import MATH, compiled, inline, summing
 
 
 @summing

@@ -24,6 +24,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
@@ -89,8 +90,10 @@ class Operator:
         self.arguments = tuple(parameters)
         kinds = [_SCHEMA[str(p.annotation)] for p in parameters.values()]
         self.tensors = tuple(i for i, kind in enumerate(kinds) if kind.startswith("Tensor"))
-        # The plain form at once: a compiler that traces a call cannot import.
-        self.implementations: dict[str, Any] = {"plain": importlib.import_module(f"{package}.plain")}
+        # The plain form at once: a compiler that traces a call cannot import. It is in plain.py, or on the page itself.
+        apart = importlib.util.find_spec(f"{package}.plain")
+        plain = importlib.import_module(f"{package}.plain") if apart else sys.modules[package]
+        self.implementations: dict[str, Any] = {"plain": plain}
         self._function = _autograd_function(self)
         self._operation = _custom_op(self, kinds)
         OPERATORS[self.name] = self

@@ -6,10 +6,12 @@ So x is y / (1 + eta) again, and of x and the results y only y is kept for the g
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from femixer.kernels.operator import declared
+from femixer.kernels.operator import declared, filled
 
 
 # The internal result is all columns as one tensor, of which the others are parts.
@@ -25,3 +27,75 @@ def modulation(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, widths:
 
 
 OPERATOR = modulation.operator
+
+
+READS_ARGUMENTS = ("features", "matrix", "scaled", "widths")
+READS_RESULTS = slice(-1, None)
+
+
+def forward(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, widths: list[int]) -> tuple[Tensor, ...]:
+    """In torch's operations."""
+    eta = features.to(x.dtype) @ matrix.to(x.dtype).mT
+    if scaled == 0:
+        y = x + eta
+    elif scaled == x.shape[-1]:
+        y = x * _factors(eta)
+    else:
+        y = torch.cat([x[..., :scaled] * _factors(eta[..., :scaled]), x[..., scaled:] + eta[..., scaled:]], -1)
+    return *y.split(widths, -1), y
+
+
+def _factors(eta: Tensor) -> Tensor:
+    factor = 1 + eta
+    # Numbers next to -1 are half of eps apart, so that a factor below that is zero.
+    return factor.masked_fill(factor == 0, torch.finfo(eta.dtype).eps / 2)
+
+
+def backward(
+    grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
+) -> tuple[Tensor, ...]:
+    """d x = g (1 + eta) and d eta = g x = g y / (1 + eta), or g both where eta is added."""
+    _, features, matrix, scaled, widths = arguments
+    (y,) = results
+    g = torch.cat(filled(grads, y.split(widths, -1)), -1)
+    f, m = features.to(y.dtype), matrix.to(y.dtype)
+    to_x = to_eta = g
+    if scaled:
+        # The same product as in the forward pass, to the last bit: what one multiplies by, the other divides by.
+        factor = _factors((f @ m.mT)[..., :scaled])
+        to_x, to_eta = g[..., :scaled] * factor, g[..., :scaled] * (y[..., :scaled] / factor)
+        if scaled < y.shape[-1]:
+            to_x, to_eta = (torch.cat([part, g[..., scaled:]], -1) for part in (to_x, to_eta))
+    to_matrix = to_eta.flatten(0, -2).mT @ f.flatten(0, -2)
+    return to_x, (to_eta @ m).to(features.dtype), to_matrix.to(matrix.dtype)
+
+
+def definition(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, widths: list[int]) -> tuple[Tensor, ...]:
+    """The formula in float64."""
+    x, eta = x.double(), features.double() @ matrix.double().mT
+    y = torch.cat([x[..., :scaled] * (1 + eta[..., :scaled]), x[..., scaled:] + eta[..., scaled:]], -1)
+    return y.split(widths, -1)
+
+
+def examples() -> dict[str, tuple[Any, ...]]:
+    torch.manual_seed(0)
+
+    def drawn(tokens: int, widths: list[int], channels: int) -> tuple[Tensor, Tensor, Tensor]:
+        width = sum(widths)
+        return torch.randn(3, tokens, width), torch.randn(3, tokens, channels), torch.randn(width, channels)
+
+    x, features, matrix = drawn(17, [5, 7], 3)
+    features[..., 0], features[..., 1:] = 1, features[..., 1:] * 1e-4
+    # One plus eta is zero or close to it: by one feature in every third column, by all of them in another third.
+    matrix[::3] = 0
+    matrix[::3, 0] = torch.tensor([0, 1e-7, 3e-6, 1e-3]) - 1
+    matrix[1::3, 0] = -1
+    return {
+        "one piece": (*drawn(5, [7], 1), 7, [7]),
+        "scaled and added to": (*drawn(347, [3, 7, 5], 4), 10, [3, 7, 5]),
+        "added to": (*drawn(3, [5], 8), 0, [5]),
+        "many features": (*drawn(89, [3, 7, 5], 11), 10, [3, 7, 5]),
+        "one token": (*drawn(1, [5, 3], 5), 5, [5, 3]),
+        "no token": (*drawn(0, [5, 3], 5), 5, [5, 3]),
+        "factors close to zero": (x, features, matrix, 12, [5, 7]),
+    }

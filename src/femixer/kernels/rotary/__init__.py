@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from femixer.kernels.operator import declared
@@ -20,3 +23,80 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, floor: float | None =
 
 
 OPERATOR = rotate.operator
+
+
+# The rotation is linear, and the features show where it was positive.
+READS_ARGUMENTS = ("cos", "sin")
+
+
+def forward(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, floor: float | None) -> tuple[Tensor, ...]:
+    """In torch's operations."""
+    found = zip((q, k), _rotated([q, k], cos, sin), strict=True)
+    return tuple((y if floor is None else y.relu() + floor).to(x.dtype) for x, y in found)
+
+
+def backward(
+    grads: tuple[Tensor | None, ...],
+    arguments: tuple[None, None, Tensor, Tensor, float | None],
+    results: tuple[Tensor, ...],
+    needed: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    _, _, cos, sin, floor = arguments
+    seen = [(g, y) for g, y in zip(grads, results, strict=True) if g is not None]
+    given = [g if floor is None else torch.ops.aten.threshold_backward(g, y, floor) for g, y in seen]
+    found = iter(_rotated(given, cos, -sin))
+    return *(None if g is None else next(found).to(g.dtype) for g in grads), None, None
+
+
+def _rotated(heads: list[Tensor], cos: Tensor, sin: Tensor) -> list[Tensor]:
+    """In the type of cos and sin."""
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    pairs = [x.to(cos.dtype).unflatten(-1, (-1, 2)) for x in heads]
+    if not _knows_complex(heads):
+        parts = [x.unbind(-1) for x in pairs]
+        return [torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2) for a, b in parts]
+    # One product each, in one pass over memory.
+    rotation = torch.complex(cos, sin)
+    return [torch.view_as_real(torch.view_as_complex(_even(x)) * rotation).flatten(-2) for x in pairs]
+
+
+def _knows_complex(heads: list[Tensor]) -> bool:
+    """Compilers and transforms do not, nor do all kinds of tensors; they fuse the real form, or spread it."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return all(type(x) in (Tensor, torch.nn.Parameter) for x in heads)
+
+
+def _even(pairs: Tensor) -> Tensor:
+    """Complex numbers lie at even places of the memory."""
+    if any(step % 2 for step in (*pairs.stride()[:-1], pairs.storage_offset())):
+        return pairs.clone(memory_format=torch.contiguous_format)
+    return pairs
+
+
+def definition(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, floor: float | None) -> tuple[Tensor, ...]:
+    """The formula in float64."""
+    c, s = (x.detach().double()[:, :, None] for x in (cos, sin))  # [B or 1, T, 1, E / 2]
+    found = []
+    for x in (q, k):
+        a, b = x.double().unflatten(-1, (-1, 2)).unbind(-1)
+        y = torch.stack([a * c - b * s, a * s + b * c], -1).flatten(-2)
+        found.append(y if floor is None else y.relu() + floor)
+    return tuple(found)
+
+
+def examples() -> dict[str, tuple[Any, ...]]:
+    """q and k lie side by side, in front of something else, as columns of a projection."""
+    torch.manual_seed(0)
+    found: dict[str, tuple[Any, ...]] = {}
+    shapes = {"grouped": (2, 13, 3, 1, 10), "one token": (3, 1, 5, 5, 6), "many tokens": (1, 67, 2, 2, 2)}
+    for name, (batch, length, heads, groups, width) in shapes.items():
+        columns = torch.randn(batch, length, (heads + groups) * width + 3)
+        q, k, _ = columns.split([heads * width, groups * width, 3], -1)
+        angle = 100 * torch.rand(batch, length, width // 2)
+        given = q.unflatten(-1, (heads, width)), k.unflatten(-1, (groups, width)), angle.cos(), angle.sin()
+        found |= {name: (*given, None), f"{name}, features": (*given, 1e-3)}
+    q, k, cos, sin, _ = found["grouped"]
+    found["same positions"] = (q, k, cos[:1], sin[:1], None)
+    found["no token"] = (q[:, :0], k[:, :0], cos[:, :0], sin[:, :0], 1e-3)
+    return found

@@ -10,7 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
-from femixer.kernels.rotary_angles import plain
+from femixer.kernels import rotary_angles as plain
 
 # How many angles are kept of one sequence, and of how many.
 ANGLES, KEPT = 2**16, 32

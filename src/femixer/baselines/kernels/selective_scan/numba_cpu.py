@@ -16,7 +16,7 @@ from numba import prange, types
 from numba.extending import overload
 from torch import Tensor
 
-from femixer.baselines.kernels.selective_scan.plain import ROWS, kept_states
+from femixer.baselines.kernels.selective_scan import ROWS, kept_states
 from femixer.kernels.marks import NO_MARKS, PADDING, START
 from femixer.kernels.numba_kernel import MATH, job, kernel
 from femixer.kernels.numba_math import exp32
