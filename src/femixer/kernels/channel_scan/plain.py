@@ -13,7 +13,7 @@ Backwards, with w and c the shares that a token and its past have in the total, 
 As c_{t+1} = exp(total_t - total_{t+1}), A and R are cumulative sums of exponentials too, in reversed time.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +32,8 @@ Arguments = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | 
 
 class Weights(NamedTuple):
     """In float64, with the state as one more token before the others (S tokens in all) if there is one or there may be
-    no other token: value [B, C, S], and logs [B, C, S] of the weights and, with a temperature, of the weights times exp(beta v). The logs are
-    without the sums of the gates, `reach` [B, C, S], if there are any. beta [C, 1]."""
+    no other token: value [B, C, S], and logs [B, C, S] of the weights and, with a temperature, of the weights times
+    exp(beta v). The logs are without the sums of the gates, `reach` [B, C, S], if there are any. beta [C, 1]."""
 
     value: Tensor
     log: Tensor
@@ -138,9 +138,9 @@ READS_RESULTS = False
 
 
 def backward(
-    grads: tuple[Tensor | None, ...], arguments: Arguments, _: object, needed: tuple[bool, ...]
+    grads: tuple[Tensor | None, ...], arguments: Arguments, results: object, needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    key, gate, v, beta, marks, state = arguments
+    key, gate, v, beta, _, state = arguments
     weights = _weights(arguments)
     value, log, warm, b = weights.value, weights.log, weights.warm, weights.beta
     del weights
@@ -178,8 +178,14 @@ def _to_gate(d_log: Tensor, to_log: Tensor | None, arguments: Arguments) -> Tens
     _, gate, v, _, marks, _ = arguments
     assert gate is not None
     flow = d_log if to_log is None else d_log - to_log
-    found = _tokens(flow.cumsum(-1).sub_(flow), v.shape[1], gate.dtype)
-    return found if marks is None else found.masked_fill(is_padding(marks)[..., None], 0)
+    found = flow.cumsum(-1).sub_(flow)
+    if marks is None:
+        return _tokens(found, v.shape[1], gate.dtype)
+    # Nothing flows across a segment's start, not even what is left of sums that cancel.
+    start = F.pad(is_start(marks), (found.shape[-1] - v.shape[1], 0))
+    first = torch.arange(found.shape[-1], device=v.device).masked_fill(~start, 0).cummax(-1).values
+    found = found - found.gather(-1, first[:, None].expand_as(found))
+    return _tokens(found, v.shape[1], gate.dtype).masked_fill(is_padding(marks)[..., None], 0)
 
 
 def _flows(
