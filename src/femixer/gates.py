@@ -25,7 +25,7 @@ SMALL_LAM, SMALL_BETA = 1e-4, 1e-3
 
 def inverse_temperature(parameter: Tensor) -> Tensor:
     """beta_max = softplus(parameter + 1.8), positive; 1.95 where the parameter starts, at zero."""
-    return F.softplus(parameter + 1.8).clamp_min(LEAST_BETA)
+    return F.threshold(F.softplus(parameter + 1.8), LEAST_BETA, LEAST_BETA)
 
 
 def raw_temperature(beta: float) -> float:

@@ -25,7 +25,7 @@ def forward(y: Tensor, marks: Tensor | None, initial: Tensor | None, causal: boo
     h = sums
     if not causal:
         # later_t = decay_t (u_{t+1} + later_{t+1}): without the token itself, which counts once.
-        from_here = scan(later_gates.flip(1), u.flip(1), resets=marks is not None).flip(1)
+        from_here = scan(later_gates.roll(1, 1), u, resets=marks is not None, backwards=True)
         later = later_gates.exp() * F.pad(from_here[:, 1:], (0, 0, 0, 1))
         h, sums = sums + later, torch.cat([sums, later], -1)
     direction = F.normalize(F.softplus(_logits(y)), dim=-1)
@@ -62,9 +62,9 @@ def backward(
     else:
         to_h, to_a = _through_features(to_features.to(y.dtype), _logits(y), h + later[0] if later else h, eps)
     gates, later_gates, _ = _gates(y, marks)
-    # e_t = d h_t + decay_{t+1} e_{t+1}: the last decay, which comes first here, is used by none.
+    # e_t = d h_t + decay_{t+1} e_{t+1}
     to_sums = to_h if to_last is None else torch.cat([to_h[:, :-1], to_h[:, -1:] + to_last[:, None]], 1)
-    error = scan(gates.flip(1).roll(1, 1), to_sums.flip(1), resets=marks is not None).flip(1)
+    error = scan(gates, to_sums, resets=marks is not None, backwards=True)
     decay = gates.exp()
     if initial is None:
         to_initial, before = None, F.pad(h[:, :-1], (0, 0, 1, 0))

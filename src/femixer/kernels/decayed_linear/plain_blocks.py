@@ -194,10 +194,10 @@ def _with_ones(factor: Tensor, sums: Tensor) -> Tensor:
     return F.pad(factor, (sums.shape[-1] - factor.shape[-1], 0), value=1.0)
 
 
-def recurrent(decay: Tensor, x: Tensor, marked: bool) -> Tensor:
+def recurrent(decay: Tensor, x: Tensor, marked: bool, backwards: bool = False) -> Tensor:
     """The recurrence along N of x [B, G, 1, N, E, W] and log decays [..., E or 1, W or 1]."""
     decay = decay.expand(*x.shape[:4], decay.shape[-2], x.shape[-1])
-    return scan(decay.flatten(0, 2), x.flatten(0, 2), resets=marked).view(x.shape)
+    return scan(decay.flatten(0, 2), x.flatten(0, 2), resets=marked, backwards=backwards).unflatten(0, x.shape[:3])
 
 
 class Written(NamedTuple):

@@ -179,9 +179,8 @@ def backward(
         after = (
             times(to_last, states.last(width)[2])[:, :, None, None] if keep else torch.zeros_like(level[:, :, :, :1])
         )
-        level, later = torch.cat([level, after], 3), states.decay.flip(3).roll(1, 3)  # the first is used by none
-        level = level[:, :, :, -later.shape[3] :].flip(3)
-        level = recurrent(later, level, marks is not None).flip(3)
+        level = torch.cat([level, after], 3)[:, :, :, -states.decay.shape[3] :]
+        level = recurrent(states.decay, level, marks is not None, backwards=True)
         found = (
             _write_gradients(d_q, by, times(level[:, :, :, -by.streams.shape[3] :], states.scale)).flat(2).plus(found)
         )

@@ -32,8 +32,8 @@ def backward(
     lam, gate = (None if x is None else x.to(mean.dtype) for x in (lam, gate))
     share = None if lam is None else torch.sigmoid(lam)
     to_free = to_lam = to_gate = None
+    read = mean if free is None or share is None else torch.lerp(mean, free, share)
     if gate is not None:
-        read = mean if free is None or share is None else torch.lerp(mean, free, share)
         positive = F.softplus(gate)
         inverse = torch.rsqrt(positive.square().mean(-1, keepdim=True) + eps)
         g = positive * inverse
@@ -46,6 +46,6 @@ def backward(
     if free is not None and share is not None:
         to_free = to_read * share
         to_read = to_read - to_free
-        to_lam = (free - mean) * (to_read * share)
+        to_lam = (free - read) * to_free  # (1 - lam) (free - mean) = free - read
     to_lam, to_gate = (None if x is None else x.to(dtype) for x, dtype in ((to_lam, of_lam), (to_gate, of_gate)))
     return to_read, to_free, to_lam, to_gate

@@ -1,8 +1,8 @@
 """The linear recurrence in torch's operations, whose number grows with the logarithm of the length.
 
 In float64 chunks of 16 tokens are summed by a cumulative sum relative to their middle: exp of 8 log decays of LEAST has
-range to spare. float32 has not; there all pairs of a chunk of 64 are summed, which a GPU does in no time, or, if those
-are too many, tokens 1, 2, 4 ... apart. The chunks' ends are a recurrence of a sixteenth of the length, or less.
+range to spare. float32 has not; there a chunk of 64 is multiplied by the decays of all its pairs, or, if those are too
+many, tokens 1, 2, 4 ... apart are summed. The chunks' ends are a recurrence of a sixteenth of the length, or less.
 """
 
 import math
@@ -21,12 +21,19 @@ NUMBERS = 2**23
 
 
 def scan(
-    log_decay: Tensor, x: Tensor, initial: Tensor | None = None, *, resets: bool = False, spare: bool = False
+    log_decay: Tensor,
+    x: Tensor,
+    initial: Tensor | None = None,
+    *,
+    resets: bool = False,
+    spare: bool = False,
+    backwards: bool = False,
 ) -> Tensor:
     """h_t = exp(log_decay_t) h_{t-1} + x_t in `wide`: log_decay <= 0 and x [B, T, ...], initial [B, ...] or zero.
 
     log_decay broadcasts to x in the dimensions after T. resets: it may be -inf, and then exactly nothing is left of the
-    past; that takes more operations. spare: neither log_decay nor x is needed any more.
+    past; that takes more operations. spare: neither log_decay nor x is needed any more. backwards, from no state:
+    h_t = x_t + exp(log_decay_{t+1}) h_{t+1}.
     """
     log_decay, x = wide(log_decay), wide(x)
     if initial is not None:
@@ -35,8 +42,57 @@ def scan(
     # An exported program of any length is made of the same operations for all of them.
     levels = 2 if isinstance(x.shape[1], torch.SymInt) else None
     if levels is None and x.dtype != torch.float64:
-        resets = resets or PAIRED_CHUNK * log_decay.numel() > NUMBERS
+        if not resets and PAIRED_CHUNK * log_decay.numel() <= NUMBERS:
+            return _by_pairs(log_decay.clamp_min(LEAST), x, backwards)
+        resets = True
+    if backwards:  # the last decay, which comes first then, is used by none
+        return scan(log_decay.flip(1).roll(1, 1), x.flip(1), resets=resets, spare=True).flip(1)
     return _by_doubling(log_decay, x, spare) if resets else _scan(log_decay.clamp_min(LEAST), x, levels)
+
+
+def _by_pairs(gates: Tensor, x: Tensor, backwards: bool) -> Tensor:
+    """In chunks: what their own tokens add, by the decays D of all pairs, and what comes from their neighbours."""
+    length, shape = x.shape[1], x.shape
+    if gates.dim() == 4 and gates.shape[2] == 1:  # shared by all of a dimension
+        gates, x = gates[:, :, 0], x.permute(0, 3, 1, 2)
+    else:
+        gates, x = gates.expand_as(x).flatten(2), x.flatten(2).mT[..., None]
+    gates = gates.mT  # [B, W, T], and x [B, W, T, E]
+    chunk = max(1, min(length, PAIRED_CHUNK))
+    if length % chunk:
+        gates, x = F.pad(gates, (0, -length % chunk)), F.pad(x, (0, 0, 0, -length % chunk))
+    reach = gates.unflatten(-1, (-1, chunk)).cumsum(-1)
+    pairs = _decays(reach, reach, 0)
+    h = (pairs.mT if backwards else pairs) @ x.unflatten(2, (-1, chunk))
+    if reach.shape[2] > 1:
+        edge, end = (pairs[..., -1, :], h[..., 0, :]) if backwards else (pairs[..., 0], h[..., -1, :])
+        h = torch.addcmul(h, edge[..., None], _of_neighbours(reach, end, backwards)[..., None, :])
+    h = h.flatten(2, 3)[:, :, :length]
+    return h.permute(0, 2, 3, 1) if len(shape) == 4 and h.shape[3] > 1 else h.permute(0, 2, 3, 1).reshape(shape)
+
+
+def _of_neighbours(reach: Tensor, end: Tensor, backwards: bool) -> Tensor:
+    """Of the sums `end` [B, W, J, E] at the last token of every chunk, or backwards at the first, what has come to the
+    first token of the chunk, or to the last one."""
+    first, over = reach[..., 0], reach[..., -1].clamp_min(LEAST)
+    if over.shape[-1] <= PAIRED_CHUNK:
+        until = over.cumsum(-1)
+        pairs = _decays(F.pad(until[..., :-1], (1, 0)) + first, until, -1)
+        return (pairs.mT if backwards else pairs) @ end
+    if backwards:  # from the first token of a chunk to that of the next
+        over = (reach[..., -1] - first).roll(1, -1) + first
+    every = _by_pairs(over.clamp_min(LEAST).mT[:, :, None], end.permute(0, 2, 3, 1), backwards).permute(0, 3, 1, 2)
+    if backwards:
+        return F.pad((every * first.exp()[..., None])[:, :, 1:], (0, 0, 0, 1))
+    return F.pad(every[:, :, :-1], (0, 0, 1, 0)) * first.exp()[..., None]
+
+
+def _decays(until: Tensor, since: Tensor, diagonal: int) -> Tensor:
+    """exp(until_t - since_i) where t - i >= -diagonal, else zero."""
+    pairs = until[..., :, None] - since[..., None, :]
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return pairs.clamp_max(0).exp().tril(diagonal)  # an infinity would make NaN of its gradient, which is zero
+    return pairs.exp_().tril_(diagonal)
 
 
 def _by_doubling(log_decay: Tensor, x: Tensor, spare: bool) -> Tensor:
@@ -123,7 +179,6 @@ def backward(
     (grad,), (decay, inputs, initial, resets), (h,) = grads, arguments, results
     if not h.shape[1]:
         return torch.zeros_like(decay), torch.zeros_like(inputs), torch.zeros_like(initial)
-    later = wide(decay).log().roll(-1, 1)  # the last one is used by none
-    error = scan(later.flip(1), grad.flip(1), resets=resets).flip(1).to(inputs.dtype)
+    error = scan(wide(decay).log(), grad, resets=resets, backwards=True).to(inputs.dtype)
     before = torch.cat([initial[:, None], h[:, :-1]], 1)
     return error * before, error, error[:, 0] * decay[:, 0]
