@@ -143,7 +143,7 @@ def _refusals(
     operators: Sequence[Operator],
 ) -> Iterator[tuple[Operator, Column, str, torch.dtype, tuple[Any, ...], str | None]]:
     for operator in operators:
-        examples = check.definition(operator).examples()
+        examples = check.page(operator).examples()
         for column in columns():
             for name, arguments in examples.items():
                 narrow = any(isinstance(x, Tensor) and x.dtype == torch.float32 for x in arguments)

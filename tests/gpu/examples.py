@@ -19,7 +19,7 @@ OF_PLAIN, ROUNDING = 2.0, torch.finfo(torch.float16).eps
 def examples(operator: Operator) -> pytest.MarkDecorator:
     """Parametrize a test with (arguments, dtype) of the examples that Triton serves."""
     found = []
-    for name, arguments in check.definition(operator).examples().items():
+    for name, arguments in check.page(operator).examples().items():
         for dtype in FLOATS:
             given = check.cast(arguments, dtype)
             if dispatch.refusal(operator, "triton", given) is None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from femixer import use_backend
+from femixer.kernels import check
 from femixer.kernels.channel_scan import OPERATOR, channel_scan, definition, triton_gpu
 from femixer.kernels.marks import PADDING, START
 from femixer.kernels.triton_launch import recorded
@@ -40,7 +41,7 @@ def test_values_of_any_size(scale: float) -> None:
     with use_backend("triton"):
         read = channel_scan(*given)
     assert read.free is not None
-    wanted = definition.forward(*given)
+    wanted = definition(*given)
     assert ((read.free - wanted[1]).abs() <= 1e-5 * wanted[1].abs().clamp(min=1)).all()
     assert (read.mean <= read.free).all()
 
@@ -92,7 +93,7 @@ def test_a_later_token_changes_no_earlier_result() -> None:
 def test_token_by_token_is_all_at_once() -> None:
     key, gate, v, beta, marks, state = (
         x if x is None or x.dim() == 1 or x.dtype == torch.float64 else x[:, :13]
-        for x in definition.examples()["with marks and state"]
+        for x in check.page(OPERATOR).examples()["with marks and state"]
     )
     with use_backend("triton"), torch.no_grad():
         whole = channel_scan(key, gate, v, beta, marks, state)

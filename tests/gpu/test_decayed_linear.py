@@ -10,13 +10,12 @@ from torch import Tensor
 
 from femixer import use_backend
 from femixer.kernels import check, dispatch
-from femixer.kernels.decayed_linear import OPERATOR, decayed_linear_read, definition
-from femixer.kernels.decayed_linear.definition import example
+from femixer.kernels.decayed_linear import OPERATOR, decayed_linear_read, definition, example, examples
 from femixer.kernels.marks import PADDING, START
 from femixer.kernels.triton_launch import recorded
 
 GATES = pytest.mark.parametrize("gates", [0, 1, 5], ids=["none", "head", "channel"])
-EXAMPLES = definition.examples()
+EXAMPLES = examples()
 
 
 def one_head(arguments: tuple[Any, ...], b: int = 0, g: int = 0) -> tuple[Any, ...]:
@@ -91,7 +90,7 @@ def test_half_precision_is_as_good_as_plain_torchs(gates: int) -> None:
 @pytest.mark.parametrize("pieces", [[1, 64, 64], [129]])
 def test_read_in_pieces_it_is_the_definition(gates: int, pieces: list[int]) -> None:
     q, k, gate, v, beta, marks, *_ = one_head(example(129, gates=gates, marked=True, scale=3.0))
-    wanted = definition.forward(q, k, gate, v, beta, marks, None, None, False, True)
+    wanted = definition(q, k, gate, v, beta, marks, None, None, False, True)
     state, found = None, []
     with use_backend("triton"), torch.no_grad():
         for part in torch.arange(129).split(pieces):
@@ -113,7 +112,7 @@ class TestAnyRange:
         v[:, 66] = 1e4
         with use_backend("triton"), torch.no_grad():
             read = decayed_linear_read(q, k, gate, v, beta, keep=False)
-        wanted = definition.forward(q, k, gate, v, beta, None, None, None, False, False)
+        wanted = definition(q, k, gate, v, beta, None, None, None, False, False)
         assert_same(read.free, wanted[1])
         assert_same(read.mean, wanted[0])
 
@@ -129,7 +128,7 @@ class TestAnyRange:
         gate = -strength * ((torch.arange(41)[:, None] + torch.arange(4)) % 2)[None, :, None].float()
         arguments = q, k, gate, v, torch.ones(1, 2), None, None, None, False, False
         with use_backend("triton"), torch.no_grad():
-            assert_same(OPERATOR(*arguments)[1], definition.forward(*arguments)[1])
+            assert_same(OPERATOR(*arguments)[1], definition(*arguments)[1])
 
     def test_weak_gates_keep_their_digits_behind_strong_ones(self) -> None:
         q, k, gate, v, beta, *_ = one_head(example(61))
@@ -142,7 +141,7 @@ class TestAnyRange:
         gate -= 120
         arguments = q, k, gate, v, beta, None, None, None, True, False
         with use_backend("triton"), torch.no_grad():
-            found, wanted = OPERATOR(*arguments), definition.forward(*arguments)
+            found, wanted = OPERATOR(*arguments), definition(*arguments)
         for x, y in zip(found[:3], wanted[:3], strict=True):
             torch.testing.assert_close(x, y.float(), rtol=1e-5, atol=1e-5)
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from femixer import FreeEnergyMixer, use_backend
 from femixer.kernels import check
-from femixer.kernels.gated_softmax import OPERATOR, definition, gated_softmax_read
+from femixer.kernels.gated_softmax import OPERATOR, examples, gated_softmax_read
 from femixer.kernels.triton_launch import recorded
 
-EXAMPLES = definition.examples()
+EXAMPLES = examples()
 
 
 def tokens(name: str, count: int) -> tuple[object, ...]:

@@ -13,7 +13,7 @@ from femixer.kernels.triton_launch import recorded
 
 from .examples import assert_as_defined, examples
 
-READS = {name: x[:4] for name, x in check.definition(OPERATOR).examples().items()}
+READS = {name: x[:4] for name, x in check.page(OPERATOR).examples().items()}
 
 
 @examples(OPERATOR)

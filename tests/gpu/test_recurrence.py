@@ -43,7 +43,7 @@ def test_exact_at_16384_tokens() -> None:
     inputs, initial = torch.randn(1, 16384, 5), torch.zeros(1, 5)
     with use_backend("triton"):
         h = linear_recurrence(decay, inputs, initial)
-    (wanted,) = definition.forward(decay, inputs, initial, False)
+    (wanted,) = definition(decay, inputs, initial, False)
     assert ((h - wanted).abs().amax(1) <= 3e-6 * wanted.abs().amax(1)).all()
 
 
@@ -54,7 +54,7 @@ def test_columns_of_wider_tensors_are_read_where_they_are() -> None:
     with use_backend("triton"), recorded() as launches:
         h = linear_recurrence(*given)
     assert launches[0].operands[0].data_ptr() == both.data_ptr()
-    torch.testing.assert_close(h.double(), definition.forward(*given, True)[0], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(h.double(), definition(*given, True)[0], atol=1e-6, rtol=1e-5)
     assert_as_defined(OPERATOR, (both.permute(2, 1, 0), both.permute(2, 1, 0), torch.zeros(10, 2), True), torch.float32)
 
 

@@ -31,7 +31,7 @@ def test_half_precision_is_rounded_once(floor: float | None) -> None:
     with use_backend("triton"):
         cos, sin = rotary_angles(position, 64, 10000.0, torch.float32)
         found = rotate(q, k, cos, sin, floor)
-    wanted = check.definition(OPERATOR).forward(q, k, cos, sin, floor)
+    wanted = check.page(OPERATOR).definition(q, k, cos, sin, floor)
     for y, x in zip(found, wanted, strict=True):
         assert y.dtype == torch.float16
         torch.testing.assert_close(y.double(), x, rtol=2**-10, atol=1e-6)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from femixer import FreeEnergyMixer, use_backend
 from femixer.kernels import check, dispatch
-from femixer.kernels.softmax import OPERATOR, definition, softmax_read
+from femixer.kernels.softmax import OPERATOR, definition, examples, softmax_read
 from femixer.kernels.triton_launch import recorded
 
-EXAMPLES = definition.examples()
+EXAMPLES = examples()
 # The interpreter is slow: what two sequences show, one does too.
 SHORT = [name for name, given in EXAMPLES.items() if given[1].shape[1] <= 13 and name != "many heads"]
 LONG = ["encoder window", "chunk of segments"]
@@ -75,7 +75,7 @@ def test_a_large_value_of_the_future_changes_nothing_before() -> None:
     assert not flags.any() and flags_later[..., 128:].all() and not flags_later[..., :128].any()
     assert torch.equal(mean[:, :149], mean_later[:, :149])
     assert (free - free_later)[:, :149].abs().max() < 5e-6
-    expected = definition.forward(*later)[1]
+    expected = definition(*later)[1]
     assert ((free_later - expected).abs() / expected.abs().clamp_min(1)).max() < 1e-5
 
 
@@ -84,7 +84,7 @@ def test_a_large_value_of_the_future_changes_nothing_before() -> None:
 def test_the_free_energy_is_exact_at_any_temperature(size: float, beta: float, causal: bool) -> None:
     arguments = read_of(37, size=size, beta=beta, width=17, causal=causal)
     mean, free, _ = run(arguments)
-    expected = definition.forward(*arguments)[1]
+    expected = definition(*arguments)[1]
     assert ((free - expected).abs() / expected.abs().clamp_min(1)).max() < 1e-5
     assert (free >= mean).all()
 

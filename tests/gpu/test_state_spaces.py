@@ -33,7 +33,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def few_tokens(operator: Operator, name: str) -> tuple[Any, ...]:
     """An example of at most LENGTH tokens, with padding and starts at both ends of chunks and inside of them."""
-    arguments = check.definition(operator).examples()[name]
+    arguments = check.page(operator).examples()[name]
     given = dict(zip(operator.arguments, arguments, strict=True))
     for key in ("step", "gate", "write", "read", "v"):
         if given.get(key) is not None:
@@ -50,9 +50,7 @@ def few_tokens(operator: Operator, name: str) -> tuple[Any, ...]:
 
 
 def cases(operator: Operator) -> list[Any]:
-    return [
-        pytest.param(operator, name, id=f"{operator.name}-{name}") for name in check.definition(operator).examples()
-    ]
+    return [pytest.param(operator, name, id=f"{operator.name}-{name}") for name in check.page(operator).examples()]
 
 
 @pytest.mark.parametrize(("operator", "name"), [*cases(SPACES), *cases(PAIRS)])
@@ -64,7 +62,7 @@ def test_results_and_gradients_are_the_definitions(operator: Operator, name: str
 def test_half_precision_is_computed_in_float32(operator: Operator) -> None:
     name = "mamba" if operator is SPACES else "causal"
     arguments = check.cast(few_tokens(operator, name), torch.float16)
-    wanted = check.definition(operator).forward(*arguments)
+    wanted = check.page(operator).definition(*arguments)
     with use_backend("triton"), torch.no_grad():
         found = operator(*arguments)
     for a, b in zip(found[:3], wanted[:3], strict=True):
@@ -141,5 +139,5 @@ def test_launches_do_not_depend_on_the_length(operator: Operator, length: int) -
 
 @pytest.mark.parametrize("operator", [SPACES, PAIRS])
 def test_what_it_does_not_serve_is_named(operator: Operator) -> None:
-    arguments = check.cast(few_tokens(operator, next(iter(check.definition(operator).examples()))), torch.float64)
+    arguments = check.cast(few_tokens(operator, next(iter(check.page(operator).examples()))), torch.float64)
     assert "not torch.float64" in str(dispatch.refusal(operator, "triton", arguments))

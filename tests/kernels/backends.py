@@ -14,7 +14,7 @@ def examples(operator: Operator) -> pytest.MarkDecorator:
     """Parametrize a test with (arguments, backend, dtype). Plain torch serves everything; what another backend refuses,
     it refuses with a reason."""
     found = []
-    for name, arguments in check.definition(operator).examples().items():
+    for name, arguments in check.page(operator).examples().items():
         for backend in BACKENDS:
             for dtype in FLOATS:
                 given = check.cast(arguments, dtype)

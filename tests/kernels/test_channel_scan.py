@@ -32,7 +32,8 @@ def test_results_and_gradients_are_the_definitions(
 def test_exclusive_rows_read_what_came_before(backend: str, name: str) -> None:
     """As if the row's own token had no weight."""
     key, gate, v, beta, marks, _ = (
-        x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in definition.examples()[name]
+        x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for x in check.page(OPERATOR).examples()[name]
     )
     key = torch.zeros_like(v) if key is None else key
     given = [x.requires_grad_() for x in (key, gate, v, beta) if x is not None]
@@ -41,7 +42,7 @@ def test_exclusive_rows_read_what_came_before(backend: str, name: str) -> None:
     rows = []
     for t in range(v.shape[1]):
         alone = torch.arange(v.shape[1])[:, None] == t
-        found = definition.forward(key.masked_fill(alone, -torch.inf), gate, v, beta, marks, None)
+        found = definition(key.masked_fill(alone, -torch.inf), gate, v, beta, marks, None)
         rows.append([x[:, t] if x.numel() else x for x in found[:3]])
     mean, free, log_total = (torch.stack(x, 1) for x in zip(*rows, strict=True))
     there = read.log_total > -torch.inf
@@ -105,7 +106,7 @@ def test_a_thousand_segments_keep_the_digits_of_each(backend: str) -> None:
     with use_backend(backend):
         read = channel_scan(key, -gate.abs(), v, beta, marks)
     apart = (x.reshape(1000, 3, 2) for x in (key, -gate.abs(), v))
-    wanted = definition.forward(*apart, beta, None, None)
+    wanted = definition(*apart, beta, None, None)
     for actual, expected in zip(read[:3], wanted, strict=False):
         difference = (actual.reshape(1000, 3, 2) - expected).abs()
         assert (difference <= 1e-5 * expected.abs().clamp(min=1)).all()
@@ -113,7 +114,7 @@ def test_a_thousand_segments_keep_the_digits_of_each(backend: str) -> None:
 
 @ON_EVERY_BACKEND
 def test_no_gradient_crosses_a_segment(backend: str) -> None:
-    given = [x.double().requires_grad_() for x in definition.examples()["keys and gates"][:4]]
+    given = [x.double().requires_grad_() for x in check.page(OPERATOR).examples()["keys and gates"][:4]]
     marks = torch.zeros(3, 37, dtype=torch.int8)
     marks[:, [0, 9, 20]] = START
     with use_backend(backend):
@@ -124,7 +125,7 @@ def test_no_gradient_crosses_a_segment(backend: str) -> None:
 
 @ON_EVERY_BACKEND
 def test_token_by_token_is_all_at_once(backend: str) -> None:
-    key, gate, v, beta, marks, state = definition.examples()["with marks and state"]
+    key, gate, v, beta, marks, state = check.page(OPERATOR).examples()["with marks and state"]
     with use_backend(backend), torch.no_grad():
         whole = channel_scan(key, gate, v, beta, marks, state)
         rows = []
@@ -138,7 +139,7 @@ def test_token_by_token_is_all_at_once(backend: str) -> None:
 
 
 def test_torch_func_sees_through_the_plain_form() -> None:
-    key, gate, v, beta, marks, _ = definition.examples()["any size"]
+    key, gate, v, beta, marks, _ = check.page(OPERATOR).examples()["any size"]
 
     def loss(v: Tensor) -> Tensor:
         read = channel_scan(key, gate, v, beta, marks)
@@ -152,7 +153,7 @@ def test_torch_func_sees_through_the_plain_form() -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "plain"])
 def test_compiled_without_a_break(backend: str) -> None:
-    given = definition.examples()["with marks and state"]
+    given = check.page(OPERATOR).examples()["with marks and state"]
     with use_backend(backend):
         compiled = torch.compile(lambda *x: channel_scan(*x), fullgraph=True, backend="aot_eager")
         for actual, wanted in zip(compiled(*given), channel_scan(*given), strict=True):

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from femixer import use_backend
 from femixer.kernels import check
-from femixer.kernels.decayed_linear import OPERATOR, FastWeights, decayed_linear_read, definition
-from femixer.kernels.decayed_linear.definition import example
+from femixer.kernels.decayed_linear import OPERATOR, FastWeights, decayed_linear_read, definition, example
 from femixer.kernels.marks import PADDING, START
 
 from .backends import BACKENDS, examples
@@ -76,7 +75,7 @@ def test_a_later_token_decides_no_earlier_result(backend: str, gates: int) -> No
             after = decayed_linear_read(q, k, gate, later, beta, keep=False)
             for x, y in zip(before[:2], after[:2], strict=True):
                 assert ((x - y).abs() <= 1e-5 * x.abs().clamp(min=1))[:, :at].all(), at
-            wanted = definition.forward(q, k, gate, later, beta, None, None, None, False, False)[1]
+            wanted = definition(q, k, gate, later, beta, None, None, None, False, False)[1]
             assert ((after.free - wanted).abs() <= 1e-5 * wanted.abs().clamp(min=1)).all(), at
 
 
@@ -128,7 +127,7 @@ class TestGatesThatAlternate:
         self, backend: str, period: int, strength: float, exponent: float, beta: float, seed: int
     ) -> None:
         arguments = self.arguments(period, strength, exponent, beta, seed)
-        wanted = definition.forward(*arguments)[1]
+        wanted = definition(*arguments)[1]
         with use_backend(backend):
             free = OPERATOR(*arguments)[1]
         assert ((free - wanted).abs() <= 1e-5 * wanted.abs().clamp(min=1)).all()

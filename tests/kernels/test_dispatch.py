@@ -163,7 +163,7 @@ def test_the_environment_asks_for_a_backend_and_code_overrides_it(name: str, out
 CALL = """
 import torch
 from femixer.kernels.recurrence import OPERATOR
-from femixer.kernels.recurrence.definition import examples
+from femixer.kernels.recurrence import examples
 print("imported")
 {call}(*next(iter(examples().values())))
 """

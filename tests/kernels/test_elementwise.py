@@ -14,7 +14,7 @@ from femixer.kernels.unnormalized import OPERATOR as UNNORMALIZED
 EXAMPLES = {
     f"{operator.name}, {name}": (operator, arguments)
     for operator in (OPERATOR, UNNORMALIZED)
-    for name, arguments in check.definition(operator).examples().items()
+    for name, arguments in check.page(operator).examples().items()
 }
 
 

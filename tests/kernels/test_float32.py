@@ -22,7 +22,7 @@ OPERATORS = [CONDITIONER, DECAYED_LINEAR, PAIR_STATE_SPACE, RECURRENCE, STATE_SP
 EXAMPLES = [
     pytest.param(operator, arguments, id=f"{operator.name}-{name}")
     for operator in OPERATORS
-    for name, arguments in check.definition(operator).examples().items()
+    for name, arguments in check.page(operator).examples().items()
 ]
 
 

@@ -12,7 +12,7 @@ from femixer.kernels.gates import OPERATOR
 
 from .backends import BACKENDS, examples
 
-READS = {name: x[:4] for name, x in check.definition(OPERATOR).examples().items()}
+READS = {name: x[:4] for name, x in check.page(OPERATOR).examples().items()}
 
 
 @examples(OPERATOR)

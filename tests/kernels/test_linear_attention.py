@@ -27,15 +27,15 @@ def test_results_and_gradients_are_the_definitions(
 @pytest.mark.parametrize("length", [1, 23, CHUNK, 2 * CHUNK + 3])
 @pytest.mark.parametrize("name", ["no decays", "per head, exclusive", "per key channel", "per value channel"])
 def test_chunks_of_any_number_and_length(length: int, name: str) -> None:
-    q, k, v, gate, _, state, *options = definition.examples()[name]
+    q, k, v, gate, _, state, *options = check.page(OPERATOR).examples()[name]
     q, k, v, gate = (None if x is None else x.double()[:, :length] for x in (q, k, v, gate))
     y, last = linear_attention(q, k, v, gate, None, state.double(), *options)
-    wanted = definition.forward(q, k, v, gate, None, state, *options)
+    wanted = definition(q, k, v, gate, None, state, *options)
     torch.testing.assert_close((y, last), wanted, rtol=1e-12, atol=1e-12)
 
 
 def per_channel(length: int) -> tuple[Tensor, ...]:
-    q, k, v, gate, *_ = definition.examples()["per key channel"]
+    q, k, v, gate, *_ = check.page(OPERATOR).examples()["per key channel"]
     return tuple(x[:, :length] for x in (q, k, v, gate))
 
 

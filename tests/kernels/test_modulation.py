@@ -34,7 +34,7 @@ def test_without_gradients_it_is_the_same(backend: str, tokens: int) -> None:
     arguments = (torch.randn(3, tokens, 7), torch.randn(3, tokens, 5), torch.randn(7, 5), 4, [4, 3])
     with torch.no_grad(), use_backend(backend):
         found = modulation(*arguments)
-    for piece, wanted in zip(found, definition.forward(*arguments), strict=True):
+    for piece, wanted in zip(found, definition(*arguments), strict=True):
         torch.testing.assert_close(piece.double(), wanted, atol=1e-5, rtol=1e-5)
 
 

@@ -24,7 +24,7 @@ from femixer.kernels.softplus import softplus
 from .backends import BACKENDS, examples
 from .powers import OPERATOR, _results, definition, numba_cpu
 
-X, WEIGHT, BIAS, *OTHERS = definition.examples()["all"]
+X, WEIGHT, BIAS, *OTHERS = check.page(OPERATOR).examples()["all"]
 
 
 @pytest.fixture(params=BACKENDS)
@@ -47,7 +47,7 @@ def gradients(function: Any, given: list[Tensor]) -> tuple[Tensor, ...]:
 
 def expected() -> tuple[Tensor, ...]:
     given = [x.double().requires_grad_() for x in (X, WEIGHT, BIAS)]
-    return tuple(x.float() for x in gradients(definition.forward, given))
+    return tuple(x.float() for x in gradients(definition, given))
 
 
 def assert_close(found: Any, wanted: Any) -> None:
@@ -73,7 +73,7 @@ def test_without_gradients_nothing_is_recorded(backend: str) -> None:
 def test_tensors_of_inference_mode_are_taken(backend: str) -> None:
     with torch.inference_mode():
         x = X.clone()
-    assert_close(OPERATOR(x, WEIGHT, BIAS, *OTHERS)[0], definition.forward(X, WEIGHT, BIAS, *OTHERS)[0].float())
+    assert_close(OPERATOR(x, WEIGHT, BIAS, *OTHERS)[0], definition(X, WEIGHT, BIAS, *OTHERS)[0].float())
 
 
 def test_results_that_only_the_backward_wants_have_no_gradient(backend: str) -> None:
@@ -85,7 +85,7 @@ def test_results_that_only_the_backward_wants_have_no_gradient(backend: str) -> 
 def test_a_result_that_nobody_uses_costs_nothing_and_breaks_nothing(backend: str, used: int) -> None:
     given, wanted = inputs(), inputs()
     found = torch.autograd.grad(OPERATOR(*given, *OTHERS)[used].square().sum(), given)
-    assert_close(found, torch.autograd.grad(definition.forward(*wanted, *OTHERS)[used].float().square().sum(), wanted))
+    assert_close(found, torch.autograd.grad(definition(*wanted, *OTHERS)[used].float().square().sum(), wanted))
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
@@ -99,7 +99,7 @@ def test_gradients_that_are_expanded_and_arguments_that_are_not_contiguous(backe
     given = [X.transpose(0, 1).contiguous().transpose(0, 1), WEIGHT.T.contiguous().T, BIAS[:1].expand(7)]
     given = [x.detach().requires_grad_() for x in given]
     found = torch.autograd.grad(OPERATOR(*given, *OTHERS)[0].sum(), given)
-    assert_close(found, torch.autograd.grad(definition.forward(*given, *OTHERS)[0].float().sum(), given))
+    assert_close(found, torch.autograd.grad(definition(*given, *OTHERS)[0].float().sum(), given))
 
 
 def test_arguments_changed_in_place_before_the_backward_are_noticed(backend: str) -> None:
@@ -180,7 +180,7 @@ def test_a_compiler_may_leave_the_length_open(backend: str) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "numba", "auto"])
 def test_torch_is_content_with_it_as_a_custom_operator(name: str) -> None:
-    for arguments in definition.examples().values():
+    for arguments in check.page(OPERATOR).examples().values():
         given = tuple(x.clone().requires_grad_() if isinstance(x, Tensor) else x for x in arguments)
         torch.library.opcheck(OPERATOR._operation, (*given, name))
 
@@ -191,7 +191,7 @@ def test_fake_tensors_have_the_shapes_of_results_and_gradients(backend: str) -> 
     with mode:
         results = OPERATOR(*given, *OTHERS)
         found = torch.autograd.grad(total(*results), given)
-    assert [y.shape for y in results] == [y.shape for y in definition.forward(X, WEIGHT, BIAS, *OTHERS)]
+    assert [y.shape for y in results] == [y.shape for y in definition(X, WEIGHT, BIAS, *OTHERS)]
     assert [g.shape for g in found] == [x.shape for x in given]
 
 

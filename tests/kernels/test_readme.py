@@ -43,12 +43,12 @@ def test_the_worked_examples_run_as_they_are_told(folder: Path) -> None:
             path.parent.mkdir(exist_ok=True)
             path.write_text(block)
             files.append(name[1])
-    expected = ["__init__", "definition", "plain", "numba_cpu"]
+    expected = ["__init__", "plain", "numba_cpu"]
     assert files == [f"softcap/{name}.py" for name in expected]
     assert len(BLOCKS) == len(files) + 2
 
 
 def test_every_operator_is_in_the_table() -> None:
-    folders = {path.parent.name for path in README.parent.glob("*/definition.py")}
+    folders = {path.parent.name for path in README.parent.glob("*/plain.py")}
     table = README.read_text(encoding="utf-8").partition("\n`femixer doctor`")[0]
     assert folders <= set(re.findall(r"`([a-z_]+)`", table))

@@ -62,11 +62,11 @@ def test_exact_at_16384_tokens(backend: str) -> None:
     inputs, initial = torch.randn(1, length, 5).requires_grad_(), torch.zeros(1, 5)
     with use_backend(backend):
         h = linear_recurrence(decay, inputs, initial)
-    (wanted,) = definition.forward(decay, inputs.detach(), initial, False)
+    (wanted,) = definition(decay, inputs.detach(), initial, False)
     assert ((h - wanted).abs().amax(1) <= 3e-6 * wanted.abs().amax(1)).all()
     # The gradient of inputs is the same recurrence backwards: sum_t decay^(t - i).
     (gradient,) = torch.autograd.grad(h.sum(), inputs)
-    (backwards,) = definition.forward(decay.flip(1), torch.ones(1, length, 5), initial, False)
+    (backwards,) = definition(decay.flip(1), torch.ones(1, length, 5), initial, False)
     assert ((gradient - backwards.flip(1)).abs().amax(1) <= 3e-6 * backwards.abs().amax(1)).all()
 
 
@@ -95,7 +95,7 @@ def test_arguments_are_left_alone_and_may_be_strided(backend: str) -> None:
     before = decay.clone(), inputs.clone()
     with use_backend(backend):
         h = linear_recurrence(decay, inputs, initial)
-    torch.testing.assert_close(h.double(), definition.forward(decay, inputs, initial, True)[0], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(h.double(), definition(decay, inputs, initial, True)[0], atol=1e-6, rtol=1e-5)
     assert torch.equal(decay, before[0])
     assert torch.equal(inputs, before[1])
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from femixer import use_backend
-from femixer.baselines.kernels.selective_scan import OPERATOR, definition, selective_scan
+from femixer.baselines.kernels.selective_scan import OPERATOR, selective_scan
 from femixer.kernels import check
 
 from .backends import BACKENDS, examples
@@ -24,7 +24,7 @@ def test_results_and_gradients_are_the_definitions(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_token_by_token_is_all_at_once(backend: str) -> None:
-    *given, marks, state = definition.examples()["with marks and state"]
+    *given, marks, state = check.page(OPERATOR).examples()["with marks and state"]
     with use_backend(backend), torch.no_grad():
         whole, last = selective_scan(*given, marks, state)
         rows = []
@@ -35,7 +35,7 @@ def test_token_by_token_is_all_at_once(backend: str) -> None:
 
 
 def test_compiled_without_a_break() -> None:
-    *given, marks, _ = definition.examples()["with marks and state"]
+    *given, marks, _ = check.page(OPERATOR).examples()["with marks and state"]
     given = [x.requires_grad_() for x in given]
     compiled = torch.compile(selective_scan, fullgraph=True, backend="aot_eager")
     results = []

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from femixer import use_backend
 from femixer.kernels import check
-from femixer.kernels.softmax import OPERATOR, attention, definition, exact, softmax_read
+from femixer.kernels.softmax import OPERATOR, attention, definition, exact, softmax_read, visible
 
 from .backends import BACKENDS, examples
 
@@ -37,7 +37,7 @@ def test_the_definition_sees_what_it_says(causal: bool, window: int | None, quer
     segment, offset = [-1, 0, 0, -1, 0, 1, 1], 7 - queries
     rank = [sum(other >= 0 for other in segment[:i]) for i in range(7)]
     given = torch.tensor([segment])
-    seen = definition.visible(queries, 7, given[:, offset:], given, causal, window)
+    seen = visible(queries, 7, given[:, offset:], given, causal, window)
     for row in range(queries):
         at = row + offset
         for i in range(7):
@@ -76,7 +76,7 @@ def test_a_value_counts_however_small_its_weight(backend: str, length: int, scor
     v, beta = 3000 * noise(1, length, 2, 5, seed=2, dtype=torch.float32), torch.full((2, 5), 0.7)
     given = None, None, None, True, None, 6**-0.5
     arguments = q, k, v, beta, *given
-    _, wanted = definition.forward(*arguments)
+    _, wanted = definition(*arguments)
     with use_backend(backend):
         errors = check.compare(OPERATOR, backend, arguments)
         _, whole = softmax_read(q, k, v, beta)
@@ -87,11 +87,12 @@ def test_a_value_counts_however_small_its_weight(backend: str, length: int, scor
     assert errors.worst < 1e-3, errors
 
 
-@pytest.mark.parametrize("name", definition.examples())
+@pytest.mark.parametrize("name", check.page(OPERATOR).examples())
 def test_gradients_by_torch_func_are_the_definitions(name: str):
     """Transforms see through the plain form, which asks nothing: F falls back to the mean where sums underflow."""
     arguments = [
-        x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in definition.examples()[name]
+        x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for x in check.page(OPERATOR).examples()[name]
     ]
     at = tuple(i for i in range(5) if arguments[i] is not None)
     beyond = name in ("large values far apart", "huge values")
@@ -104,7 +105,7 @@ def test_gradients_by_torch_func_are_the_definitions(name: str):
 
     leaves = [arguments[i].clone().requires_grad_() for i in at]
     found = torch.func.grad(loss, argnums=tuple(range(len(at))))(*(x.detach() for x in leaves))
-    wanted = torch.autograd.grad(loss(*leaves, read=definition.forward), leaves)
+    wanted = torch.autograd.grad(loss(*leaves, read=definition), leaves)
     for a, b in zip(found, wanted, strict=True):
         assert a.isfinite().all()
         if not beyond:
@@ -119,7 +120,7 @@ def test_transforms_of_torch_func_see_through_it():
         assert_close({"x": found}, {"x": torch.stack(wanted)}, 1e-12)
     jacobian = torch.func.jacrev(lambda v: softmax_read(q[0], k[0], v, beta)[1])(v[0])
     given = None, None, None, True, None, 6**-0.5
-    wanted = torch.autograd.functional.jacobian(lambda v: definition.forward(q[0], k[0], v, beta, *given)[1], v[0])
+    wanted = torch.autograd.functional.jacobian(lambda v: definition(q[0], k[0], v, beta, *given)[1], v[0])
     assert_close({"x": jacobian}, {"x": wanted}, 1e-12)
 
 
@@ -272,7 +273,7 @@ class Case:
     def plain(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, bias: Tensor | None = None):
         of_queries, of_keys = self.geometry["segments"] or (None, None)
         given = of_queries, of_keys, self.geometry["causal"], self.geometry["window"]
-        return definition.forward(q, k, v, beta, bias, *given, q.shape[-1] ** -0.5)
+        return definition(q, k, v, beta, bias, *given, q.shape[-1] ** -0.5)
 
 
 def with_gradients(read: Callable, case: Case, with_beta: bool = True) -> dict[str, Tensor]:

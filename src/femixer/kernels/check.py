@@ -1,6 +1,6 @@
 """Whether a backend computes what an operator's definition says: results and gradients, relative to their size.
 
-definition.py of an operator has `forward(*arguments)`, the results by their definition in float64, written so that
+The page of an operator, its folder's __init__.py, has `definition(*arguments)`, the results in float64, written so that
 autograd goes through it, and `examples()`, small arguments by name that reach what the operator can do. It may have
 TOLERANCES = {dtype: Tolerance(...)} where those of this file do not fit.
 """
@@ -39,12 +39,13 @@ class Tolerance(NamedTuple):
 TOLERANCES = {torch.float32: Tolerance(1e-5, 1e-4), torch.float64: Tolerance(1e-9, 1e-8)}
 
 
-def definition(operator: Operator) -> Any:
-    return importlib.import_module(f"{operator.package}.definition")
+def page(operator: Operator) -> Any:
+    """The module with an operator's definition and examples."""
+    return importlib.import_module(operator.package)
 
 
 def tolerance(operator: Operator, dtype: torch.dtype) -> Tolerance:
-    own: dict[torch.dtype, Tolerance] = getattr(definition(operator), "TOLERANCES", {})
+    own: dict[torch.dtype, Tolerance] = getattr(page(operator), "TOLERANCES", {})
     return own.get(dtype, TOLERANCES[dtype])
 
 
@@ -70,7 +71,7 @@ def compare(operator: Operator, backend: str, arguments: tuple[Any, ...], dtype:
         x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
         for x in arguments
     )
-    expected, wanted = _run(definition(operator).forward, operator, arguments, torch.float64)
+    expected, wanted = _run(page(operator).definition, operator, arguments, torch.float64)
     with use_backend(backend):
         results, gradients = _run(operator, operator, arguments, None)
     return Errors(

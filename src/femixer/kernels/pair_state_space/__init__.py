@@ -10,11 +10,12 @@ Axes: B batch, T tokens, H heads, D channels of a head, N modes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from femixer.kernels.marks import PADDING, START, is_padding, is_start
 from femixer.kernels.operator import Operator, wide_dtype
 from femixer.kernels.reading import Reading, state_dtype
 
@@ -81,3 +82,113 @@ def pair_state_space_read(
     """
     mean, free, log_total, *last = OPERATOR(*system, v, beta, marks, *state, exclusive)
     return Reading(mean, None if beta is None else free, log_total, PairSums(*last))
+
+
+def definition(
+    gate: Tensor,
+    write: Tensor,
+    read: Tensor,
+    spread: Tensor,
+    gather: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    marks: Tensor | None,
+    sums: Tensor,
+    top: Tensor,
+    exclusive: bool,
+) -> tuple[Tensor, ...]:
+    """All weights, dense, in float64."""
+    gate, write, read, spread, gather, v = (x.double() for x in (gate, write, read, spread, gather, v))
+    batch, length = v.shape[:2]
+    marks = torch.zeros(batch, length, dtype=torch.int8) if marks is None else marks
+    top = top.detach()
+    real = ~is_padding(marks)[..., None, None]
+    segment = is_start(marks).cumsum(1)  # 0: goes on from the state
+    gate, v, write = (torch.where(real if x.dim() == 4 else real[..., 0], x, 0) for x in (gate, v, write))
+    gates = gate.cumsum(1)
+
+    def decay(reach: Tensor, seen: Tensor) -> Tensor:
+        return torch.where(seen[..., None, None], reach, -torch.inf).exp()
+
+    index = torch.arange(length)
+    past = index[:, None] > index if exclusive else index[:, None] >= index
+    between = decay(gates[:, :, None] - gates[:, None], past & (segment[:, :, None] == segment[:, None]))
+    weights = torch.einsum("hjn,btn,btihn,bin,hnk->btihjk", gather, read, between, write, spread)
+    carried = torch.einsum("hjn,btn,bthn->bthjn", gather, read, decay(gates, segment == 0))
+    # The state after the last token, through which its segment's tokens are seen.
+    inside = decay(gates[:, -1:] - gates, segment == segment[:, -1:])
+    written = torch.einsum("bihn,bin,hnk->bihnk", inside, write, spread)
+    kept = decay(gates[:, -1], segment[:, -1] == 0)
+
+    def read_of(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums of a stream x [B, T, H, D] that the rows read, and those of the state."""
+        rows = torch.einsum("btihjk,bihk->bthj", weights, x) + torch.einsum("bthjn,bhn->bthj", carried, state)
+        return rows, torch.einsum("bihnk,bihk->bhn", written, x) + kept * state
+
+    total, last_total = read_of(torch.ones_like(v), sums[:, 0])
+    weighted, last_weighted = read_of(v, sums[:, 1])
+    there = ~(total <= 0) & real
+    safe = torch.where(there, total, 1)
+    mean, log_total = torch.where(there, weighted / safe, 0), torch.where(there, safe.log(), -torch.inf)
+    log_total = torch.where(real, log_total, 0)
+    if beta is None:
+        last = torch.stack([last_total, last_weighted, torch.zeros_like(last_total)], 1)
+        return mean, v.new_empty(0, 0, 0, 0), log_total, last, top
+    exponent = beta.double()[:, None] * v
+    # Relative to one number per head, which any range of float64 allows.
+    shift = torch.cat([exponent.amax(-1), top[:, None]], 1).amax(1).detach()
+    state = sums[:, 2] * (top - shift).exp()[..., None]
+    energy, last_energy = read_of((exponent - shift[:, None, :, None]).exp(), state)
+    log_mean = torch.where(there, energy / safe, 1).log() + shift[:, None, :, None]
+    free = torch.where(there, log_mean / beta.double()[:, None], 0)
+    last_top = top
+    for t in range(length):
+        at = marks[:, t, None]
+        fallen = torch.where(is_start(at), -torch.inf, last_top + gate[:, t].detach().amax(-1))
+        highest = torch.maximum(fallen, exponent[:, t].detach().amax(-1))
+        last_top = torch.where(is_padding(at), last_top, highest)
+    last_energy = last_energy * (shift - last_top).exp()[..., None]
+    return mean, free, log_total, torch.stack([last_total, last_weighted, last_energy], 1), last_top
+
+
+def examples() -> dict[str, tuple[Any, ...]]:
+    """All go on from a state, so that rows and their first tokens see more than one value."""
+    torch.manual_seed(0)
+
+    def case(
+        length: int,
+        *,
+        marked: bool = False,
+        exclusive: bool = False,
+        warm: bool = True,
+        scale: float = 1.0,
+        pace: float = 1.0,
+    ) -> tuple[Any, ...]:
+        batch, heads, width, modes = 2, 3, 5, 4
+        gate = -pace * torch.rand(batch, length, heads, modes) * torch.tensor([0.01, 0.1, 1.0, 3.0])
+        write, read = torch.rand(2, batch, length, modes)
+        spread, gather = torch.rand(heads, modes, width), torch.rand(heads, width, modes)
+        v, beta = scale * torch.randn(batch, length, heads, width), 0.3 + torch.rand(heads)
+        marks = torch.zeros(batch, length, dtype=torch.int8)
+        marks[0, [0, length // 7, length // 2, length - 1]] = PADDING
+        marks[1, [length // 5, length // 3, length // 2]] = START
+        past, amounts = scale * torch.randn(batch, 7, heads, 1), torch.rand(batch, 7, heads, modes)
+        top = torch.full((batch, heads), -torch.inf, dtype=torch.float64)
+        streams = [torch.ones_like(past), past, torch.zeros_like(past)]
+        if warm:
+            exponent = beta[:, None] * past
+            top = exponent.amax((1, 3)).double()
+            streams[2] = (exponent - top[:, None, :, None]).exp()
+        sums = torch.stack([(amounts * x).sum(1) for x in streams], 1).double()
+        given = (gate, write, read, spread, gather, v, beta if warm else None, marks if marked else None)
+        return *given, sums, top, exclusive
+
+    return {
+        "causal": case(19),
+        "marks": case(23, marked=True),
+        "exclusive": case(17, marked=True, exclusive=True),
+        "the mean alone": case(7, warm=False),
+        "large values": case(19, marked=True, scale=100.0),
+        "fast modes": case(19, pace=20.0),
+        "one token": case(1),
+    }

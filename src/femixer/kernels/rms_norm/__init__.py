@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,3 +17,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 OPERATOR = rms_norm.operator
+
+
+def definition(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
+    """The formula in float64."""
+    x = x.double()
+    return (x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double(),)
+
+
+def examples() -> dict[str, tuple[Any, ...]]:
+    torch.manual_seed(0)
+    return {
+        "rows": (torch.randn(3, 5, 7), torch.randn(7), 1e-6),
+        "one row": (torch.randn(1, 11), torch.randn(11), 1e-5),
+        "zero": (torch.zeros(2, 3), torch.ones(3), 1e-6),
+    }

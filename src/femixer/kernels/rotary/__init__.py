@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from femixer.kernels.operator import declared
@@ -20,3 +23,31 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, floor: float | None =
 
 
 OPERATOR = rotate.operator
+
+
+def definition(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, floor: float | None) -> tuple[Tensor, ...]:
+    """The formula in float64."""
+    c, s = (x.detach().double()[:, :, None] for x in (cos, sin))  # [B or 1, T, 1, E / 2]
+    found = []
+    for x in (q, k):
+        a, b = x.double().unflatten(-1, (-1, 2)).unbind(-1)
+        y = torch.stack([a * c - b * s, a * s + b * c], -1).flatten(-2)
+        found.append(y if floor is None else y.relu() + floor)
+    return tuple(found)
+
+
+def examples() -> dict[str, tuple[Any, ...]]:
+    """q and k lie side by side, in front of something else, as columns of a projection."""
+    torch.manual_seed(0)
+    found: dict[str, tuple[Any, ...]] = {}
+    shapes = {"grouped": (2, 13, 3, 1, 10), "one token": (3, 1, 5, 5, 6), "many tokens": (1, 67, 2, 2, 2)}
+    for name, (batch, length, heads, groups, width) in shapes.items():
+        columns = torch.randn(batch, length, (heads + groups) * width + 3)
+        q, k, _ = columns.split([heads * width, groups * width, 3], -1)
+        angle = 100 * torch.rand(batch, length, width // 2)
+        given = q.unflatten(-1, (heads, width)), k.unflatten(-1, (groups, width)), angle.cos(), angle.sin()
+        found |= {name: (*given, None), f"{name}, features": (*given, 1e-3)}
+    q, k, cos, sin, _ = found["grouped"]
+    found["same positions"] = (q, k, cos[:1], sin[:1], None)
+    found["no token"] = (q[:, :0], k[:, :0], cos[:, :0], sin[:, :0], 1e-3)
+    return found

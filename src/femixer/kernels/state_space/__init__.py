@@ -10,11 +10,12 @@ Axes: B batch, T tokens, C channels, N modes per channel.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from femixer.kernels.marks import PADDING, START, is_padding, is_start
 from femixer.kernels.operator import Operator, wide_dtype
 from femixer.kernels.reading import Reading, state_dtype
 
@@ -83,3 +84,137 @@ def state_space_read(
     """v [B, T, C]; beta [C]; marks [B, T]. exclusive: a token reads those before it, decayed by its own step."""
     mean, free, log_total, *last = OPERATOR(*system, v, beta, marks, *state, exclusive)
     return Reading(mean, None if beta is None else free, log_total, Modes(*last))
+
+
+def definition(
+    rate: Tensor,
+    step: Tensor | None,
+    write: Tensor | None,
+    read: Tensor | None,
+    weight: Tensor | None,
+    skip: Tensor | None,
+    v: Tensor,
+    beta: Tensor | None,
+    marks: Tensor | None,
+    sums: Tensor,
+    top: Tensor,
+    exclusive: bool,
+) -> tuple[Tensor, ...]:
+    """All weights, dense, in float64."""
+    batch, length, _ = v.shape
+    modes = rate.shape[0]
+    rate, v, sums, top = rate.double(), v.double(), sums.double(), top.detach()
+    marks = torch.zeros(batch, length, dtype=torch.int8) if marks is None else marks
+    real = ~is_padding(marks)
+    segment = is_start(marks).cumsum(1)  # 0: goes on from the state
+    step = torch.ones_like(v) if step is None else step.double()
+    step, v = (torch.where(real[..., None], x, 0) for x in (step, v))
+    write = v.new_ones(batch, length, modes) if write is None else write.double()
+    write = torch.where(real[..., None], write, 0)
+    # The weight [B, T, N, C] with which a row reads the modes.
+    if read is not None:
+        query = read.double()[..., None].expand(-1, -1, -1, v.shape[2])
+    else:
+        assert weight is not None
+        query = weight.double().expand(batch, length, -1, -1)
+
+    steps = step.cumsum(1)
+    between = steps[:, :, None] - steps[:, None]  # [B, t, i, C]
+    index = torch.arange(length)
+    through_state = not exclusive and skip is None
+    past = index[:, None] >= index if through_state else index[:, None] > index
+    seen = past & (segment[:, :, None] == segment[:, None])
+    decays = torch.where(seen[..., None, None], rate * between[:, :, :, None], -torch.inf).exp()
+    weights = torch.einsum("btnc,btinc,bin,bic->btic", query, decays, write, step)
+    if skip is not None and not exclusive:
+        weights = weights + torch.diag_embed((skip.double() * step).mT).permute(0, 2, 3, 1)
+    goes_on = (segment == 0)[..., None, None]
+    carried = query * torch.where(goes_on, rate * steps[:, :, None], -torch.inf).exp()
+
+    # The state after the last token, through which its segment's tokens are seen.
+    inside = (segment == segment[:, -1:])[..., None, None]
+    left = torch.where(inside, rate * (steps[:, -1:] - steps)[:, :, None], -torch.inf).exp()
+    written = left * write[..., None] * step[:, :, None]
+    kept = torch.where(goes_on[:, -1], rate * steps[:, -1, None], -torch.inf).exp()
+
+    def read_of(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums of a stream x [B, T, C] that the rows read, and those of the state."""
+        rows = torch.einsum("btic,bic->btc", weights, x) + torch.einsum("btnc,bnc->btc", carried, state)
+        return rows, (written * x[:, :, None]).sum(1) + kept * state
+
+    total, last_total = read_of(torch.ones_like(v), sums[:, 0])
+    weighted, last_weighted = read_of(v, sums[:, 1])
+    there = ~(total <= 0) & real[..., None]
+    safe = torch.where(there, total, 1)
+    mean, log_total = torch.where(there, weighted / safe, 0), torch.where(there, safe.log(), -torch.inf)
+    log_total = torch.where(real[..., None], log_total, 0)
+    if beta is None:
+        last = torch.stack([last_total, last_weighted, torch.zeros_like(last_total)], 1)
+        return mean, v.new_empty(0, 0, 0), log_total, last, top
+    exponent = beta.double() * v
+    # Relative to one number per channel, which any range of float64 allows.
+    shift = torch.cat([exponent, top[:, None]], 1).amax(1).detach()
+    energy, last_energy = read_of((exponent - shift[:, None]).exp(), sums[:, 2] * (top - shift).exp()[:, None])
+    free = torch.where(there, (torch.where(there, energy / safe, 1).log() + shift[:, None]) / beta.double(), 0)
+    last_top = _last_top(exponent.detach(), (step * rate.amax(0)).detach(), marks, top)
+    last_energy = last_energy * torch.where(last_top > -torch.inf, shift - last_top, 0).exp()[:, None]
+    return mean, free, log_total, torch.stack([last_total, last_weighted, last_energy], 1), last_top
+
+
+def _last_top(exponent: Tensor, slowest: Tensor, marks: Tensor, top: Tensor) -> Tensor:
+    for t in range(exponent.shape[1]):
+        at = marks[:, t, None]
+        fallen = torch.where(is_start(at), -torch.inf, top + slowest[:, t])
+        top = torch.where(is_padding(at), top, torch.maximum(fallen, exponent[:, t]))
+    return top
+
+
+def examples() -> dict[str, tuple[Any, ...]]:
+    """All go on from a state: without one the first token's free energy is its mean, on either side of a maximum."""
+    torch.manual_seed(0)
+
+    def case(
+        length: int,
+        *,
+        mamba: bool,
+        marked: bool = False,
+        exclusive: bool = False,
+        warm: bool = True,
+        scale: float = 1.0,
+        pace: float = 1.0,
+    ) -> tuple[Any, ...]:
+        batch, channels, modes = 2, 5, 3
+        rate = -torch.rand(modes, channels) * torch.tensor([0.01, 0.3, 3.0])[:, None]
+        system = (rate, pace * torch.rand(batch, length, channels), *torch.rand(2, batch, length, modes), None, None)
+        if not mamba:
+            system = (pace * rate, None, None, None, torch.rand(modes, channels), torch.rand(channels))
+        v, beta = scale * torch.randn(batch, length, channels), 0.3 + torch.rand(channels)
+        marks = torch.zeros(batch, length, dtype=torch.int8)
+        marks[0, [0, length // 7, length // 2, length - 1]] = PADDING
+        marks[1, [length // 5, length // 3, length // 2]] = START
+        past, amounts = scale * torch.randn(batch, 7, 1, channels), torch.rand(batch, 7, modes, channels)
+        top = torch.full((batch, channels), -torch.inf, dtype=torch.float64)
+        streams = [torch.ones_like(past), past, torch.zeros_like(past)]
+        if warm:
+            exponent = beta * past
+            top = exponent.amax((1, 2)).double()
+            streams[2] = (exponent - top[:, None, None]).exp()
+        sums = torch.stack([(amounts * x).sum(1) for x in streams], 1).double()
+        return *system, v, beta if warm else None, marks if marked else None, sums, top, exclusive
+
+    return {
+        "mamba": case(37, mamba=True),
+        "mamba, marks": case(53, mamba=True, marked=True),
+        "mamba, exclusive": case(19, mamba=True, marked=True, exclusive=True),
+        "mamba, the mean alone": case(17, mamba=True, warm=False),
+        "mamba, large values": case(41, mamba=True, marked=True, scale=100.0),
+        "mamba, fast modes": case(37, mamba=True, pace=20.0),
+        "mamba, one token": case(1, mamba=True),
+        "ssm": case(37, mamba=False),
+        "ssm, whole chunks": case(32, mamba=False),
+        "ssm, marks": case(53, mamba=False, marked=True),
+        "ssm, exclusive": case(19, mamba=False, marked=True, exclusive=True),
+        "ssm, the mean alone": case(7, mamba=False, warm=False),
+        "ssm, large values": case(41, mamba=False, scale=100.0),
+        "ssm, one token": case(1, mamba=False),
+    }

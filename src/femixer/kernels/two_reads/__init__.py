@@ -8,6 +8,8 @@ Axes: B batch, T tokens, H heads, D value channels.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -41,3 +43,57 @@ def two_reads(
     """
     mean, free, log_total = OPERATOR(*past, *future, beta)
     return mean, None if beta is None else free, log_total
+
+
+def definition(
+    mean: Tensor,
+    free: Tensor | None,
+    log_total: Tensor,
+    later_mean: Tensor,
+    later_free: Tensor | None,
+    later_total: Tensor,
+    beta: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """The formula in float64."""
+    mean, log_total = mean.double(), log_total.double()
+    later_mean, later_total = later_mean.double().flip(1), later_total.double().flip(1)
+    # Of two reads of nothing the first is taken.
+    log_total = torch.where(log_total == -torch.inf, 0.0, log_total)
+    seen = later_total > -torch.inf
+    both = torch.where(seen, torch.logaddexp(log_total, torch.where(seen, later_total, 0.0)), log_total)
+    ours, theirs = log_total - both, torch.where(seen, later_total, 0.0) - both
+    share = torch.where(seen, theirs.exp(), 0.0)
+    result = ours.exp() * mean + share * torch.where(seen, later_mean, 0.0)
+    if free is None or later_free is None or beta is None:
+        return result, mean.new_empty(0), both
+    beta, free = beta.double(), free.double()
+    other = torch.where(seen, later_free.double().flip(1), free)
+    mixed = torch.logaddexp(ours + beta * free, theirs + beta * other) / beta
+    return result, torch.where(seen, mixed, free), both
+
+
+def examples() -> dict[str, tuple[Any, ...]]:
+    torch.manual_seed(0)
+
+    def case(
+        length: int = 7, *, per_head: bool = False, beta: float | None = 1.0, size: float = 1.0, odds: float = 3.0
+    ) -> tuple[Any, ...]:
+        shape = 2, length, 3, 5
+        mean, rise, later_mean, later_rise = size * torch.randn(4, *shape)
+        totals = odds * torch.randn(2, *shape[:3], 1 if per_head else 5)
+        totals[1, :, -1] = -torch.inf  # nothing follows the last token, which is the first in reversed time
+        totals[1, :, :1] = -torch.inf
+        if beta is None:
+            return mean, None, totals[0], later_mean, None, totals[1], None
+        free, later_free = mean + rise.abs(), later_mean + later_rise.abs()
+        return mean, free, totals[0], later_mean, later_free, totals[1], beta * (0.5 + torch.rand(3, 5))
+
+    return {
+        "per channel": case(),
+        "per head": case(per_head=True),
+        "one token": case(1),
+        "mean": case(beta=None, per_head=True),
+        "cold": case(beta=0.03),
+        "large": case(size=300.0),
+        "one outweighs the other": case(odds=60.0, size=30.0),
+    }

@@ -9,10 +9,13 @@ Axes: B batch, T tokens, H heads, E key width, D value width.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from femixer.baselines.kernels.linear_attention import plain
+from femixer.kernels.marks import PADDING, START, is_padding, is_start
 from femixer.kernels.operator import Operator, without_autocast
 
 
@@ -64,3 +67,79 @@ def linear_attention(
     else:
         y, last = OPERATOR(*arguments)
     return y, last if keep else None
+
+
+def definition(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor | None,
+    marks: Tensor | None,
+    state: Tensor | None,
+    exclusive: bool,
+    of_values: bool,
+    keep: bool,
+) -> tuple[Tensor, ...]:
+    """Token by token in float64."""
+    q, k, v = (x.double() for x in (q, k, v))
+    batch, length, heads, width = v.shape
+    s = v.new_zeros(batch, heads, k.shape[3], width) if state is None else state.double()
+    decay = v.new_ones(1, length, 1, 1, 1)
+    if gate is not None:
+        decay = gate.double().exp()
+        decay = decay[..., None, None] if gate.dim() == 3 else decay[..., None, :] if of_values else decay[..., None]
+    marks = torch.zeros(batch, length, dtype=torch.int8, device=v.device) if marks is None else marks
+    rows = []
+    for t in range(length):
+        padding, start = (f(marks[:, t])[:, None, None, None] for f in (is_padding, is_start))
+        s = torch.where(start, 0, s)
+        after = torch.where(padding, s, decay[:, t] * s + k[:, t, :, :, None] * v[:, t, :, None])
+        y = ((s if exclusive else after) * q[:, t, :, :, None]).sum(2)
+        rows.append(torch.where(padding[..., 0], 0, y))
+        s = after
+    return torch.stack(rows, 1), s if keep else v.new_empty(0)
+
+
+def examples() -> dict[str, tuple[Any, ...]]:
+    torch.manual_seed(0)
+
+    def drawn(length: int, batch: int = 2, heads: int = 3) -> tuple[Tensor, ...]:
+        """q, k, v, gates [B, T, H, E, D] and a state."""
+        q, k = torch.randn(2, batch, length, heads, 5)
+        gate = (
+            -torch.rand(batch, length, heads, 5, 7)
+            * torch.tensor([0.01, 1.0, 50.0])[torch.arange(length) % 3, None, None, None]
+        )
+        return q, k, torch.randn(batch, length, heads, 7), gate, torch.randn(batch, heads, 5, 7)
+
+    def marked(batch: int, length: int) -> Tensor:
+        """Padding anywhere and segments of any length; the first row starts none."""
+        random, marks = torch.rand(batch, length), torch.zeros(batch, length, dtype=torch.int8)
+        marks[random < 0.2] = PADDING
+        marks[1:][random[1:] > 0.9] = START
+        return marks
+
+    q, k, v, gate, state = drawn(131)
+    marks = marked(2, 131)
+    one = drawn(1)
+    return {
+        "no decays": (q, k, v, None, marks, state, False, False, True),
+        "per head": (q, k, v, gate[..., 0, 0], marks, state, False, False, True),
+        "per head, exclusive": (q, k, v, gate[..., 0, 0], marks, state, True, False, True),
+        "shared by heads and batch": (
+            q[:, :, :1],
+            k[:, :, :1],
+            v,
+            gate[:1, ..., 0, 0],
+            None,
+            None,
+            False,
+            False,
+            False,
+        ),
+        "per key channel": (q, k, v, gate[..., 0], marks, state, False, False, True),
+        "per key channel, exclusive": (q, k, v, gate[..., 0], marks, state, True, False, True),
+        "per key channel, no state": (q, k, v, gate[..., 0], None, None, False, False, False),
+        "per value channel": (q, k, v, gate[..., 0, :], marks, state, False, True, True),
+        "one token": (*one[:3], one[3][..., 0], None, one[4], False, False, True),
+    }
