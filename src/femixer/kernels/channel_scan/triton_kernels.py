@@ -3,8 +3,8 @@ top; what came before goes on as (top, total, log(total), mean, free energy) per
 
 Chunks and channels of a program are tiles [GROUP, LANES]; see femixer.kernels.triton_tokens.
 
-Backwards: with w and c = 1 - w the shares of a token and of its past in the prior, r and o those in the posterior, and a
-prime for the real token before, x = key - gate - log total' are the log odds of w, and
+Backwards: with w and c = 1 - w the shares of a token and of its past in the prior, r and o those in the posterior, and
+a prime for the real token before, x = key - gate - log total' are the log odds of w, and
 
     mean = c mean' + w v,   d log total = c d(log total' + gate) + w d key,   dF = o dF' + r dv + (r - w) dx / beta
 
