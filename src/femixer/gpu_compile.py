@@ -146,7 +146,8 @@ class Memory:
 
 
 def _digest(source: Source, target: str) -> str:
-    return hashlib.sha256(repr((source, target, version_of(source))).encode()).hexdigest()[:32]
+    form = source.label, *source[2:]  # not the file that the kernel is in
+    return hashlib.sha256(repr((form, target, version_of(source))).encode()).hexdigest()[:32]
 
 
 def compile_all(

@@ -10,7 +10,7 @@ from femixer import FreeEnergyMixer
 from femixer.baselines import Attention
 from femixer.bench import gpu
 from femixer.cli import main
-from femixer.kernels.triton_trace import Step, traced
+from femixer.kernels.triton_launch import Step, traced
 
 SMALL = ["--dim", "32", "--heads", "2", "--batch", "1", "--lengths", "16"]
 

@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from femixer import FreeEnergyMixer, use_backend
-from femixer.kernels.triton_launch import recorded
-from femixer.kernels.triton_trace import Step, traced
+from femixer.kernels.triton_launch import Step, recorded, traced
 from femixer.priors import parse_prior
 
 DIM, HEADS, LENGTH = 512, 8, 4096

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from femixer import FreeEnergyMixer, __version__, use_backend
 from femixer.baselines import Attention
 from femixer.kernels import dispatch
-from femixer.kernels.triton_launch import aimed_at
-from femixer.kernels.triton_trace import Step, traced
+from femixer.kernels.triton_launch import Step, aimed_at, traced
 from femixer.options import check, parse
 from femixer.priors import parse_prior
 from femixer.training import atomic

@@ -12,6 +12,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.language import constexpr
+from triton.runtime import JITFunction
 
 from femixer.kernels.triton_launch import Launch
 
@@ -105,9 +108,22 @@ def sources(launches: Iterable[Launch]) -> list[Source]:
     return list(dict.fromkeys(map(source_of, launches)))
 
 
-def version_of(source: Source) -> tuple[str, str]:
-    """Of the kernel's code, with all that it calls, and of the compiler."""
-    return getattr(importlib.import_module(source.module), source.kernel).cache_key, triton.__version__
+def version_of(source: Source) -> str:
+    """Of the kernel's code, with all that it calls, and of the compiler; where the code stands does not matter."""
+    return repr((triton.__version__, _code(getattr(importlib.import_module(source.module), source.kernel))))
+
+
+@cache
+def _code(kernel: Any) -> tuple[str, ...]:
+    """The text of a kernel, of the functions that it calls, and the constants that they use."""
+    found = [str(kernel.src)]
+    for name in sorted(kernel.fn.__code__.co_names):
+        value = kernel.fn.__globals__.get(name)
+        if isinstance(value, JITFunction):
+            found.extend(_code(value))
+        elif isinstance(value, int | float | str | constexpr):
+            found.append(f"{name} = {value!r}")
+    return tuple(dict.fromkeys(found))
 
 
 def memory_path() -> Path:

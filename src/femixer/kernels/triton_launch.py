@@ -1,8 +1,9 @@
 """Launching Triton kernels, in one place: on a GPU they run, with TRITON_INTERPRET=1 they run on CPU tensors, and on
 tensors without data (device="meta") they are only written down. `recorded()` lists launches where they happen; from
-such a list kernels are compiled ahead of time and their cost is estimated.
+such a list kernels are compiled ahead of time. `traced()` lists torch's operations too, with the bytes they move and
+the work they do: from that their cost is estimated.
 
-Kernels are `@triton.jit` functions in the `triton_gpu.py` of an operator. What changes with the batch or the length is
+Kernels are `@triton.jit` functions in the `triton_*.py` of an operator. What changes with the batch or the length is
 named in `do_not_specialize`, so that nothing is compiled anew for another length.
 """
 
@@ -16,6 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 # The GPU for which tiles are chosen where tensors are on none: see `aimed_at`.
 DEFAULT_TARGET = "sm_90"
@@ -141,3 +145,65 @@ def _device_guard(device: torch.device) -> AbstractContextManager[object]:
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)
     return nullcontext()
+
+
+# Operations that compute one exponential, logarithm, root or the like for every number of their result.
+_EXPONENTIAL = ("exp", "log", "softplus", "sigmoid", "silu", "softmax", "rsqrt", "sqrt", "tanh", "sin", "cos", "pow")
+
+
+class Step(NamedTuple):
+    """One launch: torch's operation or our kernel, by `kernel`. flops are those of matrix products, in this type."""
+
+    name: str
+    kernel: bool
+    bytes: int
+    flops: int
+    exponentials: int
+    dtype: torch.dtype = torch.float32
+
+
+class _Steps(TorchDispatchMode):
+    def __init__(self, launches: list[Launch]) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self._launches, self._seen = launches, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.catch_up()
+        if not _is_free(func) and any(isinstance(x, Tensor) for x in tree_leaves(result)):
+            name = func._overloadpacket.__name__
+            given = () if name.startswith("new_") else (args, kwargs)  # what is new is only like another tensor
+            tensors = [x for x in tree_leaves((given, result)) if isinstance(x, Tensor)]
+            size = sum(min(x.numel() * x.element_size(), x.untyped_storage().nbytes()) for x in tensors)
+            count = flop_registry.get(func._overloadpacket)
+            flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
+            heavy = any(part in name for part in _EXPONENTIAL)
+            exponentials = max((x.numel() for x in tensors), default=0) if heavy else 0
+            self.steps.append(Step(name, False, size, flops, exponentials, tensors[-1].dtype))
+        return result
+
+    def catch_up(self) -> None:
+        """Our launches since the last operation of torch."""
+        for launch in self._launches[self._seen :]:
+            work = launch.bytes, launch.flops, launch.exponentials, launch.products
+            self.steps.append(Step(launch.label, True, *work))
+        self._seen = len(self._launches)
+
+
+def _is_free(func: Any) -> bool:
+    """Views and new memory launch nothing."""
+    shared = [result.alias_info for result in func._schema.returns]
+    view = func is torch.ops.aten._unsafe_view.default or any(a is not None and not a.is_write for a in shared)
+    return view or "empty" in func._overloadpacket.__name__
+
+
+@contextmanager
+def traced() -> Iterator[list[Step]]:
+    """The steps inside, complete when the context ends."""
+    with recorded() as launches:
+        mode = _Steps(launches)
+        with mode:
+            yield mode.steps
+        mode.catch_up()

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from femixer.kernels.channel_scan import triton_backward as backwards
 from femixer.kernels.channel_scan import triton_kernels as kernels
 from femixer.kernels.reading import state_dtype
 from femixer.kernels.triton_tokens import Chunks, rows, unserved
@@ -92,13 +91,13 @@ def backward(
     start = mean if state is None else state.contiguous()
     operands = [*tensors, start, carry, mean, mean if beta is None else free, log_total, *own[:3], maps]
     if chunks.count > 1:
-        chunks.walk(backwards.summarise, *operands, *steps, **there, **asked, exponentials=2 * v.numel())
-        chunks.carry(backwards.carry, maps, own[3], **end)
+        chunks.walk(kernels.summarise_back, *operands, *steps, **there, **asked, exponentials=2 * v.numel())
+        chunks.carry(kernels.carry_back, maps, own[3], **end)
     to_key, to_gate, to_v = (None if x is None else torch.empty_like(mean, dtype=x.dtype) for x in (key, gate, v))
     to_beta = None if beta is None else mean.new_empty(v.shape[0], chunks.count, v.shape[2])
     to_state = None if state is None else torch.empty_like(start)
     found = [own[3], *(mean if x is None else x for x in (to_key, to_gate, to_v, to_beta, to_state))]
-    chunks.walk(backwards.gradients, *operands, *found, *steps, **there, **asked, **end, exponentials=2 * v.numel())
+    chunks.walk(kernels.gradients, *operands, *found, *steps, **there, **asked, **end, exponentials=2 * v.numel())
     if beta is not None and to_beta is not None:
         to_beta = to_beta.sum((0, 1)).to(beta.dtype)
     return to_key, to_gate, to_v, to_beta, None, to_state

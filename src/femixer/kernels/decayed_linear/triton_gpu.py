@@ -1,5 +1,5 @@
 """Decayed linear attention as Triton kernels, parallel over the chunks: four launches forward, five and a sum backward,
-one for a single token. The kernels are in triton_forward.py, triton_backward.py and triton_step.py."""
+one for a single token. The kernels are in triton_forward.py and triton_backward.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from femixer.kernels.decayed_linear import OPERATOR
 from femixer.kernels.decayed_linear import triton_backward as gradients
 from femixer.kernels.decayed_linear import triton_forward as kernels
-from femixer.kernels.decayed_linear import triton_step as one_token
 from femixer.kernels.triton_launch import launch, target_of
 
 WIDEST = 128
@@ -209,7 +208,7 @@ def _read_token(given: Inputs, plan: Plan, found: tuple[Tensor, ...]) -> None:
     flags = {name: value for name, value in plan.flags.items() if name != "PRECISION"}
     operands = q, k, gate, v, beta, marks, first.contiguous(), top.contiguous(), *found[:3], last, last_top
     launch(
-        one_token.step,
+        kernels.step,
         (q.shape[0] * v.shape[2], triton.cdiv(v.shape[3], VALUES)),
         *operands,
         *(q.shape[2], v.shape[2], *given.parts),

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from femixer.kernels.softmax import triton_call, triton_gradients
+from femixer.kernels.softmax import triton_call
 from femixer.kernels.softmax.triton_call import Call, Gates
-from femixer.kernels.softmax.triton_gpu import read, tops_shape
-from femixer.kernels.softmax.triton_gradients import Found
+from femixer.kernels.softmax.triton_gpu import Found, backward_of, read, tops_shape
 from femixer.kernels.softmax.visibility import Visibility
 
 
@@ -52,7 +51,7 @@ def backward(
     grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     call = _call(*arguments)
-    to_q, to_k, to_v, to_beta, to_bias, to_lam, to_gate = triton_gradients.backward(
+    to_q, to_k, to_v, to_beta, to_bias, to_lam, to_gate = backward_of(
         call, grads[0], None, Found(*results[:5]), needed[6]
     )
     return to_q, to_k, to_v, to_beta, to_lam, to_gate, to_bias, None, None

@@ -3,7 +3,7 @@
 With F = top + log(total) / beta, the gradient of a row's total is g_F / (beta total) = g_F / beta exp(beta (top - F)).
 `inner` forms it once per row, relative to the top that ROWS rows share; for ROWS keys whose top is lower it shrinks by
 exp(beta (top of the keys - top of the rows)) <= 1, a factor per channel. Flagged rows take no part (their
-log-normalizer is set to infinity): `triton_exact_backward` adds them.
+log-normalizer is set to infinity): `triton_exact` adds them.
 """
 
 from __future__ import annotations

@@ -3,16 +3,16 @@ encoders, are left to torch's attention, which takes their bias some rows at a t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from femixer.kernels.softmax import OPERATOR, plain, triton_call, triton_exact, triton_gradients, triton_kernels
-from femixer.kernels.softmax.triton_call import Call
-from femixer.kernels.softmax.triton_gradients import Found
+from femixer.kernels.softmax import OPERATOR, plain, triton_backward, triton_call, triton_exact, triton_kernels
+from femixer.kernels.softmax.triton_call import Call, Tiles, padded
+from femixer.kernels.softmax.triton_exact import SIDE
 from femixer.kernels.softmax.visibility import Visibility
-from femixer.kernels.triton_launch import launch
+from femixer.kernels.triton_launch import launch, target_of
 
 # Key blocks whose largest values one program finds.
 CHUNK = 8
@@ -58,7 +58,7 @@ def backward(
     mean, free, log_z, flags, tops, precise = results
     call = Call(q, k, v, beta, Visibility(*seen), scale, None)
     found = Found(mean, precise if precise.numel() else free, log_z, flags, tops)
-    gradients = triton_gradients.backward(call, grads[0], grads[1] if beta is not None else None, found, needed[4])
+    gradients = backward_of(call, grads[0], grads[1] if beta is not None else None, found, needed[4])
     return *gradients[:5], None, None
 
 
@@ -156,3 +156,194 @@ def make_streams(call: Call, tops: Tensor) -> tuple[Tensor, Tensor]:
     options["CAUSAL"] = call.seen.causal
     launch(triton_kernels.streams, (pairs * blocks,), *operands, moved=moved, exponentials=count, **options)
     return exps, shrink
+
+
+class Found(NamedTuple):
+    """What the forward read found: mean and free energy [B, T, H, D], log-normalizers and flags [B, H, T], tops."""
+
+    mean: Tensor
+    free: Tensor
+    log_z: Tensor
+    flags: Tensor
+    tops: Tensor
+
+
+class Gradients(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None
+    bias: Tensor | None
+    lam: Tensor | None
+    gate: Tensor | None
+
+
+class Inner(NamedTuple):
+    """Gradients of the sums, relative to the tops that rows share: see `triton_backward.inner`."""
+
+    to_mean: Tensor
+    to_total: Tensor
+    delta: Tensor
+    log_z: Tensor
+    parts: Tensor
+
+
+# Rows whose gradients of sums are formed together; a divisor of the rows that share a top.
+ROWS = 32
+
+
+def tiles_of(call: Call) -> tuple[Tiles, Tiles]:
+    """For the gradients of keys and values, and for those of queries: the largest of a few that spill no registers on
+    sm_80 and sm_90, by the width of what a token has."""
+    wide = max(padded(call.key_width), 2 * padded(call.width))
+    # With four warps an AMD GPU has twice the registers for each.
+    warps = 4 if target_of(call.q).startswith("gfx") else 8
+    if call.stream_dtype == torch.float32:
+        of_keys = 32 if wide <= 64 and not call.is_hopper and not call.seen.decays else 16
+        return Tiles(16, of_keys, warps, 1), Tiles(16, 32 if wide <= 128 else 16, warps, 1)
+    few = wide > 128 or (wide <= 32 and call.is_hopper)
+    return Tiles(16 if few else 32, 32, warps, 1), Tiles(64 if wide <= 128 and warps == 8 else 32, 32, warps, 1)
+
+
+def backward_of(call: Call, by_mean: Tensor | None, by_free: Tensor | None, found: Found, bias_grad: bool) -> Gradients:
+    """by_mean: of the gated read if the call has gates."""
+    nothing, beta = call.nothing, call.beta
+    of_keys, of_rows = tiles_of(call)
+    key_tiles = -(-call.keys // of_keys.keys)
+    inner, to_lam, to_gate = _inner(call, by_mean, by_free, found, key_tiles)
+    to_q, to_k, to_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (call.q, call.k, call.v))
+    to_bias, to_sums, exps = None, None, nothing
+    if beta is not None:
+        exps = call.v.new_empty(call.batch, call.groups, call.keys, call.width, dtype=call.stream_dtype)
+    if call.seen.decays:
+        to_sums = torch.empty(call.batch, call.heads, call.keys, dtype=torch.float32, device=call.q.device)
+    elif bias_grad and call.seen.bias is not None:
+        shape = call.seen.bias.shape
+        to_bias = torch.zeros(shape, dtype=call.seen.bias.dtype, device=call.q.device)
+    inputs = call.q, call.k, call.v, nothing if beta is None else beta, *call.masks
+    sums = found.tops if beta is not None else nothing, inner.to_mean, inner.to_total, inner.delta, inner.log_z
+    strides = *call.strides(call.q), *call.strides(call.k), *call.strides(call.v), *call.mask_strides
+    sizes = call.heads, call.repeats, call.offset, call.window, call.scale
+    blocks, parts, streams = call.blocks, inner.parts.shape[2], 2 if beta is not None else 1
+    shared = {"BETA": beta is not None, "KEYS": call.tiles.keys, **call.flags}
+    moved = call.bytes(call.q, call.k, call.v, call.bias, inner.to_mean, inner.to_total, inner.delta, inner.log_z)
+    launch(
+        triton_backward.to_keys,
+        (key_tiles * call.batch * call.groups,),
+        *(*inputs, *sums, to_k, to_v, nothing if to_sums is None else to_sums, exps, inner.parts),
+        *(call.rows, call.keys, blocks, parts, call.repeats * call.row_tiles(ROWS), key_tiles, *sizes),
+        *strides,
+        moved=moved + call.bytes(to_k, to_v),
+        flops=2 * call.pairs * (2 * call.key_width + 2 * streams * call.width),
+        exponentials=call.pairs,
+        TILE=of_keys.rows,
+        SIDE=of_keys.keys,
+        num_warps=of_keys.warps,
+        num_stages=of_keys.stages,
+        **shared,
+    )
+    row_tiles = call.row_tiles(of_rows.rows)
+    launch(
+        triton_backward.to_queries,
+        (row_tiles * call.batch * call.heads,),
+        *(*inputs, *sums, exps, to_q, nothing if to_bias is None else to_bias),
+        *(call.rows, call.keys, blocks, row_tiles, *sizes),
+        *strides,
+        moved=moved + call.bytes(to_q, to_bias),
+        flops=2 * call.pairs * (2 * call.key_width + streams * call.width),
+        exponentials=call.pairs,
+        BIAS_GRAD=to_bias is not None,
+        TILE=of_rows.rows,
+        SIDE=of_rows.keys,
+        num_warps=of_rows.warps,
+        num_stages=of_rows.stages,
+        **shared,
+    )
+    results = Gradients(to_q, to_k, to_v, None, to_bias, to_lam, to_gate)
+    if beta is not None:
+        _add_flagged(call, found, inner, results, to_sums, of_keys.keys)
+        results = results._replace(beta=inner.parts.sum((0, 2)).to(beta.dtype))
+    if to_sums is not None and call.seen.bias is not None:
+        # Of sums before tokens, which only what looks ahead reads, and of sums up to them.
+        results = results._replace(bias=torch.nn.functional.pad(to_sums.to(call.seen.bias.dtype), (call.keys, 0)))
+    return results
+
+
+def _inner(
+    call: Call, by_mean: Tensor | None, by_free: Tensor | None, found: Found, key_tiles: int
+) -> tuple[Inner, Tensor | None, Tensor | None]:
+    nothing, q, beta = call.nothing, call.q, call.beta
+    tiles = call.row_tiles(ROWS)
+    rows = call.batch, call.heads, call.rows
+    to_mean = q.new_empty(*rows, call.width)
+    to_total = q.new_empty(*rows, call.width, dtype=call.stream_dtype) if beta is not None else nothing
+    delta, log_z = q.new_empty(2, *rows, dtype=torch.float32)
+    # Of rows, of keys, and of flagged rows.
+    parts = call.repeats * tiles + key_tiles + call.repeats * -(-call.rows // SIDE.value)
+    inner = Inner(
+        to_mean,
+        to_total,
+        delta,
+        log_z,
+        q.new_empty(call.batch, call.groups, parts if beta is not None else 0, call.width, dtype=torch.float32),
+    )
+    to_lam, to_gate = (
+        None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (call.lam, call.gate)
+    )
+    given = by_mean, by_free, found.mean, found.free, found.log_z, found.flags, beta, found.tops, call.lam, call.gate
+    results = *inner[:4], to_lam, to_gate, inner.parts
+    operands = [nothing if x is None else x.contiguous() for x in given[:8]]
+    operands += [nothing if x is None else x for x in (call.lam, call.gate, *results)]
+    launch(
+        triton_backward.inner,
+        (tiles * call.batch * call.heads,),
+        *operands,
+        *(call.rows, call.blocks, parts, tiles, call.heads, call.repeats, call.offset, call.eps),
+        *call.strides(call.lam),
+        *call.strides(call.gate),
+        moved=call.bytes(*given, *results),
+        exponentials=found.mean.numel() * (1 + (call.lam is not None) + 3 * (call.gate is not None)),
+        BETA=beta is not None,
+        HAS_MEAN=by_mean is not None,
+        HAS_FREE=by_free is not None,
+        UNIT=call.unit,
+        WIDTH=call.flags["WIDTH"],
+        width=call.width,
+        TILE=ROWS,
+        KEYS=call.tiles.keys,
+        num_warps=4,
+        **call.gate_flags,
+    )
+    return inner, to_lam, to_gate
+
+
+def _add_flagged(
+    call: Call, found: Found, inner: Inner, results: Gradients, to_sums: Tensor | None, block: int
+) -> None:
+    row_tiles, key_tiles = -(-call.rows // SIDE.value), -(-call.keys // block)
+    inputs = call.q, call.k, call.v, call.beta, *call.masks, found.free, found.flags, found.log_z
+    sums = inner.to_mean, inner.to_total, inner.delta
+    sizes = call.heads, call.repeats, call.offset, *call.seen_numbers, call.scale
+    strides = *call.strides(call.q), *call.strides(call.k), *call.strides(call.v), *call.mask_strides
+    launch(
+        triton_exact.flagged_rows,
+        (row_tiles * call.batch * call.heads,),
+        *(*inputs, *sums, results.q, call.nothing if results.bias is None else results.bias, inner.parts),
+        *(call.rows, call.keys, inner.parts.shape[2], row_tiles, *sizes),
+        *strides,
+        moved=call.bytes(found.flags),
+        BIAS_GRAD=results.bias is not None,
+        num_warps=8,
+        **call.widths,
+    )
+    launch(
+        triton_exact.flagged_keys,
+        (key_tiles * call.batch * call.groups,),
+        *(*inputs, *sums, results.k, results.v, inner.delta if to_sums is None else to_sums),
+        *(call.rows, call.keys, key_tiles, *sizes),
+        *strides,
+        moved=call.bytes(found.flags) * ((key_tiles + 1) // 2),
+        BLOCK=block,
+        num_warps=4 if call.q.dtype == torch.float32 else 8,
+        **call.widths,
+    )
