@@ -26,7 +26,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from femixer.reporting.scores import Difference
+from femixer.reporting.table import Difference
 from femixer.surgery import upgrade
 from femixer.tasks.lm.data import DataOptions
 from femixer.tasks.lm.data.shards import IGNORED, Batches, Shards, Validation

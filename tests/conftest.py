@@ -4,7 +4,7 @@ import gc
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import pytest
 import torch
@@ -95,16 +95,14 @@ def two_ends_folder(tmp_path_factory):
     return folder
 
 
-# How many tests of the suite name a prior or a backend; longer names first, because shorter ones are parts of them.
-PRIOR_NAMES = ("mamba-interactive", "softmax", "linear", "mamba", "decay", "gla", "aft", "ssm")
 BACKEND_NAMES = ("plain", "numba", "triton")
 
 
-def _named(test: str, names: tuple[str, ...]) -> set[str]:
+def _named(test: str, names: Collection[str]) -> set[str]:
     """The names among the parameters of a test, [softmax-CLTG] for example; tests/gpu is all Triton's."""
     parameters = test.partition("[")[2]
     found = set()
-    for name in names:
+    for name in sorted(names, key=len, reverse=True):  # shorter ones are parts of longer ones
         if re.search(rf"(?<![a-z]){name}(?![a-z])", parameters):
             found.add(name)
             parameters = parameters.replace(name, "")
@@ -113,8 +111,11 @@ def _named(test: str, names: tuple[str, ...]) -> set[str]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Properties held per prior and per backend: what a change to one of them has to keep."""
+    from femixer.priors import PRIORS
+
     passed = [report.nodeid for report in terminalreporter.stats.get("passed", []) if report.when == "call"]
-    for what, names in (("prior", PRIOR_NAMES), ("backend", BACKEND_NAMES)):
+    passed = [test for test in passed if "test_architecture.py" not in test]  # names of files are no properties
+    for what, names in (("prior", PRIORS), ("backend", BACKEND_NAMES)):
         counts = Counter(name for test in passed for name in _named(test, names))
         if counts:
             terminalreporter.write_line(f"properties per {what}: " + ", ".join(f"{n} {counts[n]}" for n in names))

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from femixer import FreeEnergyMixer, bench
 from femixer.baselines import Attention
+from femixer.bench.calls import peak_memory
 from femixer.bench.contestants import Mixer, Parameters, canonical
-from femixer.bench.cost import peak_memory
 from femixer.bench.layer import (
     DECODE_SIZE,
     FLOPS_NOTE,

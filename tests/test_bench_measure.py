@@ -16,9 +16,8 @@ from started import Started
 from torch import Tensor
 
 from femixer.baselines import BASELINES
-from femixer.bench.calls import Call
+from femixer.bench.calls import Call, flops, held_bytes, highest_sum, peak_memory
 from femixer.bench.contestants import Mixer
-from femixer.bench.cost import flops, held_bytes, highest_sum, peak_memory
 from femixer.bench.layer import Options, Report, contestants, counted
 from femixer.bench.measure import Spread, busy, paired_ratio, race, unlimited_compilation
 from femixer.bench.report import ratio_cell

@@ -9,7 +9,7 @@ import torch
 
 from femixer import bench
 from femixer.bench import speed
-from femixer.bench.cost import peak_memory
+from femixer.bench.calls import peak_memory
 from femixer.bench.speed import LATENCY, NAIVE, OWN, PAPER, RIVAL, Options, counted, read, run, tables
 from femixer.models.named import NAMED
 

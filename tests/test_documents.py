@@ -12,7 +12,7 @@ import yaml
 import femixer
 from femixer import FreeEnergyMixer
 from femixer.cli import main
-from femixer.models.saving import CITATION
+from femixer.models.files import CITATION
 from femixer.priors import PRIORS
 from femixer.tasks import TASKS
 
@@ -99,6 +99,17 @@ def test_citations_agree() -> None:
         names = " and ".join(f"{author['family-names']}, {author['given-names']}" for author in paper["authors"])
         assert f"author = {{{names}}}" in bibtex
         assert paper["url"].removeprefix("https://arxiv.org/abs/") in bibtex
+
+
+OURS = [f"/{path.relative_to(ROOT)}" for name in ("src", "tests", "benchmarks") for path in (ROOT / name).rglob("*.py")]
+# Of worked examples, of other projects, and those that a command writes.
+OTHERS = re.compile(r"softcap|tasks/first/|^mad/model/auto_encoder|^layers/fem|^femixer_models|^train")
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_are_named_are_there(path: Path) -> None:
+    names = {*re.findall(r"(?<![\w/.*-])((?:[\w-]+/)*\w+\.py)\b", path.read_text(encoding="utf-8"))}
+    assert not [name for name in names if not OTHERS.search(name) and not any(x.endswith(f"/{name}") for x in OURS)]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

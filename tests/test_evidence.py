@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from femixer.cli import main
-from femixer.reporting.scores import Difference, student
+from femixer.reporting.table import Difference, student
 from femixer.tasks.evidence import load, tabulate
 
 

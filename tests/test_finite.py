@@ -12,9 +12,9 @@ from surgery_models import build
 
 from femixer.cli import main
 from femixer.models import FEMConfig, FEMForCausalLM, FEMForImageClassification, FEMVisionConfig
-from femixer.models.loading import load_all
+from femixer.models.files import load_all
 from femixer.tasks.lm.data.tokenizer import load_tokenizer
-from femixer.tasks.vision.data.pictures import Preparation
+from femixer.tasks.vision.data import Preparation
 from femixer.tasks.vision.model import Classifier
 from femixer.training import Results, RunOptions
 
@@ -94,4 +94,4 @@ def test_loading_has_one_home() -> None:
         for path in Path(femixer.__file__).parent.rglob("*.py")
         if "output_loading_info=True" in path.read_text(encoding="utf-8")
     ]
-    assert calls == ["loading.py"] and load_all.__module__ == "femixer.models.loading"
+    assert calls == ["files.py"] and load_all.__module__ == "femixer.models.files"

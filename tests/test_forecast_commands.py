@@ -6,7 +6,7 @@ import shlex
 import numpy as np
 import pandas as pd
 import pytest
-from forecast_series import hourly, waves
+from forecasters import hourly, waves
 
 from femixer.cli import main
 from femixer.models.forecast import Forecaster

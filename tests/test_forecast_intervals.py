@@ -10,8 +10,8 @@ from forecasters import CHANNELS, HORIZON, LOOKBACK, gaps, make, walks
 from statsmodels.tsa.exponential_smoothing.ets import ETSModel
 
 from femixer.models.forecast import ETS, ForecastConfig, Forecaster
-from femixer.models.forecast.classical import START, smoothing_of, started
-from femixer.models.forecast.intervals import NONE, Prediction, ascending, conformal_widths, enough_for, pair, pinball
+from femixer.models.forecast.rivals import START, smoothing_of, started
+from femixer.models.forecast.window import NONE, Prediction, ascending, conformal_widths, enough_for, pair, pinball
 from femixer.tasks.forecast.data import Series
 from femixer.tasks.forecast.fit import calibrated, coverage, fitted
 from femixer.tasks.forecast.model import Sizes, Training, specified

@@ -7,8 +7,7 @@ from test_forecast_table import record
 from femixer.cli import main
 from femixer.reporting import as_csv, as_markdown
 from femixer.tasks.forecast import TASK
-from femixer.tasks.forecast.paired import ERRORS, compared, difference, packed, unpacked
-from femixer.tasks.forecast.table import tabulate
+from femixer.tasks.forecast.table import ERRORS, compared, difference, packed, tabulate, unpacked
 
 
 def overlapping(count, horizon, draw):

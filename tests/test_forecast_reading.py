@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-from forecast_series import hourly
+from forecasters import hourly
 
 from femixer.tasks.forecast.data import Reading, Series, read
 from femixer.tasks.forecast.data.files import frequency_of, season_of

@@ -8,14 +8,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from forecast_series import hourly, series, waves
+from forecasters import hourly, series, waves
 
 from femixer.tasks.forecast import fit
 from femixer.tasks.forecast.data import LOOKBACKS, read
 from femixer.tasks.forecast.data.windows import borders, counted, scaling_of, windows
 from femixer.tasks.forecast.fit import fitted, score
 from femixer.tasks.forecast.model import Sizes, Training, specified
-from femixer.training import Part, Results, RunOptions, best
+from femixer.training import Part, Results, RunOptions, loop
 from femixer.training.optimizer import one_cycle
 from femixer.training.seeding import Epochs
 
@@ -247,7 +247,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_best_weights(tmp_path, monkey
 def test_a_crash_after_the_best_weights_and_before_their_checkpoint_loses_nothing(tmp_path, monkeypatch):
     """The resumed run may find another error by rounding, and then needs the best weights from before."""
     seen = scripted(monkeypatch, [9.0, 3.0, 5.0, 2.0])
-    save = best.Best._save
+    save = loop.Best._save
 
     def crash(self, weights, step, keep):
         save(self, weights, step, keep)
@@ -255,7 +255,7 @@ def test_a_crash_after_the_best_weights_and_before_their_checkpoint_loses_nothin
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(best.Best, "_save", crash)
+        patch.setattr(loop.Best, "_save", crash)
         with pytest.raises(KeyboardInterrupt):
             carry_out(tmp_path)
     scripted(monkeypatch, [4.0])

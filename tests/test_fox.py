@@ -14,7 +14,7 @@ from torch import Tensor
 from femixer import FreeEnergyMixer, use_backend
 from femixer.layout import Layout
 from femixer.models import FEMConfig
-from femixer.models.mixers import build_mixer
+from femixer.models.block import build_mixer
 
 
 def test_a_score_falls_by_the_gates_between_query_and_key_by_hand():

@@ -109,7 +109,7 @@ def test_plot_draws_a_png_for_chosen_channels_and_tokens(tmp_path: Path):
 
 
 def test_default_channels_of_the_plot_look_at_different_places():
-    from femixer.inspection.figure import differing_channels
+    from femixer.inspection.inspection import differing_channels
 
     posterior = torch.eye(7)[[0, 0, 0, 3, 5, 0]].T  # channels 0 1 2 5 read position 0, channel 3 reads 3, 4 reads 5
     chosen = differing_channels(posterior, 3)

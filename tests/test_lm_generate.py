@@ -16,7 +16,7 @@ from femixer.cli import main
 from femixer.models import FEMConfig, FEMForCausalLM
 from femixer.surgery import upgrade
 from femixer.tasks.lm import generate as command
-from femixer.tasks.lm import prompt as prompts
+from femixer.tasks.lm import generate as prompts
 from femixer.tasks.lm.checkpoint import Placement, fingerprint, load
 from femixer.tasks.lm.data import sources
 from femixer.tasks.lm.data.tokenizer import byte_tokenizer
@@ -362,7 +362,7 @@ def test_a_prompt_that_cannot_be_remembered_is_refused_after_two_pieces(checkpoi
     FEMForCausalLM(FEMConfig(**{**tiny().config.to_diff_dict(), "prior": "gla"})).save_pretrained(tmp_path / "gla")
     TOKENIZER.save_pretrained(tmp_path / "gla")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompts.memory, "free", lambda device: 10**5)
+        patch.setattr(prompts, "free_bytes", lambda device: 10**5)
         assert run(tmp_path / "gla", *command_line) == 0
         capsys.readouterr()
         assert run(checkpoint, *command_line) == 2

@@ -8,7 +8,7 @@ import pytest
 from started import Started
 from tiny_run import Tiny, tiny_run
 
-from femixer.training import Results, RunOptions, locks
+from femixer.training import Results, RunOptions, results
 
 
 def begin(folder: Path) -> None:
@@ -48,18 +48,18 @@ def test_a_finished_run_leaves_no_lock(tmp_path):
 
 
 def test_the_same_process_may_go_on_in_its_folder(tmp_path):
-    locks.hold(tmp_path)
-    locks.hold(tmp_path)
-    locks.release(tmp_path)
+    results.hold(tmp_path)
+    results.hold(tmp_path)
+    results.release(tmp_path)
     assert not [*tmp_path.iterdir()]
-    locks.release(tmp_path)
+    results.release(tmp_path)
 
 
 def test_a_disk_without_locks_is_said_and_used(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(locks.FileLock, "acquire", refuse)
+    monkeypatch.setattr(results.FileLock, "acquire", refuse)
     with pytest.warns(UserWarning, match="on a disk without locks"):
-        locks.hold(tmp_path)
-    locks.release(tmp_path)
+        results.hold(tmp_path)
+    results.release(tmp_path)

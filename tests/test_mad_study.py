@@ -12,8 +12,7 @@ from femixer.cli import main
 from femixer.mixer import FreeEnergyMixer
 from femixer.models.named import fem
 from femixer.tasks.mad.model import build
-from femixer.tasks.mad.study import average, learned
-from femixer.tasks.mad.variants import VARIANTS, Variant, begin, columns, optimizer_of
+from femixer.tasks.mad.study import VARIANTS, Variant, average, begin, columns, learned, optimizer_of
 from femixer.training.jobs import engines
 from femixer.training.jobs.engines import attempt
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from femixer.tasks.mad import IGNORE, TASKS, sample
-from femixer.tasks.mad.data.generators import value_of_key
+from femixer.tasks.mad.data import value_of_key
 
 
 def tokens(text: str) -> list[int]:

@@ -10,8 +10,8 @@ from surgery_models import build
 from femixer import FreeEnergyMixer
 from femixer.cli import main
 from femixer.damage import Damaged, check_fields, read_json
-from femixer.models import loading
-from femixer.models.loading import saved_tokenizer
+from femixer.models import files
+from femixer.models.files import saved_tokenizer
 from femixer.reporting.figures import label
 from femixer.surgery import upgrade
 from femixer.tasks.forecast.predict import as_csv
@@ -69,9 +69,9 @@ def test_a_name_is_not_looked_for_at_length_without_a_network(monkeypatch, capsy
             asked.append(address)
             raise OSError("no network")
 
-    monkeypatch.setattr(loading.hub_utils, "get_session", Nobody)
-    monkeypatch.setattr(loading.constants, "HF_HUB_OFFLINE", False)
-    loading.is_offline.cache_clear()
+    monkeypatch.setattr(files.hub_utils, "get_session", Nobody)
+    monkeypatch.setattr(files.constants, "HF_HUB_OFFLINE", False)
+    files.is_offline.cache_clear()
     try:
         told = refused(capsys, "upgrade", "nobody/nothing", "--out", tmp_path / "out")
         assert "the hub does not answer" in told
@@ -81,7 +81,7 @@ def test_a_name_is_not_looked_for_at_length_without_a_network(monkeypatch, capsy
             saved_tokenizer("nobody/nothing")
         assert len(asked) == 1
     finally:
-        loading.is_offline.cache_clear()
+        files.is_offline.cache_clear()
 
 
 def test_a_recipe_is_not_shown_at_length_and_has_each_name_once(tmp_path: Path) -> None:

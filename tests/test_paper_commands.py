@@ -15,8 +15,7 @@ from femixer.options import expanded, parse
 from femixer.tasks.forecast.model import MODELS as FORECASTERS
 from femixer.tasks.forecast.task import ForecastRun
 from femixer.tasks.lm.fit import Experiment
-from femixer.tasks.lm.reproduce import ROWS, model_arguments
-from femixer.tasks.lm.task import MODELS, Comparison
+from femixer.tasks.lm.task import MODELS, ROWS, Comparison, model_arguments
 from femixer.tasks.mad.table import FIGURES
 from femixer.tasks.mad.task import MadRun
 from femixer.tasks.mixing import Rivals

@@ -9,7 +9,7 @@ from parallel_cases import process
 from started import Started
 from torch import Tensor
 
-from femixer.parallel.summaries import carried_energies, carried_reads, carried_sums
+from femixer.parallel.context import carried_energies, carried_reads, carried_sums
 
 
 @pytest.fixture(scope="module")

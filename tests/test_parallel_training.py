@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from femixer.cli import main
 
-COMMAND = Path(__file__).parent / "parallel_command.py"
+COMMAND = Path(__file__).parent / "support" / "parallel_command.py"
 SIZE = "--hidden-size 24 --layers 2 --heads 4 --prior gla softmax --context 16 --batch-tokens 64"
 COURSE = "--steps 5 --evaluate-every 3 --validation-tokens 64 --sample-tokens 0 --device cpu"
 

@@ -37,7 +37,7 @@ from femixer.reporting import (
     write,
 )
 from femixer.reporting.figures import COLOURS, figure, looks, plain_log, quiet, save
-from femixer.reporting.scores import number, transposed
+from femixer.reporting.table import number, transposed
 from femixer.reporting.writers import in_csv, in_latex, in_markdown, one_line
 
 # Any text, and texts that are made of what some format takes for more than text.

@@ -4,9 +4,8 @@ import pytest
 import torch
 from lm_text import texts
 
-from femixer import memory
 from femixer.cli import main
-from femixer.training import journal
+from femixer.training import engine, journal
 
 
 @pytest.mark.parametrize(
@@ -34,20 +33,20 @@ def test_a_model_larger_than_the_machine_is_refused_before_it_is_made(tmp_path, 
 
 
 def test_the_memory_of_a_container_counts(tmp_path, monkeypatch):
-    whole = memory.installed()
-    assert whole > 10**8 and 0 < memory.free(torch.device("cpu")) <= whole
-    for folder, (limit, used, of_files) in memory.GROUPS.items():
-        monkeypatch.setattr(memory, "GROUPS", {tmp_path: (limit, used, of_files), folder / "nowhere": ("a", "b", "c")})
+    whole = engine.installed_bytes()
+    assert whole > 10**8 and 0 < engine.free_bytes(torch.device("cpu")) <= whole
+    for folder, (limit, used, of_files) in engine.GROUPS.items():
+        monkeypatch.setattr(engine, "GROUPS", {tmp_path: (limit, used, of_files), folder / "nowhere": ("a", "b", "c")})
         for content, expected, free in (("max\n", whole, None), ("12345\n", 12345, 12345 - 11000 + 700)):
             (tmp_path / limit).write_text(content)
             (tmp_path / used).write_text("11000\n")
             (tmp_path / "memory.stat").write_text(f"anon 10300\n{of_files} 700\n")
-            assert memory.installed() == expected
-            assert free is None or memory.free(torch.device("cpu")) == free
+            assert engine.installed_bytes() == expected
+            assert free is None or engine.free_bytes(torch.device("cpu")) == free
         (tmp_path / used).write_text("13200\n")  # for a moment, before something is given back
-        assert memory.free(torch.device("cpu")) == 0
+        assert engine.free_bytes(torch.device("cpu")) == 0
         (tmp_path / used).unlink()
-        assert memory.free(torch.device("cpu")) == memory.installed() == 12345
+        assert engine.free_bytes(torch.device("cpu")) == engine.installed_bytes() == 12345
 
 
 def test_progress_is_a_line_now_and_then_also_where_the_end_is_not_known(monkeypatch, capsys):

@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from femixer import FreeEnergyMixer
-from femixer.bench.cost import flops
+from femixer.bench.calls import flops
 from femixer.cli import main
 from femixer.free_energy import free_energy
 from femixer.free_energy import posterior as tilted
 from femixer.theory import hull_gap, mixed_difference, most_patterns, patterns, per_dimension_cost, value_ranks
-from femixer.theory.command import head_table, state_table
-from femixer.theory.nodes import cost, nodes, state_numbers
+from femixer.theory.command import cost, head_table, nodes, state_numbers, state_table
 
 property_test = settings(max_examples=25, deadline=None)
 seeds = st.integers(0, 2**31)

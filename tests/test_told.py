@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from femixer.cli import main
 from femixer.options import model_first, model_named
-from femixer.training.best import untrained_note
+from femixer.training.loop import untrained_note
 
 
 @pytest.fixture

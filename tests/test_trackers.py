@@ -7,8 +7,8 @@ import pytest
 from tiny_run import ELABORATE, tiny_run
 
 from femixer.cli import main
+from femixer.training.journal import KINDS, Trackers
 from femixer.training.results import RunOptions
-from femixer.training.trackers import KINDS, Trackers
 
 
 class Crash(Exception):

@@ -7,19 +7,26 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from femixer.models.vision.pictures import middle
-from femixer.tasks.vision.data.augmentation import AREAS, Augmentation, cutmix, erase, mix, mixup, move, soft
-from femixer.tasks.vision.data.augmentation import random_box as erased_box
-from femixer.tasks.vision.data.operations import (
+from femixer.models.pictures import middle
+from femixer.tasks.vision.data import Preparation
+from femixer.tasks.vision.data.augmentation import (
+    AREAS,
     OPERATIONS,
+    Augmentation,
     beta,
+    cutmix,
+    erase,
+    erased_box,
     jitter,
+    mix,
+    mixup,
+    move,
     randaugment,
     random_box,
     random_crop,
     random_flip,
+    soft,
 )
-from femixer.tasks.vision.data.pictures import Preparation
 
 
 def seeded(seed=0):

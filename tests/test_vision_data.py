@@ -9,11 +9,21 @@ import pytest
 import torch
 from PIL import Image
 
-from femixer.models.vision.pictures import Unreadable
-from femixer.tasks.vision.data import SPLITS, Reading, found, read, stratified
+from femixer.models.pictures import Unreadable
+from femixer.tasks.vision.data import (
+    SPLITS,
+    Arrays,
+    Joined,
+    Preparation,
+    Reading,
+    Some,
+    decoded,
+    found,
+    read,
+    stratified,
+)
 from femixer.tasks.vision.data import sources as hub
 from femixer.tasks.vision.data.augmentation import Augmentation
-from femixer.tasks.vision.data.pictures import Arrays, Joined, Preparation, Some, decoded
 from femixer.tasks.vision.data.sources import Stream
 from femixer.tasks.vision.data.views import Ahead, Batches, Views, shuffled
 from femixer.training import Part

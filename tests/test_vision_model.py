@@ -9,13 +9,13 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
 
-from femixer.adapters.timm import timm_attention
 from femixer.baselines import Attention
 from femixer.models import FEMForImageClassification, FEMVisionConfig, FEMVisionModel, preset
 from femixer.models.named import NAMED, parameter_count
-from femixer.models.vision import patch_maps
-from femixer.models.vision.model import StochasticDepth, rising
+from femixer.models.pictures import patch_maps
+from femixer.models.vision import StochasticDepth, rising
 from femixer.rotary import Grid, Rotation, on_grid, rotated
+from femixer.timm import timm_attention
 
 PATCH, CHANNELS = 2, 3
 PRIORS = {

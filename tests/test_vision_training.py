@@ -24,9 +24,8 @@ from femixer.models.named import parameter_count
 from femixer.options import parse
 from femixer.reporting.figures import save
 from femixer.tasks.vision import TASK
-from femixer.tasks.vision.data import Images, read
+from femixer.tasks.vision.data import Arrays, Files, Images, Preparation, read
 from femixer.tasks.vision.data import views as views_module
-from femixer.tasks.vision.data.pictures import Arrays, Files, Preparation
 from femixer.tasks.vision.data.views import Batches, Views, spread, stacked
 from femixer.tasks.vision.evaluate import confusion, samples
 from femixer.tasks.vision.fit import Fitting, Predictions, averaged, averages, averaging, error, predicted

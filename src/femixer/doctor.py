@@ -20,7 +20,7 @@ from femixer.kernels.operator import Operator
 from femixer.optional import require
 from femixer.options import check as check_option
 from femixer.options import parse
-from femixer.reporting.terminal import progress
+from femixer.reporting.writers import progress
 
 PACKAGES = ("femixer.kernels", "femixer.baselines.kernels")
 VERSIONS = ("torch", "numpy", "numba", "triton", "transformers", "femixer")

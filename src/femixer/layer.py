@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from femixer.layout import Past
-from femixer.ownership import check_made_by, new_number
-from femixer.state import State
+from femixer.state import State, check_made_by, new_number
 
 # Numbers of x in a stretch: what a layer makes of more of them no longer fits into a CPU's caches.
 STRETCH = 2**21

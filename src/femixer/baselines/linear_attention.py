@@ -1,6 +1,7 @@
 """Linear attention as published: positive features of queries and keys in place of softmax; RetNet's retention, with a
 fixed decay per head; gated linear attention, with decays per key channel, an output norm and a gate; gated slot
-attention, which is softmax attention over a fixed number of slots, each a gated average of the past.
+attention, which is softmax attention over a fixed number of slots, each a gated average of the past; the attention free
+transformer, in which every channel averages the past with weights of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from femixer.baselines.base import Baseline, Common, HeadNorm, RMSNorm, check_sizes, made_with
 from femixer.baselines.kernels.linear_attention import linear_attention
+from femixer.kernels.channel_scan import channel_scan
 from femixer.kernels.operator import without_autocast
 from femixer.layout import Layout
 from femixer.options import check
@@ -191,3 +193,28 @@ class GSA(Baseline):
             y = self.norm(F.silu(read.flatten(2)))
         memory = None if keys is None or values is None else Slots(keys, values)
         return self.out_proj(self.dropout(y.to(x.dtype))), memory
+
+
+class AFT(Baseline):
+    """y_t = [sigmoid(q_t) * sum_{i<=t} exp(k_i) v_i / sum_{i<=t} exp(k_i)] W_o, per channel: AFT-simple.
+
+    The form without position biases, as in the paper's comparison (its prior "LRNN-softmax"); AFT-full and AFT-local
+    add learned biases of a fixed length. Exact for keys of any size. 4 dim² parameters, no use of heads.
+    Zhai et al. 2021, arXiv 2105.14103.
+    """
+
+    def __init__(self, dim: int, heads: int, **common: Unpack[Common]) -> None:
+        super().__init__(dim, heads, **common)
+        bias, made = made_with(common)
+        self.in_proj = nn.Linear(dim, 3 * dim, bias=bias, **made)
+        self.out_proj = nn.Linear(dim, dim, bias=bias, **made)
+        self.reset_parameters()
+
+    def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
+        q, k, v = self.in_proj(x).chunk(3, -1)
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        # The scan has its three rows first; a state has the batch first.
+        state = None if memory is None else memory.transpose(0, 1)
+        read = channel_scan(k.to(dtype), None, v.to(dtype), None, layout.marks(), state)
+        y = self.out_proj(self.dropout((q.sigmoid() * read.mean).to(x.dtype)))
+        return y, read.state.transpose(0, 1) if keep else None

@@ -1,18 +1,196 @@
-"""What the clock runs around: a layer on a sequence, its training step, and a layer that goes on token by token."""
+"""What the clock runs around: a layer on a sequence, its training step, and a layer that goes on token by token; and
+what a call costs besides time: the most bytes that it holds at one time, and its FLOPs in plain torch."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+import gc
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from femixer.bench.cost import held_bytes
-from femixer.bench.measure import stopwatch
-from femixer.bench.options import MixerOptions
+from femixer.baselines.kernels.long_convolution import CHUNK
+from femixer.bench.measure import MixerOptions, no_garbage_collection, stopwatch, synchronize
+from femixer.kernels.dispatch import use_backend
+from femixer.state import Growing
+
+
+def peak_memory(call: Callable[[], object], device: torch.device) -> int:
+    """The most bytes that torch holds at one time during the call, beyond what it held before.
+
+    On a CPU it is exact and repeatable: the running sum of every allocation and release that torch's allocator reports,
+    those inside custom operators and compiled code included. What a library takes for itself (the packing buffers of a
+    matrix product, the scratch arrays of femixer's numba kernels) does not pass through that allocator.
+    """
+    if device.type == "cuda":
+        gc.collect()
+        synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    # The profiler's own library announces each start and stop on standard error, unless told otherwise.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with no_garbage_collection(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        call()
+    return highest_sum(_allocations(recorded))
+
+
+def highest_sum(allocations: Iterable[tuple[int, int]]) -> int:
+    """The most bytes live at one time, from (address, bytes) in order; negative bytes release the address.
+
+    Releases of what was allocated before the record began do not count.
+    """
+    live: dict[int, int] = {}
+    total = highest = 0
+    for address, size in allocations:
+        if size > 0:
+            live[address] = size
+            total += size
+        else:
+            total -= live.pop(address, 0)
+        highest = max(highest, total)
+    return highest
+
+
+def _allocations(recorded: profile) -> Iterator[tuple[int, int]]:
+    """(address, bytes) of the CPU allocations and releases, in the order they happened."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    on_cpu = [e for e in events if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0]
+    for event in sorted(on_cpu, key=lambda e: e["ts"]):
+        yield event["args"]["Addr"], event["args"]["Bytes"]
+
+
+def held_bytes(value: Any) -> int:
+    """Bytes of the tensors in a streaming state; of a buffer with room to grow, what is filled."""
+    if isinstance(value, Growing):
+        value = value.tensor
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    elif dataclasses.is_dataclass(value):
+        value = tuple(getattr(value, field.name) for field in dataclasses.fields(value))
+    return sum(held_bytes(item) for item in value) if isinstance(value, (tuple, list)) else 0
+
+
+def flops(call: Callable[[], object], elementwise: bool = False) -> int:
+    """Multiplications and additions of the matrix products (triangular systems and Hyena's filters among them) that a
+    call performs, on the plain backend.
+
+    Only shapes matter: a call on device="meta" costs no time and no memory, and counts the same. As is the custom,
+    causal attention counts as if it looked at all pairs, its backward pass computes the scores once more, and
+    elementwise work, such as a scan per channel, does not count.
+
+    elementwise: count that too, one for each number that an elementwise operation makes or a reduction or a scan
+    reads. Then no scan is free, however a compiled kernel carries it out.
+    """
+    counter, rest = FlopCounterMode(display=False, custom_mapping=_UNCOUNTED), _Elementwise()
+    with use_backend("plain"), counter, rest if elementwise else nullcontext(), _FusedAttention():
+        call()
+    return counter.get_total_flops() + rest.total
+
+
+class _Elementwise(TorchDispatchMode):
+    """Counts what is not a matrix product. Moving numbers is no arithmetic."""
+
+    MOVES = frozenset({"clone", "copy", "copy_", "fill", "fill_", "where", "masked_fill", "masked_fill_"})
+    READS = frozenset(
+        {"sum", "mean", "amax", "amin", "max", "prod", "cumsum", "cumprod", "cummax", "logcumsumexp", "logsumexp"}
+        | {"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"}
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if torch.Tag.pointwise in func.tags and name not in self.MOVES:
+            self.total += _numbers(result)
+        elif name in self.READS:
+            self.total += _numbers(args[0])
+        return result
+
+
+def _numbers(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return math.prod(value.shape)
+    return sum(map(_numbers, value)) if isinstance(value, (tuple, list)) else 0
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Without data torch writes attention out; as one operation it counts as on a CPU that computes it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is scaled_dot_product_attention:
+            query, key, value, *_ = args
+            if query.is_meta and query.dim() == 4 and query.shape[-1] == value.shape[-1]:
+                heads = query.shape[1] // key.shape[1]  # that share a key
+                key, value = (x.repeat_interleave(heads, 1) if heads > 1 else x for x in (key, value))
+                return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(q, k, v)
+
+
+def _attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return sdpa_backward_flop_count(grad, q, k, v)
+
+
+def _solve_flops(matrix: Any, right: Any, *_: Any, **__: Any) -> int:
+    """A triangular system [..., N, N] with K right sides: N^2 K."""
+    return math.prod(right) * matrix[-1]
+
+
+def _convolution_flops(tokens: Any, products: int, transforms: int) -> int:
+    """Hyena's filters over tokens [B, S, C]: so many products with a Toeplitz matrix of a chunk, and for each block of
+    2, 4, 8, ... chunks so many Fourier transforms of its N real numbers, 2.5 N log2 N each."""
+    batch, length, channels = tokens
+    number = 1 << max(0, -(-length // CHUNK) - 1).bit_length()
+    chunk = -(-length // number)
+    sizes = [2**level * chunk for level in range(1, number.bit_length())]
+    each = sum(2.5 * number * chunk * math.log2(size) for size in sizes)
+    return batch * channels * int(2 * products * length * chunk + transforms * each)
+
+
+def _convolution_forward(u: Any, *_: Any, **__: Any) -> int:
+    return _convolution_flops(u, products=1, transforms=2)
+
+
+def _convolution_backward(to_y: Any, *_: Any, **__: Any) -> int:
+    return _convolution_flops(to_y, products=2, transforms=3)
+
+
+# torch counts its fused attention on a GPU, not on a CPU, and neither triangular systems nor our one opaque operator.
+_UNCOUNTED = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    torch.ops.aten.linalg_solve_triangular: _solve_flops,
+    torch.ops.femixer.long_convolution: _convolution_forward,
+    torch.ops.femixer.long_convolution_backward: _convolution_backward,
+}
 
 
 class Call(NamedTuple):

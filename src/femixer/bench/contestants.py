@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from femixer.baselines import Attention
-from femixer.bench.options import MixerOptions, check_distinct
+from femixer.bench.measure import MixerOptions, check_distinct
 from femixer.mixer import FreeEnergyMixer
 from femixer.priors import parse_prior, prior_class
 from femixer.priors.softmax import CACHES

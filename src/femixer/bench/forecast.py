@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from femixer.bench.measure import BenchOptions, check_distinct
 from femixer.bench.models import Report, StepCost, Training, race_of_steps
-from femixer.bench.options import BenchOptions, check_distinct
 from femixer.bench.report import command, fits, measured, place_of, ratio_cell
 from femixer.models.forecast import ForecastConfig, build
 from femixer.models.named import NAMED

@@ -8,11 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from femixer.bench.calls import Call, Decoder
+from femixer.bench.calls import Call, Decoder, flops, peak_memory
 from femixer.bench.contestants import ATTENTION, Mixer, Parameters, caches, canonical, check_priors
-from femixer.bench.cost import flops, peak_memory
-from femixer.bench.measure import Spread, Timing, busy, timed, unlimited_compilation
-from femixer.bench.options import MixerOptions, check_distinct
+from femixer.bench.measure import MixerOptions, Spread, Timing, busy, check_distinct, timed, unlimited_compilation
 from femixer.bench.report import Report as BenchReport
 from femixer.bench.report import bytes_cell, command, fits, heads_of, measured, place_of, ratio_cell
 from femixer.options import check, check_positive

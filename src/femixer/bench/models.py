@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers.generation.streamers import BaseStreamer
 
-from femixer.bench.cost import held_bytes
-from femixer.bench.measure import Spread, Timing, stopwatch, timed
-from femixer.bench.options import BenchOptions
+from femixer.bench.calls import held_bytes
+from femixer.bench.measure import BenchOptions, Spread, Timing, stopwatch, timed
 from femixer.bench.report import Report as BenchReport
 from femixer.models import FEMCache
 from femixer.models.named import parameters_of

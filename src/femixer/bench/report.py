@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from femixer import __version__
-from femixer.bench.measure import Spread, cpu_threads
-from femixer.bench.options import BenchOptions
+from femixer.bench.measure import BenchOptions, Spread, cpu_threads
 from femixer.options import parse
 from femixer.reporting import Table, show, write
 from femixer.training import atomic

@@ -11,11 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from femixer.bench.calls import Call, Decoder
+from femixer.bench.calls import Call, Decoder, peak_memory
 from femixer.bench.contestants import ATTENTION, Mixer, check_priors, label
-from femixer.bench.cost import peak_memory
-from femixer.bench.measure import Spread, cpu_threads, paired_ratio, timed
-from femixer.bench.options import MixerOptions, check_distinct
+from femixer.bench.measure import MixerOptions, Spread, check_distinct, cpu_threads, paired_ratio, timed
 from femixer.bench.report import Report as BenchReport
 from femixer.bench.report import begun, environment, heads_of, held, place_of, ratio_cell
 from femixer.optional import require

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from femixer.bench.calls import Call
-from femixer.bench.cost import flops, peak_memory
-from femixer.bench.measure import Timing, cpu_threads, timed
-from femixer.bench.options import MeasureOptions
+from femixer.bench.calls import Call, flops, peak_memory
+from femixer.bench.measure import MeasureOptions, Timing, cpu_threads, timed
 from femixer.bench.report import Report as BenchReport
 from femixer.bench.report import begun, environment, held, place_of, ratio_cell
 from femixer.models import FEMConfig, FEMModel

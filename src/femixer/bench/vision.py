@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from femixer.bench.contestants import ATTENTION, canonical, check_priors, full_label
-from femixer.bench.measure import unlimited_compilation
+from femixer.bench.measure import BenchOptions, unlimited_compilation
 from femixer.bench.models import Report, StepCost, Training, race_of_steps
-from femixer.bench.options import BenchOptions
 from femixer.bench.report import command, fits, measured, place_of, ratio_cell
 from femixer.models import VISION_PRESETS, FEMForImageClassification, FEMVisionConfig, preset
 from femixer.models.config import plain_refusals
 from femixer.models.named import parameter_count
-from femixer.models.vision.config import POSITIONS
+from femixer.models.vision import POSITIONS
 from femixer.options import check, check_positive
 from femixer.priors import parse_prior
 from femixer.reporting import Table

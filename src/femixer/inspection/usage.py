@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from femixer.finite import check_numbers
+from femixer.damage import check_numbers
 from femixer.inspection.inspection import Layer, mixers_of
 from femixer.reporting.figures import BLUE, GREY, figure, quiet
 

@@ -11,23 +11,18 @@ require("transformers", "lm")
 
 from femixer.models.cache import FEMCache  # noqa: E402
 from femixer.models.config import FEMConfig  # noqa: E402
+from femixer.models.files import CLASSES, Card  # noqa: E402
 from femixer.models.forecast import FEMForecaster, ForecastConfig, Forecaster  # noqa: E402
-from femixer.models.heads import (  # noqa: E402
+from femixer.models.language import (  # noqa: E402  # noqa: E402
+    FEMForCausalLM,
     FEMForMaskedLM,
     FEMForSequenceClassification,
     FEMForTokenClassification,
+    FEMModel,
 )
-from femixer.models.language import FEMForCausalLM, FEMModel  # noqa: E402
 from femixer.models.named import PRESETS, VISION_PRESETS, preset  # noqa: E402
-from femixer.models.saving import CLASSES, Card  # noqa: E402
-from femixer.models.vision import (  # noqa: E402
-    FEMForImageClassification,
-    FEMImageProcessor,
-    FEMVisionConfig,
-    FEMVisionModel,
-    PatchMaps,
-    patch_maps,
-)
+from femixer.models.pictures import FEMImageProcessor, PatchMaps, patch_maps  # noqa: E402
+from femixer.models.vision import FEMForImageClassification, FEMVisionConfig, FEMVisionModel  # noqa: E402
 
 # Asked for again: transformers has put another module in its place since.
 transformers = import_module("transformers")

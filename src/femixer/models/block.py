@@ -1,15 +1,25 @@
-"""The one block of all models, x + drop(mixer(norm(x))), then x + drop(mlp(norm(x))), and its parts."""
+"""The one block of all models, x + drop(mixer(norm(x))), then x + drop(mlp(norm(x))), its parts, and the mixer of a
+layer as the configuration names it."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from femixer.baselines import BASELINES
+from femixer.budget import BUDGETS
 from femixer.kernels.rms_norm import rms_norm
+from femixer.mixer import READOUTS, STARTS, TEMPERATURES, FreeEnergyMixer, check_read
+from femixer.options import check
+from femixer.priors import SoftmaxPrior, prior_class
+
+if TYPE_CHECKING:
+    from femixer.models.config import FEMConfig
 
 
 class RMSNorm(nn.RMSNorm):
@@ -93,3 +103,126 @@ class FEMBlock(GradientCheckpointingLayer):
             x, mixed = x[:, read], mixed[:, read]
         x = x + self.drop(mixed)
         return x + self.drop(self.mlp(self.mlp_norm(x)))
+
+
+MIXERS = ("fem", *BASELINES)
+# What a baseline's constructor takes from other fields of the configuration than mixer_options.
+OF_CONFIG = ("dim", "causal", "bias", "dropout", "kv_heads", "rope", "rope_base", "device", "dtype", "common")
+
+
+def options_of(mixer: str) -> tuple[str, ...]:
+    """The names that mixer_options may give for a baseline; "fem" has fields of its own."""
+    if mixer not in BASELINES:
+        return ()
+    return tuple(name for name in inspect.signature(BASELINES[mixer]).parameters if name not in OF_CONFIG)
+
+
+def takes_rope(mixer: str) -> bool:
+    """Whether rotary positions may be asked of a mixer; of "fem" its priors decide."""
+    return mixer not in BASELINES or "rope" in inspect.signature(BASELINES[mixer]).parameters
+
+
+def has_window(prior: str) -> bool:
+    return issubclass(prior_class(prior), SoftmaxPrior)
+
+
+def check_mixer(config: FEMConfig, layer: int) -> None:
+    """Raise a ValueError that names the field, unless the layer's mixer and prior are known and their options used."""
+    name = config.at("mixer", layer)
+    if name not in MIXERS:
+        raise ValueError(f"mixer={name!r} is unknown; choose one of {', '.join(MIXERS)}")
+    prior_class(config.at("prior", layer))
+    if name == "fem":
+        check_read(config.parts, config.start, config.readout, config.mixer_temperature)
+    elif config.mixer == name:  # in a hybrid, other layers have it
+        for field, (usual, _) in (("start", STARTS), ("readout", READOUTS), ("mixer_temperature", TEMPERATURES)):
+            if getattr(config, field) != usual:
+                given = f"{field}={getattr(config, field)!r}"
+                raise ValueError(f"{given} does not fit mixer={name!r}; choose {usual!r}, or mixer='fem'")
+    if not config.causal:
+        check_encoder(name)
+    if config.window is not None and has_window(config.at("prior", layer)) and name != "fem":
+        raise ValueError(f"window={config.window!r} does not fit mixer={name!r}; only mixer='fem' has windows")
+    if name in BASELINES:
+        known = inspect.signature(BASELINES[name]).parameters
+        kv_heads, heads = config.num_key_value_heads, config.num_attention_heads
+        if "kv_heads" not in known and kv_heads != heads:
+            raise ValueError(f"num_key_value_heads={kv_heads} does not fit mixer={name!r}; choose {heads} or None")
+        if config.rope and not takes_rope(name):
+            raise ValueError(f"rope={config.rope!r} does not fit mixer={name!r}; choose None")
+    for field in ("mixer", "prior"):
+        _check_options(config, field)
+    for mixer, options in (config.mixer_options or {}).items():
+        for option in options:
+            if option not in options_of(mixer):
+                allowed = ", ".join(options_of(mixer)) or "none; priors have prior_options"
+                raise ValueError(f"mixer_options has {option!r} for mixer={mixer!r}; its options are {allowed}")
+
+
+def check_budget(config: FEMConfig) -> None:
+    """Raise a ValueError unless a layer has the queries and keys whose width the budget chooses."""
+    check(config.budget in BUDGETS, "budget", config.budget, f"one of {', '.join(BUDGETS)}")
+    with_keys = any(
+        config.at("mixer", layer) == "fem" and prior_class(config.at("prior", layer)).queries_and_keys
+        for layer in range(config.num_hidden_layers)
+    )
+    allowed = "'attention': no layer is a free energy mixer with queries and keys"
+    check(with_keys or config.budget == "attention", "budget", config.budget, allowed)
+
+
+def check_encoder(mixer: str) -> None:
+    """Raise a ValueError unless the mixer can be that of an encoder."""
+    encoders = ("fem", *(name for name, baseline in BASELINES.items() if baseline.encoder))
+    allowed = f"one of {', '.join(encoders)}: the others are causal by definition"
+    check(mixer in encoders, "mixer", mixer, allowed)
+
+
+def _check_options(config: FEMConfig, field: str) -> None:
+    """mixer_options and prior_options are dicts per name of what the model has."""
+    given = getattr(config, f"{field}_options")
+    used = {config.at(field, layer) for layer in range(config.num_hidden_layers)}
+    for name, options in (given or {}).items():
+        if name not in used or not isinstance(options, dict):
+            raise ValueError(
+                f"{field}_options={given!r} must give options per {field} of the model, "
+                f"as {{{min(used)!r}: {{...}}}}; its {field}s are {', '.join(sorted(used))}"
+            )
+
+
+def build_mixer(config: FEMConfig, layer: int) -> nn.Module:
+    name, prior = config.at("mixer", layer), config.at("prior", layer)
+    shared: dict[str, Any] = {
+        "dim": config.hidden_size,
+        "heads": config.num_attention_heads,
+        "causal": config.causal,
+        "bias": config.mixer_bias,
+        "dropout": config.mixer_dropout,
+    }
+    if name in BASELINES:
+        place = {
+            "kv_heads": config.num_key_value_heads,
+            "rope": config.rope is not False,
+            "rope_base": config.rope_base,
+            # Published layers that start differently at each depth of a model, or by the length of its sequences.
+            "depth": layer + 1,
+            "lower_bound": layer / config.num_hidden_layers,
+            "length": max(2, config.max_position_embeddings),
+        }
+        known = inspect.signature(BASELINES[name]).parameters
+        shared.update({key: value for key, value in place.items() if key in known})
+        return BASELINES[name](**{**shared, **(config.mixer_options or {}).get(name, {})})
+    options = dict((config.prior_options or {}).get(prior, {}))
+    if prior_class(prior).queries_and_keys:
+        options.setdefault("rope_base", config.rope_base)
+        shared.update(kv_heads=config.num_key_value_heads, rope=config.rope, budget=config.budget)
+    if has_window(prior):
+        shared["window"] = config.window
+    return FreeEnergyMixer(
+        **shared,
+        prior=prior,
+        parts=config.parts,
+        start=config.start,
+        readout=config.readout,
+        temperature=config.mixer_temperature,
+        prior_options=options,
+    )

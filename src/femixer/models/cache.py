@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
-from femixer.ownership import check_made_by, fingerprint, owner_of
-from femixer.state import State
+from femixer.state import State, check_made_by, fingerprint, owner_of
 from femixer.trees import register
 
 

@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
 from femixer.damage import shown
-from femixer.models.mixers import check_budget, check_mixer
+from femixer.models.block import check_budget, check_mixer
 from femixer.options import check
 
 WORDS = {int: "a whole number", float: "a finite number", str: "a text", bool: "true or false", types.NoneType: "null"}
@@ -95,7 +95,7 @@ class FEMConfig(PreTrainedConfig):
     num_attention_heads: int = 8
     num_key_value_heads: int | None = None  # None: as many as num_attention_heads
     intermediate_size: int | None = None  # width of SwiGLU; None: 8/3 hidden_size, up to a multiple of 256
-    mixer: str | list[str] = "fem"  # "fem", or a baseline: see femixer.models.mixers
+    mixer: str | list[str] = "fem"  # "fem", or a baseline: see femixer.models.block
     prior: str | list[str] = "softmax"
     parts: str = "CLTG"
     causal: bool = True

@@ -23,10 +23,8 @@ from femixer.mixer import FreeEnergyMixer
 from femixer.models.config import HEADS_STYLE
 from femixer.models.language import FEMForCausalLM, FEMModel, padding_mask, within_documents
 from femixer.models.packing import PACKING, packed_segments
-from femixer.parallel.cut import Cut
-from femixer.parallel.exchange import summed
-from femixer.parallel.heads import cut_heads
-from femixer.parallel.weights import swapped
+from femixer.parallel.cut import Cut, summed
+from femixer.parallel.heads import cut_heads, swapped
 
 
 def cut_model(model: Any, cut: Cut) -> None:

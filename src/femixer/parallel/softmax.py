@@ -23,8 +23,7 @@ from femixer.kernels import streams
 from femixer.kernels.softmax import one_pass, softmax_read
 from femixer.kernels.softmax.visibility import Visibility
 from femixer.layout import Layout
-from femixer.parallel.cut import Cut
-from femixer.parallel.exchange import Passing
+from femixer.parallel.cut import Cut, Passing
 from femixer.priors.base import Prior
 from femixer.priors.softmax import SoftmaxPrior
 

@@ -9,9 +9,14 @@
 README.md beside this file says how the tables of the tasks and benchmarks are expressed with it.
 """
 
-from femixer.reporting.scores import (
+from femixer.reporting.table import (
+    Cell,
+    Column,
+    Group,
     Ranking,
+    Row,
     Score,
+    Table,
     best_two,
     difference,
     half_up,
@@ -21,9 +26,7 @@ from femixer.reporting.scores import (
     rank,
     ranks,
 )
-from femixer.reporting.table import Cell, Column, Group, Row, Table
-from femixer.reporting.terminal import progress, show
-from femixer.reporting.writers import as_csv, as_html, as_latex, as_markdown, write
+from femixer.reporting.writers import as_csv, as_html, as_latex, as_markdown, progress, show, write
 
 __all__ = [
     "Cell",

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from femixer import command_line
-from femixer.damage import reading
-from femixer.finite import check_tensor
-from femixer.models.loading import only_local, saved_tokenizer
-from femixer.models.saving import Card, write_card
+from femixer.damage import check_tensor, reading
+from femixer.models.files import Card, only_local, saved_tokenizer, write_card
 from femixer.optional import require
 from femixer.options import check, model_first, parse
 from femixer.surgery.attention import PARTS

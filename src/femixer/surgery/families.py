@@ -16,7 +16,7 @@ from transformers.models.auto import modeling_auto
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from femixer.damage import Damaged
-from femixer.models.loading import OtherKind, load_all
+from femixer.models.files import OtherKind, load_all
 from femixer.options import check
 from femixer.surgery import attention
 from femixer.surgery.attention import PARTS, ReadGates
@@ -88,7 +88,7 @@ class Upgraded:
         **kwargs: Any,
     ) -> Any:
         """As in transformers, but from safetensors only, and only an upgraded model whose weights are all there: see
-        `femixer.models.loading.load_all`."""
+        `femixer.models.files.load_all`."""
         load = functools.partial(super().from_pretrained, *args)  # type: ignore[misc]
         try:
             model, info = load_all(load, pretrained_model_name_or_path, cls, allow_missing, kwargs)

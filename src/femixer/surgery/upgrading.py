@@ -11,8 +11,8 @@ import transformers
 from transformers import AutoConfig, PreTrainedModel
 
 from femixer.damage import reading
+from femixer.models.files import load_all, only_local, why_not_found
 from femixer.models.language import FEMPreTrainedModel
-from femixer.models.loading import load_all, only_local, why_not_found
 from femixer.options import check
 from femixer.surgery import attention, families
 from femixer.surgery.attention import PARTS

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from femixer.models.named import NAMED
 from femixer.options import check, parse
 from femixer.reporting import Cell, Column, Group, Row, Score, Table, as_markdown, difference, write
-from femixer.reporting.scores import Difference
+from femixer.reporting.table import Difference
 from femixer.training import atomic
 from femixer.training.jobs.store import as_text
 from femixer.training.results import Record, check_no_run, holds_run

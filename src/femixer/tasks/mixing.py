@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from femixer.mixer import PARTS
-from femixer.models.mixers import options_of
+from femixer.models.block import options_of
 from femixer.options import check, given
 from femixer.priors import prior_class, value_of
 

@@ -150,7 +150,7 @@ class Task:
     record: Fields = field(default_factory=dict)
     """What its tables need of a record, as `femixer.damage.check_fields` takes it: a damaged one is named."""
     others: Commands = field(default_factory=dict)
-    """Its other commands, as `subcommands.dispatch` takes them."""
+    """Its other commands, as `command_line.dispatch` takes them."""
 
     @property
     def kind(self) -> Kind:

@@ -10,16 +10,21 @@ checkpoints/    the newest states of training
 figure.png      the curves
 model/          the trained model, where the run makes one for others to load
 table.md        the result; it is written last, so a run is finished exactly when it is there
-lock            while a process works in the folder, and lock.json: which
+lock            held while a process works in the folder: one at a time. It goes with its process, however that ends
+lock.json       which process, on which machine and since when
 replacement/    the same files of a newer run (--overwrite), until it is finished and takes the place of this one
 
 Several processes share one folder, in which the main one writes.
 """
 
+import contextlib
+import errno
 import json
 import os
 import platform
 import sys
+import time
+import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,13 +35,64 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from filelock import FileLock, Timeout
 
 from femixer import command_line
-from femixer.damage import Damaged, read_json, read_lines, read_text
-from femixer.finite import check_numbers
+from femixer.damage import Damaged, check_numbers, read_json, read_lines, read_text
 from femixer.optional import MissingExtra, require
 from femixer.options import check, check_threads
-from femixer.training import atomic, distributed, locks
+from femixer.training import atomic, distributed
+
+LOCK, HOLDER = "lock", "lock.json"
+# What a disk answers that knows no locks (some network disks): there is none then, which is said.
+UNKNOWN = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+# By folder: a process that stopped in the middle may go on in the same folder.
+_held: dict[Path, FileLock] = {}
+
+
+def hold(folder: Path) -> None:
+    """Lock a folder for this process, or raise a ValueError that says who works in it."""
+    folder = folder.resolve()
+    if folder in _held and (folder / LOCK).exists():
+        return
+    lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ValueError(
+            f"out={str(folder)!r} is in use by {_holder(folder)}; wait for it to end, or choose another --out"
+        ) from None
+    except (OSError, NotImplementedError) as error:
+        if not isinstance(error, NotImplementedError) and error.errno not in UNKNOWN:
+            raise
+        warnings.warn(f"{folder} is on a disk without locks: start no second process in it", stacklevel=2)
+        return
+    _held[folder] = lock
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    holder = {"process": os.getpid(), "machine": platform.node(), "since": now}
+    atomic.write(folder / HOLDER, json.dumps(holder) + "\n")
+
+
+def release(folder: Path) -> None:
+    """Let others into a folder again; nothing happens if this process does not hold it."""
+    folder = folder.resolve()
+    lock = _held.pop(folder, None)
+    if lock is None:
+        return
+    for name in (HOLDER, LOCK):  # while it is held: afterwards they may be another's
+        with contextlib.suppress(PermissionError):  # Windows removes no file that is open
+            (folder / name).unlink(missing_ok=True)
+    lock.release()
+
+
+def _holder(folder: Path) -> str:
+    try:
+        holder = json.loads((folder / HOLDER).read_text(encoding="utf-8"))
+        return f"process {holder['process']} on {holder['machine']} (since {holder['since']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
+
 
 CONFIG, METRICS, CHECKPOINTS, FIGURE, TABLE = "config.json", "metrics.jsonl", "checkpoints", "figure.png", "table.md"
 SAMPLES, MODEL = "samples.jsonl", "model"
@@ -114,16 +170,16 @@ class Results:
         """-> where this run is, and whether it is finished."""
         run, out, new = self.run, self.run.out, self.run.out / atomic.NEW
         if atomic.is_being_replaced(out) or (new / TABLE).exists():  # a run ended, and then the process
-            locks.hold(out)
+            hold(out)
             self._replace()
         config = {"task": task, "experiment": json.loads(json.dumps(asdict(experiment), default=str))}
-        held, newer = _held(out), (_held(new) if new.is_dir() and not run.overwrite else None)
+        held, newer = _run_in(out), (_run_in(new) if new.is_dir() and not run.overwrite else None)
         if held is not None and run.resume:
             where = out if newer is None else new
             _check_same(newer or held, config, where)
             finished = (where / TABLE).exists()
             if not finished:
-                locks.hold(out)
+                hold(out)
             return where, finished
         if held is not None and not run.overwrite:
             state = "a finished run (--resume shows its table)"
@@ -135,7 +191,7 @@ class Results:
         if run.resume and command_line.has("--resume"):
             raise ValueError(f"resume=True needs a run to continue, and out={str(out)!r} holds none; leave it out")
         out.mkdir(parents=True, exist_ok=True)
-        locks.hold(out)
+        hold(out)
         where = out if held is None else atomic.begin_replacement(out)
         if where != out:
             print(f"{out}/ keeps its run until the new one, in {where}/, is complete", file=sys.stderr, flush=True)
@@ -145,7 +201,7 @@ class Results:
     def _replace(self) -> None:
         """Let the newer run, which is complete, take the place of the one in the results folder."""
         atomic.replace_content(self.run.out, {*FILES, *self.others}, last=(CONFIG, TABLE))
-        locks.release(self.run.out)
+        release(self.run.out)
 
     def append(self, records: Iterable[Record], name: str = METRICS) -> None:
         """Add one line per record; they are on the disk when this returns. What is not finite is an error."""
@@ -211,7 +267,7 @@ class Results:
         if self.folder != self.run.out:
             self._replace()
             self.folder = self.run.out
-        locks.release(self.run.out)
+        release(self.run.out)
 
 
 def holds_run(folder: Path) -> bool:
@@ -306,7 +362,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _held(folder: Path) -> Mapping[str, Any] | None:
+def _run_in(folder: Path) -> Mapping[str, Any] | None:
     """The config of the run in the folder, None if it holds nothing; anything else in it is an error."""
     if not folder.exists():
         return None
@@ -319,7 +375,7 @@ def _held(folder: Path) -> Mapping[str, Any] | None:
             held = None
         if isinstance(held, dict) and "task" in held and isinstance(held.get("experiment"), dict):
             return held
-    own = (locks.LOCK, locks.HOLDER)
+    own = (LOCK, HOLDER)
     strangers = sorted(e.name for e in folder.iterdir() if e.suffix != atomic.PARTIAL and e.name not in own)
     holds = ", ".join(strangers[:3])
     check(not strangers, "out", str(folder), f"a new or empty folder (this one holds {holds})")

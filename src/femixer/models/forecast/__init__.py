@@ -3,11 +3,10 @@
 FEMForecaster with any mixer, and the rivals that every table of forecasts should have, behind one interface.
 """
 
-from femixer.models.forecast.classical import ETS, LastValue, SeasonalNaive
 from femixer.models.forecast.config import KINDS, ForecastConfig
 from femixer.models.forecast.fem import FEMForecaster
 from femixer.models.forecast.forecaster import Forecaster
-from femixer.models.forecast.rivals import DLinear, ITransformer, NLinear, PatchTST
+from femixer.models.forecast.rivals import ETS, DLinear, ITransformer, LastValue, NLinear, PatchTST, SeasonalNaive
 
 FORECASTERS: dict[str, type[Forecaster]] = {
     made.kind: made for made in (FEMForecaster, DLinear, NLinear, PatchTST, ITransformer, LastValue, SeasonalNaive, ETS)

@@ -48,9 +48,9 @@ class ForecastConfig(PreTrainedConfig):
     there and back. frequency (of pandas, such as "h"), columns, date_column and date_format: of what it was trained on.
     missing_below: values at or below it mean missing, there and in `predict`.
 
-    known_covariates, past_covariates: names of columns that are read besides (`covariates.py`), covariate_mean and
+    known_covariates, past_covariates: names of columns that are read besides (`window.py`), covariate_mean and
     covariate_std of the known and then the past ones; quantiles: that are forecast besides the mean, ascending;
-    all three kind="fem" only. conformal_levels: in percent, of which the model has widths (`intervals.py`).
+    all three kind="fem" only. conformal_levels: in percent, of which the model has widths (`window.py`).
     id_column, series_scale: of a model of many series (long frames), name -> mean and std of each. label: what the
     column of a forecast is called there.
     """

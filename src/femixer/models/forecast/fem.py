@@ -8,13 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from femixer.models.block import GELUMLP, FEMBlock, RMSNorm
+from femixer.models.block import GELUMLP, FEMBlock, RMSNorm, build_mixer
 from femixer.models.forecast.config import ForecastConfig
 from femixer.models.forecast.forecaster import Dropout, Forecaster, squared_error
-from femixer.models.forecast.intervals import ascending, pinball_error
-from femixer.models.forecast.window import Covariates, Normalised, normalised_to_recent
+from femixer.models.forecast.window import Covariates, Normalised, ascending, normalised_to_recent, pinball_error
 from femixer.models.forecast.window import patched as covariate_patches
-from femixer.models.mixers import build_mixer
 
 EPS = 1e-5
 
@@ -48,7 +46,7 @@ class FEMForecaster(Forecaster):
 
     Covariates, where there are any, are added before the norms, the same for all channels: to context_n those of patch
     n, known and past, to own_n the known ones of the patch that follows, which is forecast there. Quantiles are
-    increments around the forecast (`quantiles.py`), by a second map of the same token; their pinball loss is added.
+    increments around the forecast (`window.py`), by a second map of the same token; their pinball loss is added.
 
     Missing values: mean and std are of the observed points; a patch with some observed points has zeros (its window's
     recent mean) at the others; a token without any observed point is padding to the mixer, except the last own one,

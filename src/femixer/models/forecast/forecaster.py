@@ -10,23 +10,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from femixer.damage import reading
-from femixer.finite import check_tensor
+from femixer.damage import check_tensor, reading
+from femixer.models.files import check_kind
 from femixer.models.forecast import frames
 from femixer.models.forecast.config import ForecastConfig
-from femixer.models.forecast.intervals import NONE, Kind, Prediction, chosen_kind, pair
 from femixer.models.forecast.window import (
+    NONE,
     Covariates,
+    Kind,
+    Prediction,
     Window,
     batches,
+    chosen_kind,
     covariates_of,
     fitted,
+    pair,
     scaled_covariates,
     scales,
     stacked,
 )
 from femixer.models.language import FEMPreTrainedModel
-from femixer.models.loading import check_kind
 from femixer.options import check
 
 

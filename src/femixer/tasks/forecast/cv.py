@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from femixer.models.forecast import ForecastConfig, Forecaster
-from femixer.models.forecast.intervals import LEVELS, Kind, chosen_kind, column_names
+from femixer.models.forecast.window import LEVELS, Kind, chosen_kind, column_names
 from femixer.optional import require
 from femixer.options import check, parse
 from femixer.reporting import Table, as_markdown
 from femixer.tasks.forecast.data import Series
-from femixer.tasks.forecast.data.long import Section
+from femixer.tasks.forecast.data.files import Section
 from femixer.tasks.forecast.data.windows import Held
 from femixer.tasks.forecast.fit import WIDER, Fitted, calibrated, fitted, window_sums
 from femixer.tasks.forecast.model import Spec, check_possible
 from femixer.tasks.forecast.task import Train, prepared, simple
-from femixer.training import Results, RunOptions, atomic, distributed, locks, show_table
-from femixer.training.results import Record, holds_run
+from femixer.training import Results, RunOptions, atomic, distributed, show_table
+from femixer.training.results import Record, holds_run, release
 
 FRAME = "cv.csv"
 
@@ -115,7 +115,7 @@ def validated(command: CV) -> Results:
             inner = Results("forecast", spec, replace(command.run, out=out, resume=begun, overwrite=False))
         scored.append(score_windows(spec, part, windows, inner, command))
         if command.refit and distributed.is_main():
-            locks.release(inner.folder)
+            release(inner.folder)
     distributed.on_main(lambda: finish(results, whole, scored))
     return results
 

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from femixer.models.forecast import Forecaster
-from femixer.models.forecast.intervals import LEVELS, conformal_widths, enough_for, pair, pinball, quantile_levels
+from femixer.models.forecast.window import LEVELS, conformal_widths, enough_for, pair, pinball, quantile_levels
 from femixer.models.named import parameters_of
 from femixer.optional import require
 from femixer.reporting.figures import BLUE, GREY, VERMILION, figure, label, quiet
 from femixer.tasks.forecast.data import Series
 from femixer.tasks.forecast.data.windows import Batch, Held, Scaling, Windows, training_rows, windows
 from femixer.tasks.forecast.model import Spec, build_model
-from femixer.tasks.forecast.paired import ERRORS, packed
+from femixer.tasks.forecast.table import ERRORS, packed
 from femixer.training import EngineOptions, Fit, Results, TrainOptions, adamw, distributed, train
-from femixer.training.best import Best
 from femixer.training.journal import counting
+from femixer.training.loop import Best
 from femixer.training.optimizer import one_cycle
 from femixer.training.results import Record, environment
 from femixer.training.seeding import Epochs

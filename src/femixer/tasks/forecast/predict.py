@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from femixer.models.files import without_bars
 from femixer.models.forecast import ForecastConfig, Forecaster
 from femixer.models.forecast.frames import is_date_name, regular
-from femixer.models.forecast.intervals import Kind, chosen_kind, column_names
-from femixer.models.loading import without_bars
+from femixer.models.forecast.window import Kind, chosen_kind, column_names
 from femixer.optional import require
 from femixer.options import check, model_named, parse
 from femixer.reporting.figures import save

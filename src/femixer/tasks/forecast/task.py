@@ -11,7 +11,7 @@ import torch
 
 from femixer import command_line
 from femixer.models import Card
-from femixer.models.loading import without_bars
+from femixer.models.files import without_bars
 from femixer.optional import MissingExtra
 from femixer.options import check, expanded, parse
 from femixer.reporting import Table, as_markdown
@@ -34,8 +34,8 @@ from femixer.tasks.forecast.model import (
 from femixer.tasks.forecast.table import COLUMNS, DATASETS, NO_SEASON, tabulate
 from femixer.tasks.runner import DataJob, Run, told
 from femixer.training import Results, RunOptions, distributed, show_table
-from femixer.training.best import check_trained, untrained_note
 from femixer.training.jobs import RECORD, Jobs
+from femixer.training.loop import check_trained, untrained_note
 from femixer.training.results import MODEL, Record, new_model
 
 

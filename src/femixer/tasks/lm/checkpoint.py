@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from femixer.damage import read_text
-from femixer.finite import watch_logits
+from femixer.damage import read_text, watch_logits
 from femixer.optional import require
 from femixer.options import check
 from femixer.training.results import model_folder
@@ -62,7 +61,7 @@ def given_text(text: str | None, file: Path | None, name: str, file_name: str, e
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a model folder."""
     _transformers()
-    from femixer.models.loading import saved_tokenizer
+    from femixer.models.files import saved_tokenizer
 
     if (folder / "preparation.json").is_file():
         raise ValueError(f"checkpoint={str(folder)!r} is a model of pictures; see `femixer vision maps`")

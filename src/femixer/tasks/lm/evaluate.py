@@ -18,17 +18,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
-from femixer.damage import check_fields
-from femixer.finite import check_numbers
+from femixer.damage import check_fields, check_numbers
 from femixer.optional import require
 from femixer.options import check, model_first, parse
 from femixer.reporting import Column, Table, as_markdown
 from femixer.tasks.lm import harness
 from femixer.tasks.lm.checkpoint import Placement, check_positions, fingerprint, load
 from femixer.tasks.lm.harness import SUITES, Catalog, Record, Request, metrics
-from femixer.training import Results, RunOptions, atomic, locks, show_table
+from femixer.training import Results, RunOptions, atomic, show_table
 from femixer.training.processes import Interrupted
-from femixer.training.results import METRICS, model_folder, name_of
+from femixer.training.results import METRICS, hold, model_folder, name_of
 
 
 class TaskJournal:
@@ -255,7 +254,7 @@ def run(
     missing = [request for request in requests if journal.find(request, request.name) is None]
     if not missing:
         return []
-    locks.hold(journal.results.run.out)  # a finished run may be asked for more
+    hold(journal.results.run.out)  # a finished run may be asked for more
     model, tokenizer = load(command.checkpoint, command.placement)
     if command.max_length is not None:
         check_positions(model, command.max_length, "max_length", command.max_length)

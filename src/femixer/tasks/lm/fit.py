@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from femixer import command_line
-from femixer.memory import check_fits
 from femixer.models import Card, FEMForCausalLM, preset
-from femixer.models.loading import without_bars
+from femixer.models.files import without_bars
 from femixer.models.named import parameter_count
 from femixer.optional import require
 from femixer.options import check
@@ -38,6 +37,7 @@ from femixer.training import (
     full_weights,
     train,
 )
+from femixer.training.engine import check_fits
 from femixer.training.journal import counting
 from femixer.training.results import MODEL, Record, new_model
 

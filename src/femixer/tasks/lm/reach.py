@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from femixer.finite import check_numbers
+from femixer.damage import check_numbers
 from femixer.models import preset
 from femixer.options import check, parse
 from femixer.reporting import Column, Group, Row, Score, Table, as_markdown, marked_columns, write

@@ -14,7 +14,7 @@ from femixer.damage import check_fields, read_json
 from femixer.optional import require
 from femixer.options import check, parse
 from femixer.reporting import Cell, Column, Group, Row, Table, as_markdown, half_up, marked_columns, rank, write
-from femixer.reporting.scores import Value
+from femixer.reporting.table import Value
 from femixer.tasks.lm.evaluate import RESULTS
 from femixer.tasks.lm.harness import BLOCKS, COLUMNS, PaperColumn
 from femixer.training import atomic

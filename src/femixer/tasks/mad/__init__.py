@@ -4,8 +4,7 @@
 really runs.
 """
 
-from femixer.tasks.mad.data import TASKS, MadTask, sample
-from femixer.tasks.mad.data.generators import IGNORE
+from femixer.tasks.mad.data import IGNORE, TASKS, MadTask, sample
 from femixer.tasks.runner import Task
 
 STUDY = Task(

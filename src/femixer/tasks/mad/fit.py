@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.models.named import parameters_of
-from femixer.tasks.mad.data import sample
-from femixer.tasks.mad.data.generators import IGNORE
+from femixer.tasks.mad.data import IGNORE, sample
 from femixer.tasks.mad.model import build
 from femixer.training import (
     EngineOptions,

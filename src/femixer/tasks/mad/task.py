@@ -7,7 +7,6 @@ from typing import Any, Literal, Self
 
 import torch
 
-from femixer.memory import check_fits
 from femixer.models.named import NAMED, parameters_of
 from femixer.options import check, expanded, given, parse
 from femixer.reporting import Table
@@ -18,6 +17,7 @@ from femixer.tasks.mad.protocol import PROTOCOLS, Protocol
 from femixer.tasks.mad.table import FIGURES, tabulate
 from femixer.tasks.mixing import Mixing, Rivals
 from femixer.tasks.runner import Run
+from femixer.training.engine import check_fits
 from femixer.training.jobs import Jobs
 from femixer.training.results import Record
 

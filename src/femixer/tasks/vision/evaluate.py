@@ -11,12 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from femixer.models.vision.pictures import Picture
+from femixer.models.pictures import Picture
 from femixer.options import check, check_positive, check_threads, model_named, parse
 from femixer.reporting.figures import BLUE, GREY, VERMILION, figure, quiet, save
 from femixer.tasks.runner import told
-from femixer.tasks.vision.data import ABOUT_DIGITS, DIGITS, Broken, Images, Reading, found
-from femixer.tasks.vision.data.pictures import Files, Joined, Pictures
+from femixer.tasks.vision.data import ABOUT_DIGITS, DIGITS, Broken, Files, Images, Joined, Pictures, Reading, found
 from femixer.tasks.vision.data.views import Views, spread
 from femixer.tasks.vision.fit import Predictions, predicted
 from femixer.tasks.vision.model import Classifier

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from femixer.finite import check_tensor
+from femixer.damage import check_tensor
 from femixer.models.named import parameters_of
 from femixer.options import check
 from femixer.tasks.vision.data import Images
@@ -30,8 +30,8 @@ from femixer.training import (
     full_weights,
     train,
 )
-from femixer.training.best import Best, Error
 from femixer.training.journal import counting
+from femixer.training.loop import Best, Error
 from femixer.training.results import Record, environment
 
 KEY = "average"

@@ -10,14 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from femixer.finite import check_tensor
-from femixer.models.vision.pictures import Unreadable, as_tensor
-from femixer.models.vision.reading import PatchMaps, patch_maps
+from femixer.damage import check_tensor
+from femixer.models.pictures import PatchMaps, Unreadable, as_tensor, patch_maps
 from femixer.options import check, check_positive, model_named, parse
 from femixer.reporting.figures import figure, save
 from femixer.tasks.runner import told
-from femixer.tasks.vision.data import ABOUT_DIGITS, DIGITS, Reading
-from femixer.tasks.vision.data.pictures import decoded
+from femixer.tasks.vision.data import ABOUT_DIGITS, DIGITS, Reading, decoded
 from femixer.tasks.vision.data.views import stacked
 from femixer.tasks.vision.evaluate import TITLE, choose, displayed, shortened
 from femixer.tasks.vision.model import Classifier

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from femixer import command_line
-from femixer.memory import check_fits
 from femixer.models import Card
 from femixer.models.named import parameter_count
 from femixer.options import check, expanded, parse
@@ -24,8 +23,9 @@ from femixer.tasks.vision.maps import MAPS, map_figure
 from femixer.tasks.vision.model import ENCODERS, Sizes, Spec, Training, config_of, specified
 from femixer.tasks.vision.table import ORDER, TOP1, tabulate
 from femixer.training import EngineOptions, Results, RunOptions, distributed, show_table
-from femixer.training.best import check_trained, untrained_note
+from femixer.training.engine import check_fits
 from femixer.training.jobs import RECORD, Jobs
+from femixer.training.loop import check_trained, untrained_note
 from femixer.training.recipe import apply, with_recipe
 from femixer.training.results import MODEL, Record
 

@@ -21,10 +21,10 @@ import torch
 
 from femixer.optional import require
 from femixer.options import check, check_threads
-from femixer.training import atomic, locks
+from femixer.training import atomic
 from femixer.training.jobs.store import RUNNING, add_record, is_finished
 from femixer.training.processes import Interrupted, carried_out, cores
-from femixer.training.results import Record, RunOptions, holds_run
+from femixer.training.results import Record, RunOptions, holds_run, release
 
 
 class Job(ABC):
@@ -98,7 +98,7 @@ def attempt(assignment: Assignment) -> Outcome:
                 with log.open("a", encoding="utf-8") as file, contextlib.redirect_stderr(file):
                     record = job.carry_out(options)
             finally:
-                locks.release(folder)
+                release(folder)
             if assignment.store.is_dir():  # before another process can get the lock
                 add_record(assignment.store, job.name, record)
             for path in (folder, log):

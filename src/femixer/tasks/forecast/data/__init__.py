@@ -16,8 +16,7 @@ import numpy as np
 from femixer.models.forecast.frames import DATE_NAMES, is_date_name
 from femixer.optional import require
 from femixer.options import check
-from femixer.tasks.forecast.data.files import Rows, as_dates, in_any_order, read_csv
-from femixer.tasks.forecast.data.long import ID, Section, arranged
+from femixer.tasks.forecast.data.files import ID, Rows, Section, arranged, as_dates, in_any_order, read_csv
 
 LOOKBACKS = {96: 1024, 192: 2048, 336: 2048, 720: 4096}
 """Of the protocol, by horizon."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from femixer.models.forecast.window import mean_and_std
 from femixer.options import check
 from femixer.tasks.forecast.data import KNOWN, RATIOS, Series
-from femixer.tasks.forecast.data.long import Section
+from femixer.tasks.forecast.data.files import Section
 
 SPLITS = ("train", "validation", "test")
 

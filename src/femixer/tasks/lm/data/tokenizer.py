@@ -25,7 +25,7 @@ def load_tokenizer(name: str | Path = BYTES) -> Any:
     if name == BYTES:
         return byte_tokenizer()
     require("transformers", "lm")
-    from femixer.models.loading import is_offline, saved_tokenizer, why_not_found
+    from femixer.models.files import is_offline, saved_tokenizer, why_not_found
 
     looks_like_path = Path(name).is_dir() or str(name).startswith((".", "/", "~"))
     place = Path(name).expanduser() if looks_like_path else name

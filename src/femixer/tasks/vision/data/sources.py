@@ -11,11 +11,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from femixer.models.vision.pictures import Picture, Unreadable
+from femixer.models.pictures import Picture, Unreadable
 from femixer.optional import require
 from femixer.options import check
-from femixer.tasks.vision.data import NAMES, PREFIX, SPLITS, Broken, Images, Reading, divided, fingerprint, held_out
-from femixer.tasks.vision.data.pictures import Files, Pictures, Some, decoded
+from femixer.tasks.vision.data import (
+    NAMES,
+    PREFIX,
+    SPLITS,
+    Broken,
+    Files,
+    Images,
+    Pictures,
+    Reading,
+    Some,
+    decoded,
+    divided,
+    fingerprint,
+    held_out,
+)
 
 HOLDING_OUT = ({"train", "validation"}, {"train", "test"})
 """Parts of which the one besides train is for the final test, and is not looked at before."""

@@ -12,11 +12,10 @@ from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from femixer.damage import check_fields, read_lines
-from femixer.models.vision.pictures import Unreadable, as_tensor
+from femixer.models.pictures import Unreadable, as_tensor
 from femixer.options import check
-from femixer.tasks.vision.data import Broken
+from femixer.tasks.vision.data import Broken, Pictures, Preparation
 from femixer.tasks.vision.data.augmentation import Augmentation
-from femixer.tasks.vision.data.pictures import Pictures, Preparation
 from femixer.training import Part, atomic, distributed, generator
 from femixer.training.seeding import Epochs
 

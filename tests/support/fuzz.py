@@ -1,4 +1,4 @@
-"""Damaged folders and impossible options: `python tests/fuzz.py --cases 5000 --seed 7` tries any number of them.
+"""Damaged folders and impossible options: `python tests/support/fuzz.py --cases 5000 --seed 7` tries any number.
 
 A case takes a folder that a command reads, damages it in one way, and runs the command; or runs it with an option that
 cannot be. It must end with exit code 2 and one line that names the folder (or the option), or with the result of the
@@ -265,7 +265,7 @@ def make(place: Path) -> dict[str, Subject]:
     from femixer.tasks.forecast import TASK
     from femixer.tasks.forecast.task import ForecastRun
     from femixer.tasks.lm.data.tokenizer import load_tokenizer
-    from femixer.tasks.vision.data.pictures import Preparation
+    from femixer.tasks.vision.data import Preparation
     from femixer.tasks.vision.model import Classifier
     from femixer.training import RunOptions
     from femixer.training.jobs import Store

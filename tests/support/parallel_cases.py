@@ -149,7 +149,7 @@ def loss_of(model: Any, words: Tensor, documents: Tensor) -> Tensor:
         return model(words, segments=documents, labels=words, attention_mask=torch.ones_like(words)).loss
     from femixer.models.language import within_documents
     from femixer.parallel import own_tokens
-    from femixer.parallel.exchange import summed
+    from femixer.parallel.cut import summed
 
     labels = within_documents(words, documents).roll(-1, 1)
     labels[:, -1] = -100

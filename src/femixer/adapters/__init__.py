@@ -1,1 +1,0 @@
-"""FEM in the models of other libraries, through the places where those let one in."""
