@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from femixer.kernels.operator import declared
-from femixer.kernels.streams import transparent
 
 
 # Not fusible: a compiler that sees inside computes the sines again for every head.
@@ -38,10 +37,16 @@ def forward(position: Tensor, width: int, base: float, dtype: torch.dtype) -> tu
     """In torch's operations."""
     count = position.numel()
     alone = count == max(position.shape, default=1) and count * width <= 2 * ANGLES
-    seen_through = transparent(position) or torch._C._get_tracing_state() is not None
-    if alone and position.device.type == "cpu" and not seen_through:
+    if alone and _may_be_read(position):
         return _kept(position.shape, tuple(position.flatten().tolist()), width, base, dtype)
     return _angles(position, width, base, dtype)
+
+
+def _may_be_read(x: Tensor) -> bool:
+    """Whether its numbers are at hand and nobody follows what is done with it: no compiler, transform or tracer."""
+    if x.device.type != "cpu" or type(x) is not Tensor or torch.compiler.is_compiling():
+        return False
+    return not torch._C._are_functorch_transforms_active() and torch._C._get_tracing_state() is None
 
 
 @functools.lru_cache(maxsize=KEPT)
