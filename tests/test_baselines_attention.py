@@ -11,7 +11,7 @@ from matrix import assert_close, noise, outcome, stir, tokens
 from torch import Tensor
 
 from femixer.baselines import KDA, Attention, FoX, GatedAttention, PaTH
-from femixer.baselines.kernels.delta_rule import delta_rule
+from femixer.baselines.kernels.chunks import delta_rule
 from femixer.baselines.token_positions import CHUNK
 
 EXACT = 1e-10

@@ -11,7 +11,8 @@ from matrix import assert_close, noise, outcome, stir, tokens
 from torch import Tensor
 
 from femixer.baselines import RWKV7, DeltaNet, GatedDeltaNet
-from femixer.baselines.kernels.delta_rule import CHUNK, LEAST, delta_rule, unit
+from femixer.baselines.kernels.chunks import DELTA_CHUNK as CHUNK
+from femixer.baselines.kernels.chunks import LEAST_GATE, delta_rule, unit
 from femixer.layout import Past, arrange
 
 EXACT = 1e-10
@@ -45,8 +46,8 @@ def ingredients(kind: str, length: int, seed: int = 0) -> dict[str, Tensor | Non
     q, k, other, v, a, beta = draws
     q, k, other, a, beta = unit(q), unit(k), unit(other), a.sigmoid(), beta.sigmoid()
     if kind == "channel":
-        gate = LEAST * a.flip(-1) ** 8
-        gate[:, ::3] = LEAST
+        gate = LEAST_GATE * a.flip(-1) ** 8
+        gate[:, ::3] = LEAST_GATE
         return {"q": q, "k": k, "v": v, "c": other, "b": -a * other, "gate": gate}
     # From hardly any decay to forgetting all at once.
     gate = -torch.logspace(-4, 2, length * HEADS, dtype=torch.float64)[noise(length * HEADS).argsort()]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from femixer import FreeEnergyMixer
-from femixer.kernels.rotary_angles import numba_cpu as rotary_angles
+from femixer.kernels import rotary_angles
 from femixer.layout import Layout, Past
 from femixer.priors import PRIORS, Prior
 from femixer.state import State

@@ -20,7 +20,7 @@ from femixer.baselines.base import (
     made_with,
     random_steps_,
 )
-from femixer.baselines.kernels.delta_rule import delta_rule, unit
+from femixer.baselines.kernels.chunks import delta_rule, unit
 from femixer.kernels.operator import without_autocast
 from femixer.layout import Layout
 from femixer.options import check

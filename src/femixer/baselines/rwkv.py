@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.baselines.base import Baseline, Common, HeadNorm, Memory, check_sizes, made_with, token_before
-from femixer.baselines.kernels.delta_rule import delta_rule, unit
+from femixer.baselines.kernels.chunks import delta_rule, unit
 from femixer.baselines.kernels.linear_attention import linear_attention
 from femixer.kernels.operator import without_autocast
 from femixer.layout import Layout

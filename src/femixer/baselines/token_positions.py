@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from femixer.baselines.attention import head_width
 from femixer.baselines.base import Baseline, Common, RMSNorm, ShortConvolution, check_sizes, made_with, token_before
-from femixer.baselines.kernels.delta_rule import unit
+from femixer.baselines.kernels.chunks import unit
 from femixer.kernels.operator import without_autocast
 from femixer.layout import Layout, segments_together
 from femixer.options import check

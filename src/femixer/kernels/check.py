@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from femixer.kernels import dispatch
 from femixer.kernels.dispatch import use_backend
 from femixer.kernels.operator import OPERATORS, Operator
 
@@ -67,10 +68,7 @@ def cast(arguments: tuple[Any, ...], dtype: torch.dtype, device: str | torch.dev
 
 def compare(operator: Operator, backend: str, arguments: tuple[Any, ...], dtype: torch.dtype = torch.float32) -> Errors:
     """Run an operator on a backend with floating-point arguments of this type, and compare with its definition."""
-    arguments = tuple(
-        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
-        for x in arguments
-    )
+    arguments = cast(arguments, dtype, dispatch.device_of(arguments))
     expected, wanted = _run(page(operator).definition, operator, arguments, torch.float64)
     with use_backend(backend):
         results, gradients = _run(operator, operator, arguments, None)

@@ -113,14 +113,15 @@ class Operator:
             with torch.no_grad():
                 return self(*arguments)
         if torch.compiler.is_compiling():
-            return self._compiled(arguments)
+            return self._seen_through(arguments, not self.fusible and dispatch.asked() != "plain")
         recorded, first = False, None
         for i in self.tensors:
             x = arguments[i]
             if x is None:
                 continue
             if type(x) not in _TENSORS:
-                return self._pretended(arguments)
+                # Without data, shapes of results are known; other kinds of tensors have operations of their own.
+                return self._seen_through(arguments, any(isinstance(arguments[i], FakeTensor) for i in self.tensors))
             first = x if first is None else first
             recorded = recorded or (graph and x.requires_grad)
         # Someone may follow torch's own operations and would lose sight of kernels: torch.func, forward mode, jit.
@@ -175,31 +176,17 @@ class Operator:
         refuse = known.get("refuse")
         return None if refuse is None else refuse(*arguments)
 
-    def results_of(self, backend: Any) -> Callable[..., tuple[Tensor, ...]]:
-        """What a backend returns: as declared, unless it keeps other internal results and has `results` of its own."""
-        return getattr(backend, "results", self.results)
-
     def plain(self, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """The plain forward as torch's own operations, through which gradients and transforms go by themselves."""
         with without_autocast(dispatch.device_of(arguments)):
             return self.implementations["plain"].forward(*arguments)
 
-    def _compiled(self, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        asked = dispatch.asked()
-        if self.fusible or asked == "plain":
+    def _seen_through(self, arguments: tuple[Any, ...], opaque: bool) -> tuple[Tensor, ...]:
+        """As one operation that a compiler knows, or as those that the plain form is made of."""
+        if not opaque:
             return self.plain(arguments)
-        return self._opaque(arguments, asked)
-
-    def _opaque(self, arguments: tuple[Any, ...], asked: str) -> tuple[Tensor, ...]:
-        results = self._operation(*arguments, asked)
+        results = self._operation(*arguments, dispatch.asked())
         return (results,) if isinstance(results, Tensor) else tuple(results)
-
-    def _pretended(self, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """For tensors without data an operator knows the shapes of its results; other kinds of tensors have operations
-        of their own, of which the plain form is made."""
-        if any(isinstance(arguments[i], FakeTensor) for i in self.tensors):
-            return self._opaque(arguments, dispatch.asked())
-        return self.plain(arguments)
 
 
 P = ParamSpec("P")
@@ -377,8 +364,6 @@ def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            if all(g is None for g in grads):
-                return (None,) * len(ctx.needs_input_grad)
             saved = ctx.saved_tensors  # once: what recomputes them may not be asked twice
             saved, sources = saved[: len(saved) - ctx.sources], saved[len(saved) - ctx.sources :]
             arguments = list(ctx.others)
@@ -438,7 +423,8 @@ def _custom_op(operator: Operator, kinds: list[str]) -> Any:
         # On a CPU all backends return the same, and choosing one would make guards of sizes.
         if asked != "triton" and dispatch.device_of(given).type == "cpu":
             return returned(operator.results(*given))
-        return returned(operator.results_of(dispatch.choose(operator, tuple(given), asked))(*given))
+        # As declared, unless a backend keeps other internal results and has `results` of its own.
+        return returned(getattr(dispatch.choose(operator, tuple(given), asked), "results", operator.results)(*given))
 
     def backward_op(grads: Any, *rest: Any) -> list[Tensor]:
         given, results, needed, asked = rest[:count], rest[count], rest[count + 1], rest[count + 2]

@@ -80,15 +80,9 @@ def _without_itself(read: Reading, gate: Tensor | None, marks: Tensor | None, st
     return Reading(mean.masked_fill(nothing, 0), free[0] if free else None, log_total, read.state)
 
 
-def definition(
-    key: Tensor | None,
-    gate: Tensor | None,
-    v: Tensor,
-    beta: Tensor | None,
-    marks: Tensor | None,
-    state: Tensor | None,
-) -> tuple[Tensor, ...]:
+def definition(*arguments: Any) -> tuple[Tensor, ...]:
     """All weights of all rows, in float64."""
+    key, gate, v, beta, marks, state = arguments
     v = v.double()
     batch, length = v.shape[:2]
     k, g = (torch.zeros_like(v) if x is None else x.double() for x in (key, gate))

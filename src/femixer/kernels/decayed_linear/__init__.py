@@ -83,19 +83,9 @@ def decayed_linear_read(
 TOLERANCES = {torch.float32: Tolerance(1e-5, 1e-3)}
 
 
-def definition(
-    q: Tensor,
-    k: Tensor,
-    gate: Tensor | None,
-    v: Tensor,
-    beta: Tensor | None,
-    marks: Tensor | None,
-    sums: Tensor | None,
-    top: Tensor | None,
-    exclusive: bool,
-    keep: bool,
-) -> tuple[Tensor, ...]:
+def definition(*arguments: Any) -> tuple[Tensor, ...]:
     """All pairs of tokens in float64, weights as logarithms."""
+    q, k, gate, v, beta, marks, sums, top, exclusive, keep = arguments
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))  # [B, H or G, T, ...]
     top = None if top is None else top.detach()  # a constant
     (batch, groups, length, width), heads = v.shape, q.shape[1]

@@ -78,21 +78,9 @@ def gated_softmax_read(
 DIFFERENTIABLE = True
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    lam: Tensor | None,
-    gate: Tensor | None,
-    bias: Tensor | None,
-    segments_q: Tensor | None,
-    segments_k: Tensor | None,
-    causal: bool,
-    window: int | None,
-    eps: float,
-) -> tuple[Tensor, ...]:
+def forward(*arguments: Any) -> tuple[Tensor, ...]:
     """As the read and the gates, one operator after the other."""
+    q, k, v, beta, lam, gate, bias, segments_q, segments_k, causal, window, eps = arguments
     dtype = reading_dtype(v, beta)
     q, k, v = (x.to(dtype) for x in (q, k, v))
     beta, lam, gate = (None if x is None else x.to(dtype) for x in (beta, lam, gate))
@@ -104,21 +92,9 @@ def forward(
     return (gated(mean, free, lam, gate, eps),)
 
 
-def definition(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    lam: Tensor | None,
-    gate: Tensor | None,
-    bias: Tensor | None,
-    segments_q: Tensor | None,
-    segments_k: Tensor | None,
-    causal: bool,
-    window: int | None,
-    eps: float,
-) -> tuple[Tensor, ...]:
+def definition(*arguments: Any) -> tuple[Tensor, ...]:
     """The definitions of the read and of the gates, in float64."""
+    q, k, v, beta, lam, gate, bias, segments_q, segments_k, causal, window, eps = arguments
     given = bias, segments_q, segments_k, causal, window, q.shape[3] ** -0.5
     mean, free = softmax.definition(q, k, v, beta, *given)
     if beta is None or lam is None:

@@ -84,20 +84,9 @@ def pair_state_space_read(
     return Reading(mean, None if beta is None else free, log_total, PairSums(*last))
 
 
-def definition(
-    gate: Tensor,
-    write: Tensor,
-    read: Tensor,
-    spread: Tensor,
-    gather: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    marks: Tensor | None,
-    sums: Tensor,
-    top: Tensor,
-    exclusive: bool,
-) -> tuple[Tensor, ...]:
+def definition(*arguments: Any) -> tuple[Tensor, ...]:
     """All weights, dense, in float64."""
+    gate, write, read, spread, gather, v, beta, marks, sums, top, exclusive = arguments
     gate, write, read, spread, gather, v = (x.double() for x in (gate, write, read, spread, gather, v))
     batch, length = v.shape[:2]
     marks = torch.zeros(batch, length, dtype=torch.int8) if marks is None else marks

@@ -85,19 +85,9 @@ def reading_dtype(v: Tensor, beta: Tensor | None) -> torch.dtype:
     return torch.promote_types(v.dtype, torch.float32)
 
 
-def definition(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    bias: Tensor | None,
-    segments_q: Tensor | None,
-    segments_k: Tensor | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-) -> tuple[Tensor, ...]:
+def definition(*arguments: Any) -> tuple[Tensor, ...]:
     """All weights in float64, then mean and log-sum-exp."""
+    q, k, v, beta, bias, segments_q, segments_k, causal, window, scale = arguments
     (t, heads), (s, groups) = q.shape[1:3], k.shape[1:3]
     k, v = (x.double().repeat_interleave(heads // groups, 2) for x in (k, v))
     scores = torch.einsum("bthe,bshe->bhts", q.double(), k) * scale

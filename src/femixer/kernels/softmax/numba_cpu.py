@@ -26,18 +26,8 @@ FLOATS, ANY = (torch.float32,), ("bias",)
 LENGTH, WIDTH, SIZE = 64, 32, 384
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    bias: Tensor | None,
-    segments_q: Tensor | None,
-    segments_k: Tensor | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-) -> tuple[Tensor, ...]:
+def forward(*arguments: Any) -> tuple[Tensor, ...]:
+    q, k, v, beta, bias, segments_q, segments_k, causal, window, scale = arguments
     seen = Visibility(bias, segments_q, segments_k, causal, window)
     if not is_short(q, k, v, seen):
         return one_pass.forward(q, k, v, beta, seen, scale, streams)

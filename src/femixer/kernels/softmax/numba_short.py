@@ -80,24 +80,9 @@ def backward(  # type: ignore[no-untyped-def]
     """Gradients of q, of k and v for each head [B, S, H, .], and of beta for each sequence and head [B, H, D]."""
     for task in prange(-(-q.shape[0] * q.shape[2] // LANES)):
         _backward(
-            task * LANES,
-            to_mean,
-            to_free,
-            q,
-            k,
-            v,
-            beta,
-            segments_q,
-            segments_k,
-            causal,
-            scale,
-            mean,
-            log_z,
-            d_q,
-            d_k,
-            d_v,
-            d_beta,
-        )
+            task * LANES, to_mean, to_free, q, k, v, beta, segments_q, segments_k, causal, scale, mean, log_z,
+            d_q, d_k, d_v, d_beta,
+        )  # fmt: skip
 
 
 @job
@@ -117,14 +102,8 @@ def _backward(  # type: ignore[no-untyped-def]
     scores, apart = np.empty((wide_keys, LANES), dtype=f32), np.empty((wide_keys, LANES))
     dk, dv = np.zeros((keys, width, LANES), dtype=f32), np.zeros((keys, depth, LANES))
     # Of one channel: gradient and value of the mean, gradient of F (and by beta), F, what scales its exponentials.
-    g_mean, mu, g_free, f, factor = (
-        np.zeros(LANES),
-        np.zeros(LANES),
-        np.zeros(LANES),
-        np.zeros(LANES),
-        np.zeros(LANES),
-    )
-    total, share = np.empty(LANES), np.zeros(LANES)
+    g_mean, mu, g_free = np.zeros(LANES), np.zeros(LANES), np.zeros(LANES)
+    f, factor, share, total = np.zeros(LANES), np.zeros(LANES), np.zeros(LANES), np.empty(LANES)
     dbeta, dq = np.zeros((depth, LANES)), np.empty((width, LANES), dtype=f32)
     for t in range(length):
         n = keys - length + t + 1 if causal else keys

@@ -79,21 +79,9 @@ def softmax_step(
 TOLERANCES = {torch.float64: Tolerance(1e-6, 1e-6)}
 
 
-def definition(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    keys: Tensor,
-    data: Tensor,
-    shift: Tensor,
-    beta: Tensor | None,
-    bias: Tensor | None,
-    segments_q: Tensor | None,
-    segments_k: Tensor | None,
-    length: int,
-    window: int | None,
-) -> tuple[Tensor, ...]:
+def definition(*arguments: Any) -> tuple[Tensor, ...]:
     """The definition of the read, in float64; without gradients, as a step has none."""
+    q, k, v, keys, data, shift, beta, bias, segments_q, segments_k, length, window = arguments
     with torch.no_grad():
         width = shift.shape[3]
         keys, values = (x[:, :, :length].transpose(1, 2).double() for x in (keys, data[..., :width]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,20 +26,8 @@ BLOCK = 64
 ONE, TWO, THREE, FOUR = u64(1), u64(2), u64(3), u64(4)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    keys: Tensor,
-    data: Tensor,
-    shift: Tensor,
-    beta: Tensor | None,
-    bias: Tensor | None,
-    segments_q: Tensor | None,
-    segments_k: Tensor | None,
-    length: int,
-    window: int | None,
-) -> tuple[Tensor, ...]:
+def forward(*arguments: Any) -> tuple[Tensor, ...]:
+    q, k, v, keys, data, shift, beta, bias, segments_q, segments_k, length, window = arguments
     sees_all = bias is None and segments_q is None and (window is None or window >= length)
     if k is None or v is None or not (sees_all and keys.is_contiguous() and data.is_contiguous()):
         return plain.forward(q, k, v, keys, data, shift, beta, bias, segments_q, segments_k, length, window)

@@ -86,21 +86,9 @@ def state_space_read(
     return Reading(mean, None if beta is None else free, log_total, Modes(*last))
 
 
-def definition(
-    rate: Tensor,
-    step: Tensor | None,
-    write: Tensor | None,
-    read: Tensor | None,
-    weight: Tensor | None,
-    skip: Tensor | None,
-    v: Tensor,
-    beta: Tensor | None,
-    marks: Tensor | None,
-    sums: Tensor,
-    top: Tensor,
-    exclusive: bool,
-) -> tuple[Tensor, ...]:
+def definition(*arguments: Any) -> tuple[Tensor, ...]:
     """All weights, dense, in float64."""
+    rate, step, write, read, weight, skip, v, beta, marks, sums, top, exclusive = arguments
     batch, length, _ = v.shape
     modes = rate.shape[0]
     rate, v, sums, top = rate.double(), v.double(), sums.double(), top.detach()

@@ -46,16 +46,9 @@ def two_reads(
     return mean, None if beta is None else free, log_total
 
 
-def forward(
-    mean: Tensor,
-    free: Tensor | None,
-    log_total: Tensor,
-    later_mean: Tensor,
-    later_free: Tensor | None,
-    later_total: Tensor,
-    beta: Tensor | None,
-) -> tuple[Tensor, ...]:
+def forward(*arguments: Any) -> tuple[Tensor, ...]:
     """In torch's operations. log(w e^(beta F) + w' e^(beta F')) is taken relative to the larger F."""
+    mean, free, log_total, later_mean, later_free, later_total, beta = arguments
     dtype = mean.dtype
     # A logarithm divided by beta needs the digits.
     mean, log_total = mean.double(), log_total.double()
@@ -80,16 +73,9 @@ def forward(
     return both.to(dtype), mixed.to(dtype), total.to(dtype)
 
 
-def definition(
-    mean: Tensor,
-    free: Tensor | None,
-    log_total: Tensor,
-    later_mean: Tensor,
-    later_free: Tensor | None,
-    later_total: Tensor,
-    beta: Tensor | None,
-) -> tuple[Tensor, ...]:
+def definition(*arguments: Any) -> tuple[Tensor, ...]:
     """The formula in float64."""
+    mean, free, log_total, later_mean, later_free, later_total, beta = arguments
     mean, log_total = mean.double(), log_total.double()
     later_mean, later_total = later_mean.double().flip(1), later_total.double().flip(1)
     # Of two reads of nothing the first is taken.

@@ -73,18 +73,9 @@ def linear_attention(
 DIFFERENTIABLE = True
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor | None,
-    marks: Tensor | None,
-    state: Tensor | None,
-    exclusive: bool,
-    of_values: bool,
-    keep: bool,
-) -> tuple[Tensor, ...]:
+def forward(*arguments: Any) -> tuple[Tensor, ...]:
     """In torch's operations, chunk by chunk: matrix products within a chunk, a state between. N chunks of C tokens."""
+    q, k, v, gate, marks, state, exclusive, of_values, keep = arguments
     length = v.shape[1]
     chunk = chunk_size(gate, length)
     padding = None if marks is None else is_padding(marks)[..., None, None]
@@ -117,18 +108,9 @@ def _read(q: Tensor, before: Tensor, decay: Decay, exclusive: bool, of_values: b
     return decay.reading(q @ before) if of_values else decay.reading(q, exclusive) @ before
 
 
-def definition(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor | None,
-    marks: Tensor | None,
-    state: Tensor | None,
-    exclusive: bool,
-    of_values: bool,
-    keep: bool,
-) -> tuple[Tensor, ...]:
+def definition(*arguments: Any) -> tuple[Tensor, ...]:
     """Token by token in float64."""
+    q, k, v, gate, marks, state, exclusive, of_values, keep = arguments
     q, k, v = (x.double() for x in (q, k, v))
     batch, length, heads, width = v.shape
     s = v.new_zeros(batch, heads, k.shape[3], width) if state is None else state.double()

@@ -52,10 +52,9 @@ def kept_states(rate: Tensor, x: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], -(-x.shape[1] // ROWS), *rate.shape)
 
 
-def forward(
-    rate: Tensor, step: Tensor, write: Tensor, read: Tensor, x: Tensor, marks: Tensor | None, state: Tensor | None
-) -> tuple[Tensor, ...]:
+def forward(*arguments: Any) -> tuple[Tensor, ...]:
     """In torch's operations, some tokens at a time: all modes of all tokens are N times the input."""
+    rate, step, write, read, x, marks, state = arguments
     h = x.new_zeros(x.shape[0], *rate.shape) if state is None else state.to(x.dtype)
     rows = []
     for start in range(0, x.shape[1], BLOCK):
@@ -72,10 +71,9 @@ def forward(
     return torch.cat(rows, 1), h.clone(), kept_states(rate, x)
 
 
-def definition(
-    rate: Tensor, step: Tensor, write: Tensor, read: Tensor, x: Tensor, marks: Tensor | None, state: Tensor | None
-) -> tuple[Tensor, ...]:
+def definition(*arguments: Any) -> tuple[Tensor, ...]:
     """Token by token in float64."""
+    rate, step, write, read, x, marks, state = arguments
     rate, step, write, read, x = (part.double() for part in (rate, step, write, read, x))
     h = x.new_zeros(x.shape[0], *rate.shape) if state is None else state.double()
     marks = torch.zeros(x.shape[:2], dtype=torch.int8, device=x.device) if marks is None else marks

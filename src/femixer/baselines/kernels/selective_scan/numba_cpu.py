@@ -25,9 +25,8 @@ FLOATS, ANY, FILLED = (torch.float32, torch.float64), ("state",), True
 LANES = 64  # channels that one thread works on at a time
 
 
-def forward(
-    rate: Tensor, step: Tensor, write: Tensor, read: Tensor, x: Tensor, marks: Tensor | None, state: Tensor | None
-) -> tuple[Tensor, ...]:
+def forward(*arguments: Any) -> tuple[Tensor, ...]:
+    rate, step, write, read, x, marks, state = arguments
     state = x.new_zeros(x.shape[0], *rate.shape) if state is None else state.to(x.dtype)
     y, last, kept = x.new_empty(*x.shape), state.new_empty(*state.shape), kept_states(rate, x)
     forward_kernel(rate, step, write, read, x, NO_MARKS if marks is None else marks, state, y, last, kept)
