@@ -24,15 +24,15 @@ spec.loader.exec_module(launches)
 MOST = {
     "softmax": (91, 140, 2.1),
     "fox": (136, 211, 4.0),
-    "linear": (166, 257, 2.9),
-    "gla": (182, 283, 3.0),
-    "gla:decay=channel": (250, 393, 4.3),
+    "linear": (155, 243, 2.9),
+    "gla": (166, 264, 3.0),
+    "gla:decay=channel": (232, 370, 4.0),
     "aft": (82, 158, 2.9),
     "decay": (85, 158, 3.0),
-    "ssm": (169, 376, 4.9),
-    "mamba": (236, 472, 6.7),
-    "mamba:normalize=false": (240, 487, 6.8),
-    "mamba-interactive": (157, 307, 3.1),
+    "ssm": (166, 366, 4.9),
+    "mamba": (233, 459, 6.7),
+    "mamba:normalize=false": (237, 474, 6.8),
+    "mamba-interactive": (151, 263, 2.9),
 }
 # Memory kept for the backward pass, as a multiple of attention's.
 KEPT = 3.0

@@ -83,3 +83,32 @@ def read_of_sums(
         unseen = unseen | padding
     value = (shift + ratio.masked_fill(unseen, 1).log()) / beta
     return mean, torch.where(unseen, mean, torch.maximum(value, mean)), log_total
+
+
+class Inverses(NamedTuple):
+    """One over the sums of 1 (zero where that is nothing) and of exp(beta v - shift) (anything where it is)."""
+
+    total: Tensor
+    exponentials: Tensor | None
+
+
+def undo_read_of_sums(
+    grads: tuple[Tensor | None, ...], mean: Tensor, free: Tensor, at_mean: Tensor, one_over: Inverses, beta: Any
+) -> tuple[list[Tensor], Tensor | None]:
+    """Gradients of the sums of 1, v and exp(beta v - shift), from those of mean, free energy and log total, and what
+    adds up to minus the gradient of beta. at_mean: where the free energy is the mean.
+
+    All tensors are of one shape, but for beta; that of one over the exponentials is overwritten. What is zero at
+    padding is left to the caller.
+    """
+    to_mean = torch.zeros_like(mean) if grads[0] is None else grads[0].to(mean.dtype)
+    parts, to_beta, falls = [], None, None
+    if one_over.exponentials is not None:
+        to_free = torch.zeros_like(mean) if grads[1] is None else grads[1].to(mean.dtype)
+        slope = (to_free / beta).masked_fill(at_mean, 0)
+        to_mean = torch.where(at_mean, to_mean + to_free, to_mean)
+        parts, to_beta = [one_over.exponentials.masked_fill_(at_mean, 0).mul_(slope)], slope * free
+        falls = slope.addcmul_(to_mean, mean)
+    falls = to_mean * mean if falls is None else falls
+    to_total = falls.neg_() if grads[2] is None else grads[2].to(mean.dtype) - falls
+    return [to_total.mul_(one_over.total), to_mean * one_over.total, *parts], to_beta

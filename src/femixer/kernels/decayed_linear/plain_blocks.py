@@ -94,7 +94,9 @@ def block_of(tokens: Tokens) -> tuple[Block, Tensor | None]:
 
 
 def logarithm(x: Tensor) -> Tensor:
-    """log(x) of x >= 0; NOTHING of zero. Written so that NaN propagates."""
+    """log(x) of x >= 0, or less than NOTHING of zero, which has no gradient. Written so that NaN propagates."""
+    if not (torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
+        return x.log()
     least = torch.finfo(x.dtype).tiny
     return F.threshold(x.clamp_min(least).log(), math.log(least) + 1, NOTHING)
 
@@ -131,17 +133,20 @@ def pairs_of(q: Tensor, tokens: Tokens, size: int, radix: int, own: bool) -> Pai
     block, k_factor = block_of(blocks)
     group = radix * size
     q = q.unflatten(3, (-1, group))
-    hidden = torch.ones(radix, radix, dtype=torch.bool, device=q.device).tril(-1 if own else 0)
-    hidden = hidden[:, :, None].expand(-1, -1, size).reshape(radix, group, 1)
-    if blocks.segment is not None:
-        hidden = hidden | (blocks.segment.flatten(4, 5)[:, :, :, :, None] != blocks.segment[..., -1:, :])
-    q_factor, far = None, q.new_zeros(())
-    if blocks.reach is not None:
-        # At most one but for what is hidden: that lies before the block's end.
+    q_factor = None
+    if blocks.reach is None:
+        far = q.new_zeros(radix, group, 1)
+    else:
         until, end = blocks.reach.flatten(4, 5)[:, :, :, :, None], blocks.reach[..., -1:, :]
-        q_factor, far = _slowest((until - end).clamp(max=0))
-    far = far.masked_fill(hidden, NOTHING)
-    scores = times(q[:, :, :, :, None], q_factor) @ block.k.mT
+        q_factor, far = _slowest(until - end)
+    hidden = torch.ones(radix, radix, dtype=torch.bool, device=q.device).tril(-1 if own else 0)
+    far = far.unflatten(-2, (radix, size)).masked_fill(hidden[..., None, None], NOTHING).flatten(-3, -2)
+    if blocks.segment is not None:
+        far = far.masked_fill(blocks.segment.flatten(4, 5)[:, :, :, :, None] != blocks.segment[..., -1:, :], NOTHING)
+    if q_factor is None:
+        scores = (q @ block.k.flatten(4, 5).mT).unflatten(-1, (radix, size)).transpose(-2, -3)
+    else:
+        scores = (q[:, :, :, :, None] * q_factor) @ block.k.mT
     return Pairs(q, blocks.stream.flatten(4, 5), block, far, (q_factor, k_factor), scores)
 
 
@@ -232,8 +237,8 @@ def states_before(chunks: Tokens, by: Written, first: Tensor | None, first_top: 
         top = (local.detach() - reach).cummax(3).values + reach
         scale = _with_ones((local - top).exp()[:, :, :, given:], sums)
         sums = sums * scale
-        rise = F.pad(top[:, :, :, :-1] - top[:, :, :, 1:], (0, 0, 0, 0, 1, 0))
-        decay = decay + F.pad(rise, (sums.shape[-1] - rise.shape[-1], 0))
+        rise = top[:, :, :, :-1] - top[:, :, :, 1:]
+        decay = decay + F.pad(rise, (sums.shape[-1] - rise.shape[-1], 0, 0, 0, 1, 0))
     if first is not None:
         sums = torch.cat([first.to(sums.dtype)[:, :, None, None], sums], 3)
     sums = recurrent(decay, sums, marked)
@@ -283,26 +288,22 @@ def read_past(readers: Readers, states: States, width: int) -> tuple[Tensor, Ten
     return linear, (logarithm(read[..., width + 1 :]) + (top[:, :, :, :-1] + readers.far)).flatten(3, 4)
 
 
-def _wide(x: Tensor) -> Tensor:
-    """In `wide`, and side by side in memory, which every product would otherwise copy."""
-    return wide(x).contiguous()
-
-
 def arranged(
     k: Tensor, gate: Tensor | None, v: Tensor, beta: Tensor | None, marks: Tensor | None, length: int, chunk: int
 ) -> Tokens:
     """Tokens, padded to a length of whole chunks with tokens of no weight."""
-    k, v = (_wide(x.transpose(1, 2)[:, :, None]) for x in (k, v))
-    z = None if beta is None else beta.to(v.dtype)[:, None, None] * v
-    gate = None if gate is None else _wide(gate.transpose(1, 2)[:, :, None])
-    missing, segment = length - k.shape[3], None
+    k, v = (wide(x.transpose(1, 2)[:, :, None]) for x in (k, v))
+    gate = None if gate is None else wide(gate.transpose(1, 2)[:, :, None])
+    missing, segment, padding = length - v.shape[3], None, None
     if marks is not None:
         padding = is_padding(marks)[:, None, None, :, None]
         k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
-        z = None if z is None else z.masked_fill(padding, NOTHING)
         gate = None if gate is None else gate.masked_fill(padding, 0)
         segment = F.pad(is_start(marks), (0, missing)).cumsum(1)[:, None, None, :, None]
-    stream = F.pad(v, (0, 1), value=1.0)
+    # Products would copy whatever does not lie side by side, every time.
+    k, stream = k.contiguous(), F.pad(v, (0, 1), value=1.0)
+    z = None if beta is None else beta.to(v.dtype)[:, None, None] * stream[..., :-1]
+    z = z if z is None or padding is None else z.masked_fill(padding, NOTHING)
     if missing:
         k, stream = (F.pad(x, (0, 0, 0, missing)) for x in (k, stream))
         z = None if z is None else F.pad(z, (0, 0, 0, missing), value=NOTHING)
@@ -325,5 +326,5 @@ def plan(length: int, gate: Tensor | None) -> tuple[list[int], int, int, int]:
 def by_group(x: Tensor, groups: int, length: int) -> Tensor:
     """[B, T, H, W] -> [B, G, R, length, W], with zeros behind the last token."""
     missing = length - x.shape[1]
-    x = _wide(x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4))
+    x = wide(x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)).contiguous()
     return F.pad(x, (0, 0, 0, missing)) if missing else x

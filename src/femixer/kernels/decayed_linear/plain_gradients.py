@@ -57,28 +57,34 @@ class Cotangents(NamedTuple):
 
 
 def _cotangents(
-    grads: list[Tensor], results: tuple[Tensor, ...], beta: Tensor | None, groups: int, length: int
+    grads: tuple[Tensor | None, ...], results: tuple[Tensor, ...], beta: Tensor | None, groups: int, length: int
 ) -> tuple[Cotangents, Tensor | None]:
-    """mean = sum_v / total, F = (energy - log total) / beta, or the mean where that is larger; and the gradient of beta
-    through the division."""
-    to_mean, to_free, to_log = (wide(x) for x in grads[:3])
+    """mean = sum_v / total, F = (energy - log total) / beta, or the mean where that is larger; and minus the gradient
+    of beta through the division."""
+    to_mean, to_free = (wide(x) for x in filled(grads[:2], results))
     mean, free, log_total = (wide(x) for x in results[:3])
     empty = (log_total == -torch.inf)[..., None]
     log_total = log_total[..., None].masked_fill(empty, 0)
-    to_total = to_log[..., None]
-    parts, d_beta, width = [], None, mean.shape[-1]
-    if beta is not None:
-        temperature = beta.to(mean.dtype).repeat_interleave(mean.shape[2] // groups, 0)
+    parts, d_beta, width, repeats = [], None, mean.shape[-1], mean.shape[2] // groups
+    if beta is None:
+        falls = to_mean * mean
+    else:
+        temperature = beta.to(mean.dtype)
+        temperature = temperature if repeats == 1 else temperature.repeat_interleave(repeats, 0)
         at_mean = free <= mean
         slope = (to_free / temperature).masked_fill(at_mean, 0)
-        to_mean = to_mean + to_free.where(at_mean, 0)
-        to_total = to_total - slope.sum(-1, keepdim=True)
-        d_beta = -(slope * free).sum((0, 1)).unflatten(0, (groups, -1)).sum(1)
-        parts = [slope, temperature * free + log_total]
-    to_total = to_total - (to_mean * mean).sum(-1, keepdim=True)
+        to_mean = torch.where(at_mean, to_mean + to_free, to_mean)
+        d_beta = (slope * free).sum((0, 1))
+        d_beta = d_beta if repeats == 1 else d_beta.unflatten(0, (groups, -1)).sum(1)
+        parts, falls = [slope, torch.addcmul(log_total, temperature, free)], torch.addcmul(slope, to_mean, mean)
+    falls = falls.sum(-1, keepdim=True)
     inverse = (-log_total).exp().masked_fill(empty, 0)
-    every = by_group(torch.cat([torch.cat([to_mean, to_total], -1) * inverse, *parts], -1), groups, length)
-    stream, *rest = every.split([width + 1, *([width] * len(parts))], -1)
+    to_total = -falls if grads[2] is None else wide(grads[2])[..., None] - falls
+    parts = [to_mean * inverse, to_total * inverse, *parts]
+    every = torch.cat([x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4) for x in parts], -1)
+    if length > every.shape[3]:
+        every = F.pad(every, (0, 0, 0, length - every.shape[3]))
+    stream, *rest = every.split([width + 1, *([width] * (len(parts) - 2))], -1)
     return Cotangents(stream, *(rest or (None, None))), d_beta
 
 
@@ -127,8 +133,11 @@ def _level_gradients(p: Pairs, c: Cotangents) -> Gradients:
         d_q, d_k = rows @ block.k.flatten(4, 5), rows.mT @ p.q
         d_k = d_k if k_factor is None else d_k * k_factor.flatten(4, 5)
     else:
-        d_q = ((d_scores @ block.k) * q_factor).sum(-3)
-        d_k = times(d_scores.mT @ (p.q[:, :, :, :, None] * q_factor), k_factor).flatten(4, 5)
+        # In place: these are the largest of all tensors, and nobody reads them any more.
+        d_q = (d_scores @ block.k).mul_(q_factor).sum(-3)
+        readers = p.q[:, :, :, :, None]
+        readers = q_factor.mul_(readers) if readers.shape[2] == 1 else readers * q_factor
+        d_k = times(d_scores.mT @ readers, k_factor).flatten(4, 5)
     return Gradients(d_q, d_k, d_v, d_z).flat(2)
 
 
@@ -162,8 +171,7 @@ def backward(
     q, k, gate, v, beta, marks, sums, top, exclusive, keep = arguments
     (_, length, _, _), (groups, width), of_q = q.shape, v.shape[2:], q.dtype
     sizes, radix, chunk, padded = plan(length, gate)
-    given = filled(grads[:4], results)
-    c, d_beta = _cotangents(given, results, beta, groups, padded)
+    c, d_beta = _cotangents(grads, results, beta, groups, padded)
     tokens = arranged(k, gate, v, beta, marks, padded, chunk)
     q = by_group(q, groups, padded)
     found = None
@@ -173,7 +181,7 @@ def backward(
     d_sums = end = None
     if sums is not None or keep or padded > chunk:
         chunks = tokens.grouped(-1, chunk)
-        by, to_last = written(chunks), wide(given[3])
+        by, to_last = written(chunks), wide(torch.zeros_like(results[3]) if grads[3] is None else grads[3])
         states = states_before(chunks, by, sums, top)
         d_q, level = _read_gradients(readers_of(q, tokens, chunk), c.grouped(chunk), states)
         after = (
@@ -189,18 +197,21 @@ def backward(
     d_q, d_k, d_v, d_z = found
     d_gate = None
     if gate is not None:
-        flow = (q * d_q).sum(2, keepdim=True) - tokens.k * d_k
-        flow = flow.flip(3).cumsum(3).flip(3)
-        flow = flow if end is None else flow + end
-        d_gate = flow if gate.shape[3] > 1 else flow.sum(-1, keepdim=True)
+        over = (-1,) if gate.shape[3] == 1 else ()  # one gate for all key channels
+        shared = (2, *over) if q.shape[2] > 1 else over
+        left, right = q * d_q, tokens.k * d_k
+        left = left.sum(shared, keepdim=True) if shared else left
+        d_gate = (left - (right.sum(over, keepdim=True) if over else right)).flip(3).cumsum(3).flip(3)
+        if end is not None:
+            d_gate = d_gate + (end.sum(over, keepdim=True) if over else end)
         if marks is not None:
             fixed = F.pad(is_padding(marks) | is_start(marks), (0, padded - length))
             d_gate = d_gate.masked_fill(fixed[:, None, None, :, None], 0)
     if marks is not None:
         d_k = d_k.masked_fill(F.pad(is_padding(marks), (0, padded - length))[:, None, None, :, None], 0)
     if beta is not None and d_z is not None and d_beta is not None:
-        d_beta = (d_beta + (d_z * tokens.stream[..., :-1]).sum((0, 2, 3))).to(beta.dtype)
-        d_v = d_v + d_z * beta.to(d_z.dtype)[:, None, None]
+        d_beta = ((d_z * tokens.stream[..., :-1]).sum((0, 2, 3)) - d_beta).to(beta.dtype)
+        d_v = torch.addcmul(d_v, d_z, beta.to(d_z.dtype)[:, None, None])
 
     def rows(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x[:, :, :, :length].permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype)

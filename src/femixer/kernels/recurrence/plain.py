@@ -41,13 +41,21 @@ def scan(
         x = torch.cat([first, x[:, 1:]], 1)
     # An exported program of any length is made of the same operations for all of them.
     levels = 2 if isinstance(x.shape[1], torch.SymInt) else None
+    if levels is None and (resets or not _is_summed_at_once(log_decay, x)):
+        decay = log_decay.exp_() if spare and log_decay.shape == x.shape else log_decay.exp()
+        return _by_doubling(decay, x, spare, backwards)
     if levels is None and x.dtype != torch.float64:
-        if not resets and PAIRED_CHUNK * log_decay.numel() <= NUMBERS:
-            return _by_pairs(log_decay.clamp_min(LEAST), x, backwards)
-        resets = True
+        return _by_pairs(log_decay.clamp_min(LEAST), x, backwards)
+    if resets:
+        return _by_doubling(log_decay.exp(), x, spare, backwards)
     if backwards:  # the last decay, which comes first then, is used by none
-        return scan(log_decay.flip(1).roll(1, 1), x.flip(1), resets=resets, spare=True).flip(1)
-    return _by_doubling(log_decay, x, spare) if resets else _scan(log_decay.clamp_min(LEAST), x, levels)
+        return _scan(log_decay.clamp_min(LEAST).flip(1).roll(1, 1), x.flip(1), levels).flip(1)
+    return _scan(log_decay.clamp_min(LEAST), x, levels)
+
+
+def _is_summed_at_once(decay: Tensor, x: Tensor) -> bool:
+    """Whether chunks are: in float64, or if there are not too many pairs."""
+    return x.dtype == torch.float64 or PAIRED_CHUNK * decay.numel() <= NUMBERS
 
 
 def _by_pairs(gates: Tensor, x: Tensor, backwards: bool) -> Tensor:
@@ -95,15 +103,20 @@ def _decays(until: Tensor, since: Tensor, diagonal: int) -> Tensor:
     return pairs.exp_().tril_(diagonal)
 
 
-def _by_doubling(log_decay: Tensor, x: Tensor, spare: bool) -> Tensor:
-    """Sums of 2, 4, 8 ... tokens up to each. Only products of decays are formed, so a decay of zero stays that."""
+def _by_doubling(decay: Tensor, x: Tensor, spare: bool, backwards: bool) -> Tensor:
+    """Sums of 2, 4, 8 ... tokens up to each. Only products of decays are formed, so a decay of zero stays that. spare:
+    neither is needed any more."""
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     if not (traced or torch.is_grad_enabled()):
-        decay = log_decay.expand_as(x).contiguous().exp_() if spare else log_decay.exp().expand_as(x).contiguous()
-        x = x if spare else x.clone()
-        _in_place(decay, x)
+        decay, x = decay.expand_as(x), x if spare else x.clone(memory_format=torch.contiguous_format)
+        if backwards:
+            _in_place_backwards(decay.roll(-1, 1), x)
+        else:
+            _in_place(decay.contiguous() if spare else decay.clone(memory_format=torch.contiguous_format), x)
         return x
-    decay, distance = log_decay.exp(), 1
+    if backwards:
+        return _by_doubling(decay.flip(1).roll(1, 1), x.flip(1), spare, False).flip(1)
+    distance = 1
     while distance < x.shape[1]:
         x = torch.cat([x[:, :distance], torch.addcmul(x[:, distance:], decay[:, distance:], x[:, :-distance])], 1)
         decay = torch.cat([decay[:, :distance], decay[:, distance:] * decay[:, :-distance]], 1)
@@ -121,6 +134,19 @@ def _in_place(decay: Tensor, x: Tensor) -> None:
             decay[:, 1::2].mul_(decay[:, : 2 * odd.shape[1] : 2])
             _in_place(decay[:, 1::2], odd)
             x[:, 2::2].addcmul_(decay[:, 2::2], x[:, 1:-1:2])
+
+
+def _in_place_backwards(decay: Tensor, x: Tensor) -> None:
+    """x_t + decay_t h_{t+1}: the mirror image of `_in_place`, pairs from the end."""
+    length = x.shape[1]
+    if length > 1:
+        first, second = slice(length % 2, length - 1, 2), slice(length % 2 + 1, length, 2)
+        x[:, first].addcmul_(decay[:, first], x[:, second])
+        if length > 2:
+            decay[:, first].mul_(decay[:, second])
+            _in_place_backwards(decay[:, first], x[:, first])
+            rest = slice((length - 1) % 2, length - 2, 2)
+            x[:, rest].addcmul_(decay[:, rest], x[:, (length - 1) % 2 + 1 : length - 1 : 2])
 
 
 def _scan(gates: Tensor, x: Tensor, levels: int | None = None) -> Tensor:
@@ -164,6 +190,11 @@ def _pairs(gates: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def forward(decay: Tensor, inputs: Tensor, initial: Tensor, resets: bool) -> tuple[Tensor, ...]:
+    if not isinstance(inputs.shape[1], torch.SymInt) and (resets or not _is_summed_at_once(decay, wide(inputs))):
+        x = wide(inputs)
+        first = torch.addcmul(x[:, :1], wide(decay[:, :1]), wide(initial)[:, None])
+        x = torch.cat([first, x[:, 1:]], 1)
+        return (_by_doubling(wide(decay), x, False, False).to(inputs.dtype),)
     # Not the logarithm of zero, whose gradient is infinite.
     log_decay = torch.where(decay == 0, -torch.inf, wide(decay).clamp_min(math.exp(LEAST)).log())
     return (scan(log_decay, inputs, initial, resets=resets).to(inputs.dtype),)
@@ -179,6 +210,10 @@ def backward(
     (grad,), (decay, inputs, initial, resets), (h,) = grads, arguments, results
     if not h.shape[1]:
         return torch.zeros_like(decay), torch.zeros_like(inputs), torch.zeros_like(initial)
-    error = scan(wide(decay).log(), grad, resets=resets, backwards=True).to(inputs.dtype)
+    if resets or not _is_summed_at_once(decay, wide(grad)):
+        error = _by_doubling(wide(decay), wide(grad), False, True)
+    else:
+        error = scan(wide(decay).log(), grad, backwards=True)
+    error = error.to(inputs.dtype)
     before = torch.cat([initial[:, None], h[:, :-1]], 1)
     return error * before, error, error[:, 0] * decay[:, 0]

@@ -20,8 +20,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from femixer.kernels.marks import PADDING, is_padding, is_start
-from femixer.kernels.operator import filled, wide_dtype
-from femixer.kernels.reading import last_top, read_of_sums, running_shift, state_dtype, wide
+from femixer.kernels.operator import wide_dtype
+from femixer.kernels.reading import (
+    Inverses,
+    last_top,
+    read_of_sums,
+    running_shift,
+    state_dtype,
+    undo_read_of_sums,
+    wide,
+)
 from femixer.kernels.recurrence.plain import CHUNK, LEAST, scan
 
 # Of the forward and of the backward pass, which holds more tensors at a time.
@@ -35,14 +43,12 @@ READS_RESULTS = slice(0, 3)
 class Layout(NamedTuple):
     """What is to be known of the tokens [B, T], None without marks; T is a multiple of the chunk's size L.
 
-    hidden [1, B, J, L, L] or [L, L]: whether a row t does not see the token i of its chunk, through the state;
-    later [L, L]: one for i >= t, else zero.
+    hidden [1, B, J, L, L] or [L, L]: whether a row t does not see the token i of its chunk, through the state.
     """
 
     padding: Tensor | None
     start: Tensor | None
     hidden: Tensor
-    later: Tensor
     size: int
     least: float
     most: float
@@ -84,6 +90,16 @@ class Inputs(NamedTuple):
             yield Inputs(*own), [x[here] for x in more]  # type: ignore[arg-type]
 
 
+class Tokens(NamedTuple):
+    """Of all tokens [C, B, T]: values, steps (None for ones), exp(beta v - shift), and how those decay until the end of
+    their chunk [C, B, J, L]."""
+
+    values: Tensor
+    steps: Tensor | None
+    above: Tensor | None
+    to_end: Tensor | None
+
+
 def _is_alike(inputs: Inputs) -> bool:
     """Whether all chunks have the same factors and pairs."""
     return inputs.pace.shape[1:3] != inputs.x.shape[1:3]
@@ -93,7 +109,7 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
     v, beta, sums, top = (arguments[i] for i in (6, 7, 9, 10))
     if v.numel() == 0:
         return v.clone(), v.new_empty((0, 0, 0) if beta is None else v.shape), v.clone(), sums.clone(), top.clone()
-    inputs, layout = _prepared(arguments)
+    inputs, layout = _prepared(arguments)[::2]
     found = [_sums(block, layout) for block, _ in inputs.blocks(NUMBERS)]
     y, past, last = (torch.cat(parts) for parts in zip(*found, strict=True))
     del found
@@ -121,73 +137,119 @@ def _of_past(inputs: Inputs, layout: Layout) -> Tensor:
 def backward(
     grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """What is elementwise goes by autograd, the sums through the state by `_gradients`."""
     if arguments[6].numel() == 0:
         return *(torch.zeros_like(x) if isinstance(x, Tensor) else None for x in arguments[:9]), grads[3], None
-    with torch.enable_grad():
-        again = [
-            x.detach().requires_grad_(need) if isinstance(x, Tensor) and x.is_floating_point() else x
-            for x, need in zip(arguments, needed, strict=True)
-        ]
-        made, layout = _prepared(tuple(again))
-        with torch.no_grad():
-            apart = Inputs(*(None if x is None else x.detach() for x in made))  # type: ignore[arg-type]
-            to = _all_gradients(apart, layout, grads, results)
-        used = [(x, g) for x, g in zip(made, to, strict=True) if x is not None and g is not None and x.requires_grad]
-        leaves = [x for x in again if isinstance(x, Tensor) and x.requires_grad]
-        found = iter(torch.autograd.grad([x for x, _ in used], leaves, [g for _, g in used], allow_unused=True))
-    return tuple(next(found) if isinstance(x, Tensor) and x.requires_grad else None for x in again[:-1])
+    inputs, tokens, layout = _prepared(arguments)
+    given = [None if x is None else x.dtype for x in (*arguments[:8], None, arguments[9])]
+    length, sums = arguments[6].shape[1], arguments[9]
+    d_rate, d_pace, d_write, d_query, d_x, d_left, d_initial, d_skip, d_beta = _all_gradients(
+        inputs, layout, grads, results
+    )
+    d_step, d_v, to_beta = _token_gradients(inputs, tokens, layout, (d_pace, d_x, d_left))
+    if to_beta is not None:
+        d_beta = to_beta if d_beta is None else to_beta - d_beta
+
+    def tokens_first(x: Tensor) -> Tensor:
+        return (x if layout.padding is None else x.masked_fill(layout.padding, 0))[..., :length].permute(1, 2, 0)
+
+    def of_modes(x: Tensor) -> Tensor:
+        x = x[0].flatten(1, 2)
+        return (x if layout.padding is None else x.masked_fill(layout.padding[..., None], 0))[:, :length]
+
+    d_sums = d_initial.permute(1, 3, 2, 0)
+    if d_sums.shape[1] < sums.shape[1]:
+        d_sums = torch.cat([d_sums, torch.zeros_like(sums[:, d_sums.shape[1] :], dtype=d_sums.dtype)], 1)
+    found = (
+        d_rate.mT,
+        None if arguments[1] is None or d_step is None else tokens_first(d_step),
+        None if d_write is None else of_modes(d_write),
+        None if arguments[3] is None else of_modes(d_query),
+        None if arguments[4] is None else d_query.flatten(1).mT,
+        None if d_skip is None else d_skip,
+        tokens_first(d_v),
+        d_beta,
+        None,
+        d_sums,
+    )
+    return *(None if x is None else x.to(dtype) for x, dtype in zip(found, given, strict=True)), None
+
+
+def _token_gradients(
+    inputs: Inputs, tokens: Tokens, layout: Layout, to: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """Of steps and values [C, B, T] and of beta [C], from those of pace, x and left: streams are the step times 1, v
+    and exp(beta v - shift). d_x is overwritten."""
+    (values, steps, above, to_end), (d_pace, d_x, d_left) = tokens, to
+    if layout.start is not None:
+        segments = layout.segments()
+        d_left = d_left * (segments == segments[..., -1:])[..., None]
+    if to_end is None:
+        d_x = d_x.add_(d_left)
+    else:
+        d_x[..., :2].add_(d_left[..., :2])
+        d_x[..., 2].addcmul_(d_left[..., 2], to_end)
+    del d_left
+    d_one, d_value, *rest = d_x.flatten(2, 3).unbind(-1)
+    d_step, d_v, d_beta = None, d_value if steps is None else d_value * steps, None
+    if steps is not None:
+        d_step = torch.addcmul(d_one, d_value, values).add_(d_pace.flatten(2))
+    if rest and above is not None and inputs.beta is not None:
+        if d_step is not None:
+            d_step = d_step.addcmul_(rest[0], above)
+        d_energy = rest[0] * inputs.x[..., 2].flatten(2)
+        d_v, d_beta = torch.addcmul(d_v, d_energy, inputs.beta), (d_energy * values).sum((1, 2))
+    return d_step, d_v, d_beta
 
 
 def _all_gradients(
     inputs: Inputs, layout: Layout, grads: tuple[Tensor | None, ...], results: tuple[Tensor, ...]
-) -> list[Tensor | None]:
-    """Of the inputs, those of shift, drift and fade being none."""
+) -> list[Any]:
+    """Of the first seven inputs, of skip, and minus that of beta through the division."""
     x = inputs.x
     to_y, to_beta = _read_gradients(inputs, layout, grads, results)
     to_past = to_y * _of_past(inputs, layout)
     last = torch.zeros_like(inputs.initial) if grads[3] is None else grads[3].permute(3, 0, 2, 1).to(x.dtype)
     blocks = inputs.blocks(BACKWARD_NUMBERS, to_y, to_past, last[..., : x.shape[-1]])
-    found = [_gradients(block, layout, *more) for block, more in blocks]
-    together: list[Tensor | None] = []
+    later = x.new_ones(layout.size, layout.size).triu()
+    found = [_gradients(block, layout, later, *more) for block, more in blocks]
+    del to_past
+    together: list[Any] = []
     for whole, *parts in zip(inputs[:7], *found, strict=True):
         shared = whole is not None and whole.shape[0] == 1  # by all blocks
         known = [part for part in parts if part is not None]
-        together.append(None if not known else torch.stack(known).sum(0) if shared else torch.cat(known))
+        if len(known) < 2:
+            together.append(known[0] if known else None)
+        else:
+            together.append(torch.stack(known).sum(0) if shared else torch.cat(known))
     d_skip = None
     if inputs.skip is not None:
-        together[4] = torch.addcmul(together[4], to_y, inputs.skip[..., None, None])  # type: ignore[arg-type]
-        d_skip = (to_y * x).sum((1, 2, 3, 4))[:, None, None]
-    return [*together, None, None, None, d_skip, to_beta]
+        together[4] = torch.addcmul(together[4], to_y, inputs.skip[..., None, None])
+        d_skip = (to_y * x).sum((1, 2, 3, 4))
+    return [*together, d_skip, to_beta]
 
 
 def _read_gradients(
     inputs: Inputs, layout: Layout, grads: tuple[Tensor | None, ...], results: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor | None]:
-    """Of the sums y [C, B, J, L, S] and of beta, from those of mean, free energy and log total [B, T, C]:
-    slope = d free / beta where the free energy is not the mean."""
-    kind, missing = inputs.x.dtype, inputs.x.shape[2] * layout.size - results[0].shape[1]
-    mean, free, log_total = (x.to(kind) for x in results)
-    to_mean, to_free, to_log = (x.to(kind) for x in filled(grads[:3], results))
-    inverse = (-log_total).exp().masked_fill(log_total == -torch.inf, 0)
-    parts, to_beta = [], None
+    """Of the sums y [C, B, J, L, S], and minus that of beta, from those of mean, free energy and log total."""
+    mean, free, log_total = (x.to(inputs.x.dtype) for x in results)
+    length, beta, exponentials, at_mean = mean.shape[1], None, None, mean
     if inputs.beta is not None and inputs.shift is not None:
-        beta, shift = inputs.beta[:, 0, 0], inputs.shift.flatten(2).permute(1, 2, 0)[:, : mean.shape[1]]
-        at_mean = free <= mean
-        slope = (to_free / beta).masked_fill(at_mean, 0)
-        to_mean, to_log = torch.where(at_mean, to_mean + to_free, to_mean), to_log - slope
-        to_beta = -(slope * free).sum((0, 1))[:, None, None]
-        # One over the sum of exponentials; where that is nothing, so is the slope.
-        above = shift - torch.addcmul(log_total, beta, free)
-        parts = [slope * above.masked_fill(at_mean, 0).exp()]
-    to_total = torch.addcmul(to_log, to_mean, mean, value=-1)
-    to_y = torch.stack([x.permute(2, 0, 1) for x in (to_total * inverse, to_mean * inverse, *parts)], -1)
+        beta, at_mean = inputs.beta[:, 0, 0], free <= mean
+        shift = inputs.shift.flatten(2).permute(1, 2, 0)[:, :length]
+        exponentials = (shift - torch.addcmul(log_total, beta, free)).exp()
+    one_over = Inverses((-log_total).exp().masked_fill(log_total == -torch.inf, 0), exponentials)
+    to_sums, to_beta = undo_read_of_sums(grads[:3], mean, free, at_mean, one_over, beta)
+    del one_over, exponentials
+    to_y = torch.stack([x.permute(2, 0, 1) for x in to_sums], -1)
+    del to_sums
     if layout.padding is not None:
+        missing = inputs.x.shape[2] * layout.size - length
         to_y = F.pad(to_y, (0, 0, 0, missing)).masked_fill(layout.padding[..., None], 0)
-    return to_y.unflatten(2, (-1, layout.size)), to_beta
+    return to_y.unflatten(2, (-1, layout.size)), None if to_beta is None else to_beta.sum((0, 1))
 
 
-def _prepared(arguments: tuple[Any, ...]) -> tuple[Inputs, Layout]:
+def _prepared(arguments: tuple[Any, ...]) -> tuple[Inputs, Tokens, Layout]:
     """In whole chunks, padding emptied, in `wide`. Tokens write step times 1, v and exp(beta v - shift)."""
     rate, step, write, read, weight, skip, v, beta, marks, sums, top, exclusive = arguments
     dtype = torch.promote_types(v.dtype, state_dtype(v.device))
@@ -204,48 +266,57 @@ def _prepared(arguments: tuple[Any, ...]) -> tuple[Inputs, Layout]:
         return x.unflatten(1, (-1, layout.size))[None]
 
     rates, values = wide(rate).mT, tokens_last(v)
-    every = values.new_ones(1, 1, v.shape[1]) if padding is None else (~padding).to(dtype)[None]
-    steps = every if step is None else tokens_last(step)
-    streams, shift, drift, fade = [steps.expand_as(values), steps * values], None, None, None
+    steps = None
+    if step is not None:
+        steps = tokens_last(step)
+    elif padding is not None:
+        steps = (~padding).to(dtype)[None]
+    pace = values.new_ones(1, 1, layout.size) if steps is None else steps
+    streams = [values.new_ones(()) if steps is None else steps, values if steps is None else steps * values]
+    streams[0] = streams[0].expand_as(values)
+    shift = drift = fade = above = to_end = None
     warmth, skips = (None if x is None else wide(x)[:, None, None] for x in (beta, None if exclusive else skip))
     if warmth is not None:
-        exponent = warmth * values
-        slowest = (steps * rates.detach().amax(-1)[:, None, None]).clamp_min(layout.least)
+        exponent, slowest = warmth * values, rates.amax(-1)[:, None, None]
+        slowest = (slowest if steps is None else steps * slowest).clamp_min(layout.least)
         highest, first = running_shift(exponent, slowest, top.to(dtype).mT, padding, layout.start)
-        below = exponent - highest
-        streams.append(steps * (below if padding is None else below.masked_fill(padding, 0)).exp())
+        above = exponent - highest
+        del exponent, slowest
+        above = (above if padding is None else above.masked_fill(padding, 0)).exp()
+        streams.append(above if steps is None else steps * above)
         shift = highest.unflatten(-1, (-1, layout.size))
         before = torch.cat([first, shift[..., :-1, -1]], -1)[..., None]
         drift = F.pad((before - shift[..., -1:])[..., None], (2, 0))
         # From a token to its chunk's end, and from the chunk before to the token.
         to_end, fade = torch.stack([shift - shift[..., -1:], before - shift]).clamp_max(layout.most).exp()
         left = torch.stack([*streams[:2], streams[2] * to_end.flatten(2)], -1)
+    tokens = Tokens(values, steps, above, to_end)
     x = torch.stack(streams, -1).unflatten(2, (-1, layout.size))
+    del streams
     left = x if warmth is None else left.unflatten(2, (-1, layout.size))
     if layout.start is not None:
         segments = layout.segments()
         drift = (x.new_zeros(1) if drift is None else drift).expand(*x.shape[:3], 1, x.shape[-1])
         drift = drift.masked_fill((segments[..., -1] > 0)[..., None, None], -torch.inf)
         left = left * (segments == segments[..., -1:])[..., None]
-    pace = steps.unflatten(-1, (-1, layout.size))
-    if step is write is read is padding is None:
-        pace = pace[:, :, :1]  # all chunks decay alike
+    pace = pace.unflatten(-1, (-1, layout.size))
+    if steps is None and not (write is read is None):
+        pace = pace.expand(-1, *x.shape[1:4])
     query = wide(weight).mT[:, None, None, None] if read is None else by_modes(read)
     initial = wide(sums[:, : x.shape[-1]]).permute(3, 0, 2, 1)
     writes = None if write is None else by_modes(write)
-    return Inputs(rates, pace, writes, query, x, left, initial, shift, drift, fade, skips, warmth), layout
+    return Inputs(rates, pace, writes, query, x, left, initial, shift, drift, fade, skips, warmth), tokens, layout
 
 
 def _laid_out(marks: Tensor | None, strictly: bool, v: Tensor, size: int, least: float, most: float) -> Layout:
     size = min(size, v.shape[1])
-    later = v.new_ones(size, size, dtype=torch.promote_types(v.dtype, state_dtype(v.device))).triu()
-    hidden = (later if strictly else later.triu(1)).bool()
+    hidden = v.new_ones(size, size, dtype=torch.bool).triu(0 if strictly else 1)
     missing = -v.shape[1] % size
     if marks is None and not missing:
-        return Layout(None, None, hidden, later, size, least, most)
+        return Layout(None, None, hidden, size, least, most)
     marks = v.new_zeros(v.shape[:2], dtype=torch.int8) if marks is None else marks
     marks = F.pad(marks, (0, missing), value=PADDING)
-    layout = Layout(is_padding(marks), is_start(marks), hidden, later, size, least, most)
+    layout = Layout(is_padding(marks), is_start(marks), hidden, size, least, most)
     segments = layout.segments()
     return layout._replace(hidden=(hidden | (segments[..., None] != segments[..., None, :]))[None])
 
@@ -308,8 +379,11 @@ def _of_pairs(modes: str, pairs: Tensor, fade: Tensor | None, x: Tensor, letters
     return torch.cat([y, torch.einsum(f"cbjti,cbj{letters}", pairs * fade, x[..., 2:])], -1)
 
 
-def _gradients(inputs: Inputs, layout: Layout, to_y: Tensor, to_past: Tensor, to_last: Tensor) -> list[Tensor | None]:
-    """Of the inputs up to the modes before the first token, for a block of channels; the last modes' is to_last."""
+def _gradients(
+    inputs: Inputs, layout: Layout, later: Tensor, to_y: Tensor, to_past: Tensor, to_last: Tensor
+) -> list[Tensor | None]:
+    """Of the inputs up to the modes before the first token, for a block of channels; the last modes' is to_last. later
+    [L, L]: one for i >= t, else zero."""
     rates, pace, write, query, x, left, initial = inputs[:7]
     f = Factors.of(inputs, layout)
     modes, middle = f.modes, f.middle
@@ -356,7 +430,7 @@ def _gradients(inputs: Inputs, layout: Layout, to_y: Tensor, to_past: Tensor, to
     flow = d_p * query
     flow = flow.sub_(d_q) if write is None else flow.addcmul_(d_q, write, value=-1)
     del d_p, d_q
-    flow = (layout.later @ flow).add_(across[..., None, :])
+    flow = (later @ flow).add_(across[..., None, :])
     flow = flow.masked_fill_(pace[..., None] * rates[:, None, None, None] < layout.least, 0)
     d_pace = torch.einsum("cbjln,cn->cbjl", flow, rates).sum_to_size(pace.shape)
     d_rates = torch.einsum("cbjln,cbjl->cn", flow, pace.expand(flow.shape[:-1]))
