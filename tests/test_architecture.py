@@ -26,7 +26,7 @@ METHOD = sorted(
 # Everything else: tasks, models, training, reports.
 ROOMS = sorted(path for path in PACKAGE.rglob("*.py") if path not in OPERATORS)
 # What was reached; the aim for operators is 7,000 lines, for all files 240.
-FILES, FILE_LINES, REPEATED = 164, 480, 12
+FILES, FILE_LINES, REPEATED = 161, 480, 12
 LINES, FUNCTION_LINES, PARAMETERS = 11_690, 80, 12
 
 each = {"ids": lambda path: str(path.relative_to(PACKAGE))}

@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from femixer import command_line
-from femixer.command_line import Commands, dispatch, named
 from femixer.damage import Fields
-from femixer.options import check, parse
+from femixer.options import Commands, check, dispatch, lacks_option, named, parse
 from femixer.reporting import Table, as_markdown, write
 from femixer.reporting.figures import save
 from femixer.training import atomic, distributed, jobs
@@ -29,7 +27,7 @@ def told(data: str, about: str) -> str:
 
     about: what the default is.
     """
-    if not command_line.lacks("--data"):
+    if not lacks_option("--data"):
         return data
     text = f"{data}, {about} (no --data was given)"
     if distributed.is_main():
@@ -150,7 +148,7 @@ class Task:
     record: Fields = field(default_factory=dict)
     """What its tables need of a record, as `femixer.damage.check_fields` takes it: a damaged one is named."""
     others: Commands = field(default_factory=dict)
-    """Its other commands, as `command_line.dispatch` takes them."""
+    """Its other commands, as `femixer.options.dispatch` takes them."""
 
     @property
     def kind(self) -> Kind:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from femixer.command_line import Commands, dispatch
+from femixer.options import Commands, dispatch
 
 COMMANDS: Commands = {
     "train": ("femixer.tasks.lm.task:train", "train a language model on text"),
