@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from femixer.options import check, parse
-from femixer.reporting import Cell, Column, Group, Row, Score, Table, as_markdown, difference, write
+from femixer.reporting import Cell, Column, Group, Row, Score, Table, difference
 from femixer.reporting.table import Difference
-from femixer.training import atomic
+from femixer.tasks.runner import report
 from femixer.training.jobs.store import as_text
 from femixer.training.results import Record, check_no_run, holds_run
 
@@ -121,11 +121,7 @@ class Evidence:
 def main(args: Sequence[str]) -> int:
     command = parse(Evidence, args, "evidence")
     check_no_run(command.out)
-    table = tabulate(load(command.results))
-    with atomic.replacing_files(command.out) as new:
-        write(new, [table])
-    print(as_markdown(table))
-    print(f"The table is in {command.out}/ as Markdown, LaTeX and CSV")
+    report(command.out, [tabulate(load(command.results))])
     return 0
 
 

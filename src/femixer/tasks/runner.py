@@ -35,6 +35,17 @@ def told(data: str, about: str) -> str:
     return text
 
 
+def report(out: Path, tables: Sequence[Table], figures: Mapping[str, Any] | None = None) -> None:
+    """Show tables, and put them into a folder as files, with figures (name of a file -> one of matplotlib)."""
+    with atomic.replacing_files(out) as new:
+        for name, drawing in (figures or {}).items():
+            save(drawing, new / name)
+        write(new, tables)
+    print(as_markdown(*tables))
+    drawn = f", with {', '.join(figures)}" if figures else ""
+    print(f"The table is in {out}/ as Markdown, LaTeX and CSV{drawn}")
+
+
 class Run(ABC):
     """The options of `femixer NAME run`: a dataclass with what is run; its docstring is the help."""
 
@@ -206,13 +217,7 @@ class Task:
         check(len(records) > 0, "results", "without a finished job", stores)
         tables = (named(self.run)() if self.table is None else command).tables(records)
         figures = {} if self.table is None else command.figures(records)
-        with atomic.replacing_files(out) as new:
-            for name, drawing in figures.items():
-                save(drawing, new / name)
-            write(new, tables)
-        print(as_markdown(*tables))
-        drawn = f", with {', '.join(figures)}" if figures else ""
-        print(f"The table is in {out}/ as Markdown, LaTeX and CSV{drawn}")
+        report(out, tables, figures)
         return 0
 
     def _export(self, args: Sequence[str]) -> int:

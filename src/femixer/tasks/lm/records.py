@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from femixer.options import check, parse
-from femixer.reporting import Row, Score, Table, as_markdown, marked_columns, write
-from femixer.reporting.figures import banded, figure, looks, plain_log, quiet, save
+from femixer.reporting import Row, Score, Table, marked_columns
+from femixer.reporting.figures import banded, figure, looks, plain_log, quiet
 from femixer.tasks.lm.fit import last
 from femixer.tasks.lm.task import RUNS
-from femixer.training import atomic, jobs
+from femixer.tasks.runner import report
+from femixer.training import jobs
 from femixer.training.jobs import Kind
 from femixer.training.results import CONFIG, METRICS, TABLE, Record, check_no_run
 
@@ -207,10 +208,5 @@ def curves(args: Sequence[str]) -> int:
     records = load(*command.results)
     check(len(records) > 0, "results", [str(path) for path in command.results], "folders with a finished run")
     runs = by_text(chosen(records, command.models))
-    table = tabulate(runs)
-    with atomic.replacing_files(command.out) as new:
-        save(draw(runs), new / FIGURE)
-        write(new, [table])
-    print(as_markdown(table))
-    print(f"The table is in {command.out}/ as Markdown, LaTeX and CSV, the figure is {command.out / FIGURE}")
+    report(command.out, [tabulate(runs)], {FIGURE: draw(runs)})
     return 0
