@@ -127,15 +127,12 @@ def main(args: Sequence[str]) -> int:
 
 def load(paths: Sequence[Path]) -> dict[str, list[Record]]:
     """Records by task; each path is of one task."""
-    from femixer.tasks.lm import records as lm
-
-    tasks = [import_module(f"femixer.tasks.{name}").TASK for name in KINDS if name != "lm"]
-    readers = {"lm": lm.load, **{task.name: task.load for task in tasks}}
+    readers = {name: import_module(f"femixer.tasks.{name}").TASK.load for name in KINDS}
     found: dict[str, list[Record]] = defaultdict(list)
     for path in paths:
         check(path.exists(), "results", str(path), "a store of results, or an exported file")
         if holds_run(path):  # of a command that trains by itself
-            found["lm"] += lm.load(path)
+            found["lm"] += readers["lm"](path)
             continue
         for name, read in readers.items():
             with suppress(ValueError):
