@@ -10,6 +10,7 @@ import pytest
 
 import femixer
 from femixer.kernels import numba_cache
+from femixer.tasks.runner import Task
 
 PACKAGE = Path(femixer.__file__).parent
 KERNELS = PACKAGE / "kernels"
@@ -281,6 +282,14 @@ def test_packages_do_not_depend_on_each_other_in_a_circle() -> None:
     assert {"femixer.reporting", "femixer.training", "femixer.models"} <= edges["femixer.tasks"]
     assert "femixer.mixer" in edges["femixer.bench"]  # which it imports from femixer itself
     assert cycle(edges) == []
+
+
+def test_tasks_have_the_same_rooms() -> None:
+    """Whoever knows one of them knows all; each is one object of the shared runner."""
+    for folder in (PACKAGE / "tasks").iterdir():
+        if (folder / "__init__.py").is_file():
+            assert {"data", "model", "fit", "task", "table"} <= {path.stem for path in folder.iterdir()}, folder
+            assert isinstance(importlib.import_module(f"femixer.tasks.{folder.name}").TASK, Task)
 
 
 def test_a_circle_of_packages_is_found() -> None:

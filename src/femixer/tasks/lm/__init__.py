@@ -14,19 +14,10 @@ TASK = Task(
             "femixer.tasks.lm.task:compare",
             "train several mixers on the same text, with the same seeds and data order",
         ),
-        "curves": (
-            "femixer.tasks.lm.records:curves",
-            "learning curves of recorded comparisons, with bands over seeds",
-        ),
-        "reach": (
-            "femixer.tasks.lm.reach",
-            "loss by position beyond the training length, and of what repeats",
-        ),
+        "curves": ("femixer.tasks.lm.records:curves", "learning curves of recorded comparisons, with bands over seeds"),
+        "reach": ("femixer.tasks.lm.reach", "loss by position beyond the training length, and of what repeats"),
         "reproduce": ("femixer.tasks.lm.task:reproduce", "a row of the paper's table: train, evaluate, tabulate"),
-        "presets": (
-            "femixer.tasks.lm.model:presets",
-            "sizes of models, and how many parameters each mixer gives them",
-        ),
+        "presets": ("femixer.tasks.lm.model:presets", "sizes of models, and how many parameters each mixer gives them"),
         "data": ("femixer.tasks.lm.data:prepare_data", "tokenize a corpus into shards"),
         "tokenizer": ("femixer.tasks.lm.data:train_tokenizer", "train a BPE tokenizer on a corpus"),
         "table": ("femixer.tasks.lm.table", "evaluation results in the layout of the paper's table"),
