@@ -11,6 +11,9 @@ import torch
 from hypothesis import settings
 from lm_text import texts, write_lines
 
+# What these assert is told as in the tests themselves.
+pytest.register_assert_rewrite("contract", "matrix")
+
 # Before triton is imported: its kernels run on CPU tensors, statement by statement; the other is a warning less.
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"

@@ -7,17 +7,30 @@ import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
+import contract
 import pytest
 import torch
-from matrix import BATCH, DIM, LENGTH, MASK, SEGMENTS, assert_close, noise, outcome, separately, stir, streamed, tokens
+from matrix import (
+    BATCH,
+    DIM,
+    EXACT,
+    LENGTH,
+    MASK,
+    ROUNDING,
+    SEGMENTS,
+    assert_close,
+    noise,
+    outcome,
+    stir,
+    streamed,
+    tokens,
+)
 from torch import Tensor, nn
 
 from femixer.baselines import BASELINES
 from femixer.baselines.base import Baseline
 from femixer.state import Growing
 
-EXACT = 1e-10  # float64, different order of summation
-ROUNDING = 2e-5  # float32, relative to the largest output
 HEADS = 4
 CHUNKS = [1, 4, 9, 1, 8]
 
@@ -80,8 +93,7 @@ class TestStreaming:
     @variants()
     @pytest.mark.parametrize("sizes", [CHUNKS, [1] * LENGTH], ids=["chunks", "tokens"])
     def test_full_is_chunked_is_token_by_token(self, variant: Variant, sizes: list[int]):
-        m, x = variant.build(), tokens()
-        assert_close(outcome(m, lambda x: streamed(m, x, sizes), x), outcome(m, m, x), EXACT)
+        contract.full_is_chunked(variant.build(), sizes)
 
     @variants()
     def test_a_long_stream_is_cut_anywhere(self, variant: Variant):
@@ -119,25 +131,16 @@ class TestStreaming:
 
     @variants(with_options=False)
     def test_what_was_made_for_inference_can_be_gone_on_from_with_gradients(self, variant: Variant):
-        m, x = variant.build(), tokens()
-        with torch.inference_mode():
-            _, state = m(x[:, :6], return_state=True)
-        rest = outcome(m, lambda x: m(x[:, 6:], state=state, return_state=True)[0], x)
-        assert_close({"y": rest["y"]}, {"y": m(x)[:, 6:].detach()}, EXACT)
+        contract.what_was_made_for_inference_can_be_gone_on_from_with_gradients(variant.build())
 
     @variants(with_options=False)
     def test_an_empty_chunk_changes_nothing(self, variant: Variant):
-        m, x = variant.build(), tokens()
         with torch.no_grad():
-            assert_close({"y": streamed(m, x, [0, 5, 0, 0, 17, 1, 0])}, {"y": m(x)}, EXACT)
+            contract.an_empty_chunk_changes_nothing(variant.build())
 
     @variants()
     def test_rows_of_a_state_go_on_as_their_own_batch(self, variant: Variant):
-        m, x, index = variant.build(), tokens(batch=len(MASK)), torch.tensor([2, 0, 2])
-        with torch.no_grad():
-            _, state = m(x[:, :9], mask=MASK[:, :9], return_state=True)
-            rest, _ = m(x[index, 9:], mask=MASK[index, 9:], state=state.rows(index), return_state=True)
-            assert_close({"y": rest}, {"y": m(x[index], mask=MASK[index])[:, 9:]}, EXACT)
+        contract.rows_of_a_state_go_on_as_their_own_batch(variant.build())
 
     @variants(without=GROWING)
     def test_a_state_stays_as_small_as_it_is(self, variant: Variant):
@@ -151,18 +154,11 @@ class TestStreaming:
 class TestLayout:
     @variants()
     def test_padded_is_unpadded(self, variant: Variant):
-        m, x = variant.build(), tokens(batch=len(MASK))
-        padded = outcome(m, lambda x: m(x, mask=MASK), x)
-        assert_close(padded, outcome(m, lambda x: separately(m, x, MASK.long() - 1), x), EXACT)
-        assert padded["y"][~MASK].count_nonzero() == 0
-        assert padded["d x"][~MASK].count_nonzero() == 0
+        contract.padded_is_unpadded(variant.build())
 
     @variants()
     def test_packed_is_separate(self, variant: Variant):
-        m, x = variant.build(), tokens()
-        packed = outcome(m, lambda x: m(x, segments=SEGMENTS), x)
-        assert_close(packed, outcome(m, lambda x: separately(m, x, SEGMENTS), x), EXACT)
-        assert packed["y"][SEGMENTS < 0].count_nonzero() == 0
+        contract.packed_is_separate(variant.build())
 
     @variants()
     def test_streams_may_be_padded_and_packed(self, variant: Variant):
@@ -175,54 +171,28 @@ class TestLayout:
 
     @variants(with_options=False)
     def test_a_mask_may_come_and_go_in_a_stream(self, variant: Variant):
-        m, x = variant.build(), tokens(batch=len(MASK))
-        keep = MASK.clone()
-        keep[:, :6] = keep[:, 16:] = True
-        with torch.no_grad():
-            first, state = m(x[:, :6], return_state=True)
-            second, state = m(x[:, 6:16], mask=keep[:, 6:16], state=state, return_state=True)
-            third, _ = m(x[:, 16:], state=state, return_state=True)
-            assert_close({"y": torch.cat([first, second, third], 1)}, {"y": m(x, mask=keep)}, EXACT)
+        contract.a_mask_may_come_and_go_in_a_stream(variant.build())
 
     @variants()
     @pytest.mark.parametrize("content", [torch.inf, torch.nan])
     def test_content_of_padding_is_irrelevant(self, variant: Variant, content: float):
-        m, x = variant.build(), tokens(batch=len(MASK))
-        changed = x.masked_fill(~MASK[..., None], content)
-        before, after = (outcome(m, lambda x: m(x, mask=MASK), each) for each in (x, changed))
-        assert all(torch.equal(before[name], after[name]) for name in before)
+        contract.content_of_padding_is_irrelevant(variant.build(), content)
 
     @variants(with_options=False)
     def test_nothing_but_padding(self, variant: Variant):
         """Gives zero, and a stream that begins so begins later."""
-        m, x = variant.build(), tokens()
-        nothing = torch.zeros(BATCH, 9, dtype=torch.bool)
-        result = outcome(m, lambda x: m(x, mask=nothing), x[:, :9])
-        assert result["y"].count_nonzero() == result["d x"].count_nonzero() == 0
-        assert all(value.isfinite().all() for value in result.values())
-        with torch.no_grad():
-            _, state = m(x[:, :9], mask=nothing, return_state=True)
-            later, _ = m(x[:, 9:], state=state, return_state=True)
-            assert_close({"y": later}, {"y": m(x[:, 9:])}, EXACT)
+        contract.nothing_but_padding_gives_zero(variant.build())
+        contract.a_stream_that_begins_with_only_padding_begins_later(variant.build())
 
 
 class TestCausality:
     @variants()
     def test_a_larger_future_leaves_the_past_alone(self, variant: Variant):
-        m, x = variant.build(dtype=torch.float32), tokens(dtype=torch.float32)
-        changed = x.clone()
-        changed[:, 11:] *= 1e4
-        with torch.no_grad():
-            y = m(changed)
-            assert y.isfinite().all()
-            assert_close({"y": y[:, :11]}, {"y": m(x)[:, :11]}, ROUNDING)
+        contract.a_larger_future_leaves_the_past_alone(variant.build(dtype=torch.float32))
 
     @variants()
     def test_the_past_has_no_gradient_in_the_future(self, variant: Variant):
-        m, x = variant.build(), tokens().requires_grad_()
-        (gradient,) = torch.autograd.grad(m(x)[:, :12].sum(), x)
-        assert gradient[:, 12:].count_nonzero() == 0
-        assert gradient[:, :12].abs().amin(-1).min() > 0
+        contract.the_past_has_no_gradient_in_the_future(variant.build())
 
 
 class TestNumerics:
@@ -305,15 +275,7 @@ class TestModule:
 
     @variants(with_options=False)
     def test_dropout_acts_on_what_goes_into_the_output_projection(self, variant: Variant):
-        m, x = variant.build(dropout=0.25), tokens()
-        seen: list[Tensor] = []
-        m.out_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-        m.eval()(x)
-        torch.manual_seed(0)
-        m.train()(x)
-        kept = seen[1] != 0
-        assert 0.7 < kept.double().mean() < 0.8
-        assert_close({"read": seen[1][kept]}, {"read": seen[0][kept] / 0.75}, EXACT)
+        contract.dropout_acts_in_training_on_what_goes_into_the_output_projection(variant.build(dropout=0.25))
 
     @variants()
     def test_no_sequences_no_tokens_one_token(self, variant: Variant):

@@ -26,7 +26,7 @@ def test_help_lists_the_commands(capsys, args):
 
 
 COMMANDS = {**TASKS, **cli.COMMANDS}
-NESTED = {"bench": BENCHES, "lm": lm.COMMANDS, **{one.TASK.name: one.TASK.commands for one in (forecast, mad, vision)}}
+NESTED = {"bench": BENCHES, **{one.TASK.name: one.TASK.commands for one in (forecast, lm, mad, vision)}}
 EVERY = [*([name] for name in COMMANDS), *([name, inner] for name, table in NESTED.items() for inner in table)]
 
 

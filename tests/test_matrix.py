@@ -4,6 +4,7 @@ segments, causality, encoders, the definition.
 
 from __future__ import annotations
 
+import contract
 import pytest
 import torch
 from matrix import (
@@ -42,8 +43,7 @@ class TestStreaming:
     @variants()
     @pytest.mark.parametrize("sizes", CHUNKS.values(), ids=CHUNKS)
     def test_full_is_chunked_is_token_by_token(self, variant: Variant, sizes: list[int]):
-        m, x = variant.build(), tokens()
-        assert_close(outcome(m, lambda x: streamed(m, x, sizes), x), outcome(m, m, x), EXACT)
+        contract.full_is_chunked(variant.build(), sizes)
 
     @variants()
     @pytest.mark.parametrize("sizes", CHUNKS.values(), ids=CHUNKS)
@@ -100,19 +100,13 @@ class TestStreaming:
 
     @variants("CLTG", "mean", "expcache", "window")
     def test_what_was_made_for_inference_can_be_gone_on_from_with_gradients(self, variant: Variant):
-        m, x = variant.build(), tokens()
-        with torch.inference_mode():
-            _, state = m(x[:, :5], return_state=True)
-            _, state = m(x[:, 5:6], state=state, return_state=True)
-        rest = outcome(m, lambda x: m(x[:, 6:], state=state, return_state=True)[0], x)
-        assert_close({"y": rest["y"]}, {"y": m(x)[:, 6:].detach()}, EXACT)
+        contract.what_was_made_for_inference_can_be_gone_on_from_with_gradients(variant.build())
 
     @variants()
     @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
     def test_an_empty_chunk_changes_nothing(self, variant: Variant, mode):
-        m, x = variant.build(), tokens()
         with mode():
-            assert_close({"y": streamed(m, x, [0, 5, 0, 0, 17, 1, 0])}, {"y": m(x)}, EXACT)
+            contract.an_empty_chunk_changes_nothing(variant.build())
 
     @variants()
     def test_a_state_is_not_changed_by_going_on_from_it(self, variant: Variant):
@@ -126,16 +120,7 @@ class TestStreaming:
 
     @variants()
     def test_rows_of_a_state_go_on_as_their_own_batch(self, variant: Variant):
-        """What beam search does: sequences are dropped and repeated in mid-stream, padded or not."""
-        m, x, index = variant.build(), tokens(batch=len(MASK)), torch.tensor([2, 0, 2, 2])
-        for mask in (None, MASK):
-            with torch.no_grad():
-                before = None if mask is None else mask[:, :9]
-                _, state = m(x[:, :9], mask=before, return_state=True)
-                after = None if mask is None else mask[index, 9:]
-                continued, _ = m(x[index, 9:], mask=after, state=state.rows(index), return_state=True)
-                whole = m(x[index], mask=None if mask is None else mask[index])
-            assert_close({"y": continued}, {"y": whole[:, 9:]}, EXACT)
+        contract.rows_of_a_state_go_on_as_their_own_batch(variant.build())
 
 
 class TestPadding:
@@ -153,11 +138,7 @@ class TestPadding:
 
     @variants()
     def test_padded_is_unpadded(self, variant: Variant):
-        m, x = variant.build(), tokens(batch=len(MASK))
-        padded = outcome(m, lambda x: m(x, mask=MASK), x)
-        assert_close(padded, outcome(m, lambda x: separately(m, x, MASK.long() - 1), x), EXACT)
-        assert padded["y"][~MASK].count_nonzero() == 0
-        assert padded["d x"][~MASK].count_nonzero() == 0
+        contract.padded_is_unpadded(variant.build())
 
     @variants()
     def test_a_padded_stream_is_unpadded(self, variant: Variant):
@@ -166,56 +147,28 @@ class TestPadding:
 
     @variants()
     def test_a_mask_may_come_and_go_in_a_stream(self, variant: Variant):
-        m, x = variant.build(), tokens(batch=len(MASK))
-        keep = MASK.clone()
-        keep[:, :6] = keep[:, 16:] = True
-        with torch.no_grad():
-            first, state = m(x[:, :6], return_state=True)
-            second, state = m(x[:, 6:16], mask=keep[:, 6:16], state=state, return_state=True)
-            third, _ = m(x[:, 16:], state=state, return_state=True)
-            wanted = separately(m, x, keep.long() - 1)
-        assert_close({"y": torch.cat([first, second, third], 1)}, {"y": wanted}, EXACT)
+        contract.a_mask_may_come_and_go_in_a_stream(variant.build())
 
     @variants()
     @pytest.mark.parametrize("causal", [True, False])
     @pytest.mark.parametrize("content", [1e4, torch.inf, torch.nan])
     def test_content_of_padding_is_irrelevant(self, variant: Variant, content: float, causal: bool):
-        m, x = variant.build(causal=causal), tokens(batch=len(MASK))
-        changed = torch.where(MASK[..., None], x, x * content)
-        before, after = (outcome(m, lambda x: m(x, mask=MASK), each) for each in (x, changed))
-        assert all(torch.equal(before[name], after[name]) for name in before)
-        ids = MASK.long() * 3 - 1
-        before, after = (outcome(m, lambda x: m(x, segments=ids), each) for each in (x, changed))
-        assert all(torch.equal(before[name], after[name]) for name in before)
+        contract.content_of_padding_is_irrelevant(variant.build(causal=causal), content)
 
     @variants()
     @pytest.mark.parametrize("causal", [True, False])
     def test_everything_padding_gives_zero(self, variant: Variant, causal: bool):
-        m, x = variant.build(causal=causal), tokens()
-        nothing = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
-        result = outcome(m, lambda x: m(x, mask=nothing), x)
-        assert result["y"].count_nonzero() == 0
-        assert result["d x"].count_nonzero() == 0
-        assert all(value.isfinite().all() for value in result.values())
+        contract.nothing_but_padding_gives_zero(variant.build(causal=causal))
 
     @variants()
     def test_a_stream_that_begins_with_only_padding_begins_later(self, variant: Variant):
-        m, x = variant.build(), tokens()
-        nothing = torch.zeros(BATCH, 9, dtype=torch.bool)
-        with torch.no_grad():
-            y, state = m(x[:, :9], mask=nothing, return_state=True)
-            later, _ = m(x[:, 9:], state=state, return_state=True)
-            assert_close({"y": later}, {"y": m(x[:, 9:])}, EXACT)
-        assert y.count_nonzero() == 0
+        contract.a_stream_that_begins_with_only_padding_begins_later(variant.build())
 
 
 class TestSegments:
     @variants()
     def test_packed_is_separate(self, variant: Variant):
-        m, x = variant.build(), tokens()
-        packed = outcome(m, lambda x: m(x, segments=SEGMENTS), x)
-        assert_close(packed, outcome(m, lambda x: separately(m, x, SEGMENTS), x), EXACT)
-        assert packed["y"][SEGMENTS < 0].count_nonzero() == 0
+        contract.packed_is_separate(variant.build())
 
     @variants()
     def test_segments_may_be_split_over_chunks(self, variant: Variant):
@@ -242,19 +195,11 @@ class TestCausality:
     @pytest.mark.parametrize("factor", [1e2, 1e4])
     @pytest.mark.parametrize("start", [11, LENGTH - 1])
     def test_a_larger_future_leaves_the_past_alone(self, variant: Variant, factor: float, start: int):
-        m, x = variant.build(dtype=torch.float32), tokens(dtype=torch.float32)
-        changed = x.clone()
-        changed[:, start:] *= factor
-        assert_close({"y": m(changed)[:, :start]}, {"y": m(x)[:, :start]}, ROUNDING)
+        contract.a_larger_future_leaves_the_past_alone(variant.build(dtype=torch.float32), start, factor)
 
     @variants()
     def test_the_past_has_no_gradient_in_the_future(self, variant: Variant):
-        m, x = variant.build(), tokens()
-        x[:, 12:] *= 1e3
-        x.requires_grad_()
-        (gradient,) = torch.autograd.grad(m(x)[:, :12].sum(), x)
-        assert gradient[:, 12:].count_nonzero() == 0
-        assert gradient[:, :12].abs().amin(-1).min() > 0
+        contract.the_past_has_no_gradient_in_the_future(variant.build(), factor=1e3)
 
 
 class TestEncoder:

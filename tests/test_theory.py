@@ -17,6 +17,7 @@ from femixer.theory import (
     beta_kernel,
     gate_kernel,
     jacobians,
+    kernel,
     log_weight_hessian,
     logit_gradient,
     output_kernel,
@@ -28,7 +29,6 @@ from femixer.theory import (
     value_kernel,
     value_paths,
 )
-from femixer.theory.tangent import kernel
 
 LENGTH, DIM = 5, 14
 PRIORS = ("softmax", "linear", "gla", "aft", "decay", "ssm", "mamba")

@@ -8,11 +8,10 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 
-from femixer import command_line
-from femixer.command_line import dispatch
 from femixer.damage import in_one_line
 from femixer.kernels.dispatch import BackendError
 from femixer.optional import MissingExtra
+from femixer.options import dispatch, running
 from femixer.tasks import TASKS
 from femixer.training.processes import Interrupted
 
@@ -40,7 +39,7 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"femixer {__version__}")
         return 0
     try:
-        with command_line.given(args):
+        with running(args):
             return dispatch("femixer", {**TASKS, **COMMANDS}, args) or 0
     except BrokenPipeError:  # `femixer ... | head`: nobody reads any more, and Python would complain again when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from femixer.command_line import dispatch
+from femixer.options import dispatch
 
 BENCHES = {
     "layer": ("femixer.bench.layer", "FEM layers against one softmax attention layer with as many parameters"),

@@ -11,11 +11,10 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from femixer import command_line
 from femixer.damage import check_tensor, reading
 from femixer.models.files import Card, only_local, saved_tokenizer, write_card
 from femixer.optional import require
-from femixer.options import check, model_first, parse
+from femixer.options import as_typed, check, model_first, parse
 from femixer.surgery.attention import PARTS
 from femixer.surgery.upgrading import check_ends, check_parts, check_upgradable, load, upgrade
 from femixer.training import atomic
@@ -67,7 +66,7 @@ def main(args: Sequence[str]) -> int:
     added = model.num_parameters() - count
     card = Card(
         data=f"None besides that of {source}, of which it computes the same.",
-        command=command_line.shown(),
+        command=as_typed(),
         metrics={"largest change of an output on random input": change},
     )
     save(model, source, options.out, card)

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from femixer.models.named import NAMED
 from femixer.options import check, parse
-from femixer.reporting import Cell, Column, Group, Row, Score, Table, as_markdown, difference, write
+from femixer.reporting import Cell, Column, Group, Row, Score, Table, difference
 from femixer.reporting.table import Difference
-from femixer.training import atomic
+from femixer.tasks.runner import report
 from femixer.training.jobs.store import as_text
 from femixer.training.results import Record, check_no_run, holds_run
 
@@ -132,11 +132,7 @@ def main(args: Sequence[str]) -> int:
     check_no_run(command.out)
     pairs = [pair_of(text) for text in command.pairs]
     check(len(pairs) > 0, "pairs", "nothing", "at least one pair, as in FEM-SM:SMAttn")
-    table = tabulate(load(command.results), pairs)
-    with atomic.replacing_files(command.out) as new:
-        write(new, [table])
-    print(as_markdown(table))
-    print(f"The table is in {command.out}/ as Markdown, LaTeX and CSV")
+    report(command.out, [tabulate(load(command.results), pairs)])
     return 0
 
 
@@ -149,15 +145,12 @@ def pair_of(text: str) -> Pair:
 
 def load(paths: Sequence[Path]) -> dict[str, list[Record]]:
     """Records by task; each path is of one task."""
-    from femixer.tasks.lm import records as lm
-
-    tasks = [import_module(f"femixer.tasks.{name}").TASK for name in KINDS if name != "lm"]
-    readers = {"lm": lm.load, **{task.name: task.load for task in tasks}}
+    readers = {name: import_module(f"femixer.tasks.{name}").TASK.load for name in KINDS}
     found: dict[str, list[Record]] = defaultdict(list)
     for path in paths:
         check(path.exists(), "results", str(path), "a store of results, or an exported file")
         if holds_run(path):  # of a command that trains by itself
-            found["lm"] += lm.load(path)
+            found["lm"] += readers["lm"](path)
             continue
         for name, read in readers.items():
             with suppress(ValueError):

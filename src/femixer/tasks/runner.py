@@ -2,21 +2,20 @@
 
 A task of jobs says what is run (`Run`) and how the records are shown (`Tabulate`). The store, finished jobs that are
 not repeated, shares of the jobs (`--part`), processes and clusters, files of tables and exported results come with it.
+A task whose trainings are no jobs says how their folders become records (`read`), and is served with `export`.
 """
 
 import os
 import shlex
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from femixer import command_line
-from femixer.command_line import Commands, dispatch, named
 from femixer.damage import Fields
-from femixer.options import check, parse
+from femixer.options import Commands, check, dispatch, lacks_option, named, parse
 from femixer.reporting import Table, as_markdown, write
 from femixer.reporting.figures import save
 from femixer.training import atomic, distributed, jobs
@@ -29,12 +28,23 @@ def told(data: str, about: str) -> str:
 
     about: what the default is.
     """
-    if not command_line.lacks("--data"):
+    if not lacks_option("--data"):
         return data
     text = f"{data}, {about} (no --data was given)"
     if distributed.is_main():
         print(f"data: {text}", file=sys.stderr, flush=True)
     return text
+
+
+def report(out: Path, tables: Sequence[Table], figures: Mapping[str, Any] | None = None) -> None:
+    """Show tables, and put them into a folder as files, with figures (name of a file -> one of matplotlib)."""
+    with atomic.replacing_files(out) as new:
+        for name, drawing in (figures or {}).items():
+            save(drawing, new / name)
+        write(new, tables)
+    print(as_markdown(*tables))
+    drawn = f", with {', '.join(figures)}" if figures else ""
+    print(f"The table is in {out}/ as Markdown, LaTeX and CSV{drawn}")
 
 
 class Run(ABC):
@@ -125,32 +135,34 @@ class DataJob(Job):
 
 @dataclass(frozen=True)
 class Export:
-    """Write all records of one or more stores into one JSON file, which `table` reads like a store."""
+    """Write all records of finished trainings into one JSON file, which other commands read like the originals."""
 
     results: tuple[Path, ...]
-    """Stores, or files that this command wrote."""
+    """Stores of `run`, results folders of `femixer lm compare`, or files that this command wrote."""
     out: Path
     """The file."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task whose trainings are jobs of a store."""
+    """A task, most often one whose trainings are jobs of a store."""
 
     name: str
     """Of the command."""
     format: int | str
     """In stores and exported files. A change of the data, the models or the record makes it another."""
-    run: type[Run] | str
-    """Or `module:class`, which is imported only when its command is called."""
+    run: type[Run] | str | None = None
+    """Or `module:class`, which is imported only when its command is called. None: its trainings are no jobs."""
     table: type[Tabulate] | str | None = None
     """None: what `run` shows."""
     run_help: str = "models x seeds, as jobs of a results store"
     table_help: str = "results in the layout of the paper's table"
     record: Fields = field(default_factory=dict)
     """What its tables need of a record, as `femixer.damage.check_fields` takes it: a damaged one is named."""
+    read: Callable[..., list[Record]] | str | None = None
+    """Paths -> the records of trainings that are no jobs, or `module:function`."""
     others: Commands = field(default_factory=dict)
-    """Its other commands, as `command_line.dispatch` takes them."""
+    """Its other commands, as `femixer.options.dispatch` takes them."""
 
     @property
     def kind(self) -> Kind:
@@ -158,12 +170,9 @@ class Task:
 
     @property
     def commands(self) -> Commands:
-        served: Commands = {
-            "run": (self._run, self.run_help),
-            "table": (self._table, self.table_help),
-            "export": (self._export, "a store of results as one small file"),
-        }
-        return {**self.others, **served}
+        jobs: Commands = {"run": (self._run, self.run_help), "table": (self._table, self.table_help)}
+        served: Commands = {"export": (self._export, "recorded results as one small file")}
+        return {**self.others, **(jobs if self.run else {}), **served}
 
     def main(self, args: Sequence[str]) -> int | None:
         """`femixer NAME <command> [options]`."""
@@ -172,6 +181,8 @@ class Task:
     def load(self, *paths: str | os.PathLike[str]) -> list[Record]:
         """The records of stores (folders), of results folders of single trainings where the task keeps them, or of
         files that `femixer NAME export` wrote."""
+        if self.read is not None:
+            return named(self.read)(*paths)
         return [record for path in paths for record in jobs.load(path, self.kind)]
 
     def keep(self, record: Record, folder: Path) -> None:
@@ -208,19 +219,14 @@ class Task:
         check(len(records) > 0, "results", "without a finished job", stores)
         tables = (named(self.run)() if self.table is None else command).tables(records)
         figures = {} if self.table is None else command.figures(records)
-        with atomic.replacing_files(out) as new:
-            for name, drawing in figures.items():
-                save(drawing, new / name)
-            write(new, tables)
-        print(as_markdown(*tables))
-        drawn = f", with {', '.join(figures)}" if figures else ""
-        print(f"The table is in {out}/ as Markdown, LaTeX and CSV{drawn}")
+        report(out, tables, figures)
         return 0
 
     def _export(self, args: Sequence[str]) -> int:
         command = parse(Export, args, f"{self.name} export")
         check(not command.out.is_dir(), "out", str(command.out), "a file")
         records = self.load(*command.results)
+        check(len(records) > 0, "results", "without a finished training", "stores or folders that have some")
         jobs.export(records, command.out, self.kind)
         print(f"{len(records)} record{'s are' if len(records) != 1 else ' is'} in {command.out}")
         return 0

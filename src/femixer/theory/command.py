@@ -29,8 +29,7 @@ from femixer.mixer import FreeEnergyMixer
 from femixer.options import check, parse
 from femixer.reporting import Column, Group, Table, as_markdown
 from femixer.reporting.figures import COLOURS, figure, looks, plain_log, quiet, save
-from femixer.theory.capacity import minimal_degree, most_patterns, per_dimension_cost
-from femixer.theory.tangent import tangent_kernels
+from femixer.theory import minimal_degree, most_patterns, per_dimension_cost, tangent_kernels
 from femixer.training import atomic
 from femixer.training.results import check_no_run
 

@@ -37,10 +37,9 @@ from typing import Any, Literal, get_args
 import torch
 from filelock import FileLock, Timeout
 
-from femixer import command_line
 from femixer.damage import Damaged, check_numbers, read_json, read_lines, read_text
 from femixer.optional import MissingExtra, require
-from femixer.options import check, check_threads
+from femixer.options import check, check_threads, has_option
 from femixer.training import atomic, distributed
 
 LOCK, HOLDER = "lock", "lock.json"
@@ -188,7 +187,7 @@ class Results:
             elif not (out / TABLE).exists():
                 state = "an unfinished run (--resume continues it)"
             raise ValueError(f"out={str(out)!r} holds {state}; --overwrite starts anew, or choose another --out")
-        if run.resume and command_line.has("--resume"):
+        if run.resume and has_option("--resume"):
             raise ValueError(f"resume=True needs a run to continue, and out={str(out)!r} holds none; leave it out")
         out.mkdir(parents=True, exist_ok=True)
         hold(out)

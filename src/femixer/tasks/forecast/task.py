@@ -9,11 +9,10 @@ from typing import Self
 
 import torch
 
-from femixer import command_line
 from femixer.models import Card
 from femixer.models.files import without_bars
 from femixer.optional import MissingExtra
-from femixer.options import check, expanded, parse
+from femixer.options import as_typed, check, expanded, parse
 from femixer.reporting import Table, as_markdown
 from femixer.tasks.forecast import TASK
 from femixer.tasks.forecast.data import ABOUT_PACKAGED, LOOKBACKS, PACKAGED, Reading, Series, read
@@ -144,7 +143,7 @@ def finish(results: Results, spec: Spec, made: Fitted, rivals: dict[str, dict[st
     calibrated(made.model, made.windows["validation"], WIDER * spec.training.batch)
     made.model.card = Card(
         data=f"{about}: {spec.horizon} rows from {spec.lookback}. Errors are in units of the training rows' deviation.",
-        command=command_line.shown(),
+        command=as_typed(),
         metrics={"validation MSE": record["validation_mse"], "test MSE": record["mse"], "test MAE": record["mae"]},
     )
     with new_model(results.folder / MODEL) as partial, without_bars():

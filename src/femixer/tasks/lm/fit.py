@@ -13,12 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig
 
-from femixer import command_line
 from femixer.models import Card, FEMForCausalLM, preset
 from femixer.models.files import without_bars
 from femixer.models.named import parameter_count
 from femixer.optional import require
-from femixer.options import check
+from femixer.options import as_typed, check
 from femixer.parallel import own_tokens, parallelize, summed_over_cut
 from femixer.reporting import Column, Table, as_markdown
 from femixer.reporting.figures import banded, figure, looks, plain_log, quiet
@@ -322,7 +321,7 @@ def finish(
     model.card = Card(
         data=f"{text}: {shards.train.tokens:,} tokens of {shards.train.documents:,} documents. Metrics are of held-out "
         f"text ({shards.validation.documents:,} documents) after {experiment.duration}.",
-        command=command_line.shown(),
+        command=as_typed(),
         metrics={f"validation {name.replace('_', ' ')}": value for name, value in scores.items()},
     )
     with new_model(results.folder / MODEL) as partial, without_bars():

@@ -1,5 +1,5 @@
-"""The finished runs of `femixer lm compare`: `femixer lm export`, as one small file with their learning curves, and
-`femixer lm curves`, these with bands over the seeds, from folders or exported files."""
+"""The finished runs of `femixer lm compare` as records with their learning curves, and `femixer lm curves`: these with
+bands over the seeds, from folders or exported files."""
 
 import json
 import re
@@ -13,35 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from femixer.options import check, parse
-from femixer.reporting import Row, Score, Table, as_markdown, marked_columns, write
-from femixer.reporting.figures import banded, figure, looks, plain_log, quiet, save
+from femixer.reporting import Row, Score, Table, marked_columns
+from femixer.reporting.figures import banded, figure, looks, plain_log, quiet
+from femixer.tasks.lm import TASK
 from femixer.tasks.lm.fit import last
 from femixer.tasks.lm.task import RUNS
-from femixer.training import atomic, jobs
-from femixer.training.jobs import Kind
+from femixer.tasks.runner import report
+from femixer.training import jobs
 from femixer.training.results import CONFIG, METRICS, TABLE, Record, check_no_run
-
-RECORD = {"model": str, "seed": int, "text": str, "loss": float, "experiment": dict, "curve": [[float]]}
-KIND = Kind("lm", "lm 1", RECORD)
-
-
-@dataclass(frozen=True)
-class Export:
-    """Write the finished runs of one or more comparisons into one JSON file, which `femixer evidence` reads."""
-
-    results: tuple[Path, ...]
-    """Results folders of `femixer lm compare`, finished or not, or files that this command wrote."""
-    out: Path
-    """The file."""
-
-
-def export(args: Sequence[str]) -> int:
-    command = parse(Export, args, "lm export")
-    records = load(*command.results)
-    check(len(records) > 0, "results", [str(path) for path in command.results], "folders with a finished run")
-    jobs.export(records, command.out, KIND)
-    print(f"{len(records)} runs are in {command.out}")
-    return 0
 
 
 def load(*paths: Path) -> list[Record]:
@@ -49,7 +28,7 @@ def load(*paths: Path) -> list[Record]:
     for path in paths:
         allowed = "a results folder of `femixer lm compare`, or a file of `femixer lm export`"
         check(path.exists(), "results", str(path), allowed)
-    found = [record for path in paths for record in (of_folder(path) if path.is_dir() else jobs.load(path, KIND))]
+    found = [record for path in paths for record in (of_folder(path) if path.is_dir() else jobs.load(path, TASK.kind))]
     return [*{json.dumps(record, sort_keys=True): record for record in found}.values()]
 
 
@@ -207,10 +186,5 @@ def curves(args: Sequence[str]) -> int:
     records = load(*command.results)
     check(len(records) > 0, "results", [str(path) for path in command.results], "folders with a finished run")
     runs = by_text(chosen(records, command.models))
-    table = tabulate(runs)
-    with atomic.replacing_files(command.out) as new:
-        save(draw(runs), new / FIGURE)
-        write(new, [table])
-    print(as_markdown(table))
-    print(f"The table is in {command.out}/ as Markdown, LaTeX and CSV, the figure is {command.out / FIGURE}")
+    report(command.out, [tabulate(runs)], {FIGURE: draw(runs)})
     return 0

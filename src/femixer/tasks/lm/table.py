@@ -13,11 +13,11 @@ from typing import Annotated, Any
 from femixer.damage import check_fields, read_json
 from femixer.optional import require
 from femixer.options import check, parse
-from femixer.reporting import Cell, Column, Group, Row, Table, as_markdown, half_up, marked_columns, rank, write
+from femixer.reporting import Cell, Column, Group, Row, Table, half_up, marked_columns, rank
 from femixer.reporting.table import Value
 from femixer.tasks.lm.evaluate import RESULTS
 from femixer.tasks.lm.harness import BLOCKS, COLUMNS, PaperColumn
-from femixer.training import atomic
+from femixer.tasks.runner import report
 from femixer.training.results import check_no_run
 
 tyro = require("tyro", "cli")
@@ -173,9 +173,5 @@ def main(args: Sequence[str]) -> int:
         there = any(value is not None for value in model.values)
         tasks = ", ".join(column.task for column in COLUMNS)
         check(there, "results", argument, f"folders with at least one task of the paper's table ({tasks})")
-    table = tabulate(models)
-    with atomic.replacing_files(command.out) as new:
-        write(new, [table])
-    print(as_markdown(table))
-    print(f"The table is in {command.out}/ as Markdown, LaTeX and CSV")
+    report(command.out, [tabulate(models)])
     return 0

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self, TypeVar
 
-from femixer import command_line
 from femixer.models import Card
 from femixer.models.named import parameter_count
-from femixer.options import check, expanded, parse
+from femixer.options import as_typed, check, expanded, parse
 from femixer.reporting import Table, as_markdown
 from femixer.reporting.figures import save
 from femixer.tasks.runner import DataJob, Run, told
@@ -141,7 +140,7 @@ def finish(results: Results, spec: Spec, images: Images, made: Fitted, about: st
     counts = ", ".join(f"{count:,} {split}" for split, count in images.counts.items())
     made.classifier.model.card = Card(
         data=f"{about}: {len(images.classes)} classes, {counts} pictures.",
-        command=command_line.shown(),
+        command=as_typed(),
         metrics={
             "validation accuracy": record["validation_top1"],
             "test accuracy": record["top1"],
