@@ -129,23 +129,14 @@ def _read(
         free = torch.addcdiv(shift, torch.where(lost, 1, total).log(), beta[:, None])
         # One look at all conditions under which the sum is not good enough.
         if readable(q) and bool((lost | far_below(free, shift) | (beta[:, None] < SMALL_BETA)).any()):
-            return _read_again(q, keys, data[..., :d], beta, seen)
+            k, v = keys.transpose(1, 2), data[..., :d].transpose(1, 2)
+            return softmax.OPERATOR(q, k, v, beta, *seen, width**-0.5)[:2]  # type: ignore[return-value]
         free = torch.maximum(torch.where(lost, mean, free), mean)
     results = [x.reshape(batch, 1, heads, d) for x in (mean, free) if x is not None]
     padding = seen.padding()
     if padding is not None:
         results = [x.masked_fill(padding, 0) for x in results]
     return results[0], q.new_empty(0) if free is None else results[1]
-
-
-def _read_again(q: Tensor, keys: Tensor, values: Tensor, beta: Tensor, seen: Visibility) -> tuple[Tensor, Tensor]:
-    segments = None
-    if seen.segments_q is not None and seen.segments_k is not None:
-        segments = seen.segments_q, seen.segments_k
-    k, v = keys.transpose(1, 2), values.transpose(1, 2)
-    mean, free = softmax.softmax_read(q, k, v, beta, window=seen.window, bias=seen.bias, segments=segments)
-    assert free is not None
-    return mean, free
 
 
 # Cached exponentials of the examples have been float32.
