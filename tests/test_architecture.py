@@ -28,7 +28,7 @@ METHOD = sorted(
     ]
 )
 # The aim is 7,000 lines; until then operators may only become shorter.
-LINES, FILES, FILE_LINES, FUNCTION_LINES, PARAMETERS = 11_281, 65, 480, 80, 12
+LINES, OPERATOR_FILES, FILE_LINES, FUNCTION_LINES, PARAMETERS = 11_281, 65, 480, 80, 12
 # Files that a training step passes through, and how often it goes from one to another; the aim for gla is 14 and 45.
 WAYS = {"gla": (19, 72), "softmax": (24, 106), "mamba": (18, 75)}
 
@@ -53,7 +53,7 @@ def test_operators_do_not_grow() -> None:
         path: len(path.read_text(encoding="utf-8").splitlines()) for path in OPERATORS if "triton" not in path.name
     }
     assert sum(lines.values()) <= LINES
-    assert len(lines) <= FILES
+    assert len(lines) <= OPERATOR_FILES
     assert not {path: count for path, count in lines.items() if count > FILE_LINES}
 
 
