@@ -14,9 +14,7 @@ from torch import Tensor
 
 from femixer.kernels import gates as gating
 from femixer.kernels import softmax
-from femixer.kernels.gates import gated
 from femixer.kernels.operator import Operator
-from femixer.kernels.softmax import reading_dtype, softmax_read
 
 
 def _results(
@@ -81,15 +79,15 @@ DIFFERENTIABLE = True
 def forward(*arguments: Any) -> tuple[Tensor, ...]:
     """As the read and the gates, one operator after the other."""
     q, k, v, beta, lam, gate, bias, segments_q, segments_k, causal, window, eps = arguments
-    dtype = reading_dtype(v, beta)
+    dtype = softmax.reading_dtype(v, beta)
     q, k, v = (x.to(dtype) for x in (q, k, v))
     beta, lam, gate = (None if x is None else x.to(dtype) for x in (beta, lam, gate))
-    segments = None if segments_q is None or segments_k is None else (segments_q, segments_k)
-    mean, free = softmax_read(q, k, v, beta, causal=causal, window=window, bias=bias, segments=segments)
-    if free is None or lam is None:
-        read = mean if free is None else free
-        return (read if gate is None else gated(read, None, None, gate, eps),)
-    return (gated(mean, free, lam, gate, eps),)
+    given = bias, segments_q, segments_k, causal, window, q.shape[3] ** -0.5
+    mean, free, *_ = softmax.OPERATOR(q, k, v, beta, *given)
+    if beta is None or lam is None:
+        read = mean if beta is None else free
+        return (read if gate is None else gating.gated(read, None, None, gate, eps),)
+    return (gating.gated(mean, free, lam, gate, eps),)
 
 
 def definition(*arguments: Any) -> tuple[Tensor, ...]:

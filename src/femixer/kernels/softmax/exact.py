@@ -15,7 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from femixer.kernels.softmax.visibility import Sums, Visibility, add_decays_, between, decay_gradients
+from femixer.kernels.softmax.decays import Sums, add_, between
+from femixer.kernels.softmax.decays import gradients as decay_gradients
+from femixer.kernels.softmax.visibility import Visibility
 
 ROWS = 64
 KEYS = 512
@@ -280,7 +282,7 @@ class Selection(NamedTuple):
         """target[batch, head, rows, keys] = result [N, n, m]; gradients of sums are added."""
         if isinstance(result, Sums):
             for batch, head, before, until in zip(self.batch, self.head, *result, strict=True):
-                add_decays_(target[batch, head], Sums(before, until), self.keys)
+                add_(target[batch, head], Sums(before, until), self.keys)
             return
         where = self.batch[:, None, None], self.head[:, None, None], self.rows[:, None], self.keys
         target[where] = result.to(target.dtype)

@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from femixer.kernels.operator import filled
-from femixer.kernels.softmax import exact
+from femixer.kernels.softmax import decays, exact
 from femixer.kernels.softmax.attention import Attended, attend, attend_backward, widths
-from femixer.kernels.softmax.visibility import Sums, Visibility, add_decays_, decay_gradients, pieces
+from femixer.kernels.softmax.decays import Sums
+from femixer.kernels.softmax.visibility import Visibility, pieces
 from femixer.kernels.streams import Shift, readable
 
 # Sequences up to this length are read backwards in one call for all heads.
@@ -263,9 +264,9 @@ def _put_bias(total: Tensor, grad: Tensor, rows: slice, keys: slice, queries: in
     index = torch.arange(total.shape[2] // 2, device=total.device)
     offset = len(index) - queries
     tokens = slice(rows.start + offset, rows.stop + offset)
-    to_rows, to_keys = decay_gradients(grad, seen.ahead(tokens, keys, index))
-    add_decays_(total, to_rows, tokens)
-    add_decays_(total, to_keys, keys)
+    to_rows, to_keys = decays.gradients(grad, seen.ahead(tokens, keys, index))
+    decays.add_(total, to_rows, tokens)
+    decays.add_(total, to_keys, keys)
 
 
 def _heads_first(x: Tensor, heads: int, width: int, value: float = 0.0) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor
 from femixer.kernels.numba_kernel import array, job, kernel, summing_job, u64
 from femixer.kernels.numba_math import exp32, f32
 from femixer.kernels.softmax import softmax_read
-from femixer.kernels.softmax_step import HEADROOM, plain
+from femixer.kernels.softmax_step import HEADROOM
+from femixer.kernels.softmax_step import forward as in_plain_torch
 from femixer.kernels.streams import FAR_BELOW, SMALL_BETA, least_sum
 
 FLOATS, ANY = (torch.float32,), ("beta", "bias")
@@ -27,10 +28,10 @@ ONE, TWO, THREE, FOUR = u64(1), u64(2), u64(3), u64(4)
 
 
 def forward(*arguments: Any) -> tuple[Tensor, ...]:
-    q, k, v, keys, data, shift, beta, bias, segments_q, segments_k, length, window = arguments
+    q, k, v, keys, data, shift, beta, bias, segments_q, _, length, window = arguments
     sees_all = bias is None and segments_q is None and (window is None or window >= length)
     if k is None or v is None or not (sees_all and keys.is_contiguous() and data.is_contiguous()):
-        return plain.forward(q, k, v, keys, data, shift, beta, bias, segments_q, segments_k, length, window)
+        return in_plain_torch(*arguments)
     (batch, _, heads, width), (groups, d) = q.shape, v.shape[2:]
     mean = q.new_empty(batch, 1, heads, d)
     free = mean if beta is None else q.new_empty(batch, 1, heads, d)
