@@ -23,7 +23,7 @@ spec.loader.exec_module(launches)
 # aim is 120, 160 and 3 for every prior; until then they may only become fewer.
 MOST = {
     "softmax": (91, 140, 2.1),
-    "fox": (136, 211, 4.0),
+    "fox": (122, 203, 3.0),
     "linear": (155, 243, 2.9),
     "gla": (166, 264, 3.0),
     "gla:decay=channel": (232, 370, 4.0),
