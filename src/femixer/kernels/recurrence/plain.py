@@ -2,7 +2,7 @@
 
 In float64 chunks of 16 tokens are summed by a cumulative sum relative to their middle: exp of 8 log decays of LEAST has
 range to spare. float32 has not; there a chunk of 64 is multiplied by the decays of all its pairs, or, if those are too
-many, groups of 4, 16, 64 ... tokens are summed. The chunks' ends are a recurrence of a sixteenth of the length, or less.
+many, groups of 4, 16, 64 ... tokens are. The chunks' ends are a recurrence of a sixteenth of the length, or less.
 """
 
 import math
