@@ -158,3 +158,17 @@ def test_compiled_without_a_break(backend: str) -> None:
         compiled = torch.compile(lambda *x: channel_scan(*x), fullgraph=True, backend="aot_eager")
         for actual, wanted in zip(compiled(*given), channel_scan(*given), strict=True):
             torch.testing.assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_keys_alone_are_the_definition_and_stay_as_they_are(dtype: torch.dtype) -> None:
+    """Without gates, marks and state nothing is put in front of the tokens, and what is overwritten is no argument."""
+    torch.manual_seed(0)
+    key, v = torch.randn(2, 2, 37, 5, dtype=dtype)
+    given = key, None, v, torch.rand(5, dtype=dtype) + 0.5, None, None
+    assert check.compare(OPERATOR, "plain", given, dtype).worst < (1e-5 if dtype == torch.float32 else 1e-10)
+    key.requires_grad_()
+    with use_backend("plain"):
+        mean, free, *_ = OPERATOR(*given)
+        torch.autograd.grad((mean + free).sum(), key)
+    assert key._version == 0

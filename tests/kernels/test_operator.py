@@ -343,3 +343,23 @@ def test_a_result_that_was_changed_since_is_kept_and_not_made_again() -> None:
     y.mul_(5)
     kept, remade, _ = _without_remade([y])
     assert kept[0] is y and not remade
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "name", sorted(each.name for each in check.find_operators("femixer.kernels") if each.gradients)
+)
+def test_a_plain_pass_forwards_or_backwards_changes_no_argument(name: str, dtype: torch.dtype) -> None:
+    """What is worked on in place is not an argument, nor shares its memory, in whatever type that is."""
+    operator = OPERATORS[name]
+    for arguments in check.page(operator).examples().values():
+        given = check.cast(arguments, dtype)
+        given = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in given)
+        copies = [x.clone() if isinstance(x, Tensor) else x for x in given]
+        leaves = [x.requires_grad_() for x in given if isinstance(x, Tensor) and x.is_floating_point()]
+        with femixer.use_backend("plain"):
+            results = [x for x in operator(*given) if x.requires_grad and x.numel()]
+            if results:
+                torch.autograd.grad(results, leaves, [torch.ones_like(x) for x in results], allow_unused=True)
+        for x, copy in zip(given, copies, strict=True):
+            assert not isinstance(x, Tensor) or torch.equal(x, copy)

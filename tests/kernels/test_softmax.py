@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from femixer import use_backend
 from femixer.kernels import check
-from femixer.kernels.softmax import OPERATOR, attention, definition, exact, softmax_read, visible
+from femixer.kernels.softmax import OPERATOR, attention, definition, exact, softmax_read, visibility, visible
 
 from .backends import BACKENDS, examples
 
@@ -429,3 +429,43 @@ def test_channels_may_lie_anywhere_in_memory(backend: str) -> None:
         results.append([mean, free, *torch.autograd.grad((mean + free).square().sum(), tensors)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(293, 293), (37, 211), (1, 5)])
+def test_masks_of_decays_off_a_cpu_are_their_differences(
+    queries: int, keys: int, last_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made in one place, piece by piece, exactly as far as float32 can say, at sums where it has no digit left."""
+    monkeypatch.setattr(visibility, "DECAY_ELEMENTS", 2 * 3 * 10_000)
+    torch.manual_seed(0)
+    until = -(20 * torch.rand(2, 3, keys, dtype=torch.float64)).cumsum(-1) - 1e7
+    q, seen = torch.zeros(2, queries, 3, 5), visibility.Visibility(until.repeat(1, 1, 2), None, None, True, None)
+    wanted = (until[..., keys - queries :, None] - until[..., None, :]).float()
+    wanted = wanted.masked_fill(torch.ones(queries, keys, dtype=torch.bool).triu(1 + keys - queries), -torch.inf)
+    starts = []
+    for rows, columns, mask, _ in visibility._decayed(q, keys, seen, last_first):
+        assert mask is not None
+        assert torch.equal(mask, wanted[:, :, rows, columns])
+        assert (wanted[:, :, rows, columns.stop :] == -torch.inf).all()
+        assert mask.numel() <= max(2 * 3 * 10_000, 2 * 3 * 64 * keys)
+        starts += list(range(rows.start, rows.stop))
+    assert sorted(starts) == list(range(queries))
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_decaying_scores_in_pieces_are_the_definition(repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results and gradients as off a CPU, the last rows first in the backward pass."""
+
+    def pieces(q: Tensor, k: Tensor, seen: Any, last_first: bool = False) -> Any:
+        return visibility._decayed(q, k.shape[1], seen, last_first)
+
+    monkeypatch.setattr("femixer.kernels.softmax.one_pass.pieces", pieces)
+    monkeypatch.setattr(visibility, "DECAY_ELEMENTS", 2 * 4 * 3_000)
+    torch.manual_seed(0)
+    length, heads, groups = 131, 4, 4 // repeats
+    q, k, v = torch.randn(2, length, heads, 5), torch.randn(2, length, groups, 5), torch.randn(2, length, groups, 7)
+    until = -torch.rand(2, heads, length, dtype=torch.float64).cumsum(-1)
+    given = q, k, v, torch.rand(groups, 7) + 0.5, until.repeat(1, 1, 2), None, None, True, None, 0.4
+    errors = check.compare(OPERATOR, "plain", given, torch.float32)
+    assert errors.worst < 2e-5, errors

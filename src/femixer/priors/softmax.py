@@ -158,7 +158,9 @@ class SoftmaxPrior(Prior):
             decays = None
             if decay is not None:
                 until = _sums(decay, layout)
-                decays = torch.cat([until - decay, until], 1).transpose(1, 2)
+                # Nothing is read of what lies ahead of a causal layer's tokens, so sums before them are not asked for.
+                before = until if self.causal else until - decay
+                decays = torch.cat([before, until], 1).transpose(1, 2)
             visible = self._visible(layout, q.dtype)
             mean, free = softmax_read(q, k, v, beta, causal=self.causal, decays=decays, **visible)
             return mean, free, None

@@ -159,7 +159,7 @@ def backward(
         del warm_total
     del warm, h
     m, n = _backwards(flows, total)
-    share = log.sub_(total).exp_()
+    share = (log - total).exp_()
     n = n.addcmul_(value, m, value=-1).mul_(share)
     d_log = -n if r is None else r - n
     d_value = m.mul_(share)

@@ -2,7 +2,7 @@
 
 In float64 chunks of 16 tokens are summed by a cumulative sum relative to their middle: exp of 8 log decays of LEAST has
 range to spare. float32 has not; there a chunk of 64 is multiplied by the decays of all its pairs, or, if those are too
-many, tokens 1, 2, 4 ... apart are summed. The chunks' ends are a recurrence of a sixteenth of the length, or less.
+many, groups of 4, 16, 64 ... tokens are. The chunks' ends are a recurrence of a sixteenth of the length, or less.
 """
 
 import math
@@ -106,16 +106,13 @@ def _decays(until: Tensor, since: Tensor, diagonal: int) -> Tensor:
 def _by_doubling(decay: Tensor, x: Tensor, spare: bool, backwards: bool) -> Tensor:
     """Sums of 2, 4, 8 ... tokens up to each. Only products of decays are formed, so a decay of zero stays that. spare:
     neither is needed any more."""
+    if backwards:
+        return _by_doubling(decay.expand_as(x).flip(1).roll(1, 1), x.flip(1), True, False).flip(1)
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     if not (traced or torch.is_grad_enabled()):
         decay, x = decay.expand_as(x), x if spare else x.clone(memory_format=torch.contiguous_format)
-        if backwards:
-            _in_place_backwards(decay.roll(-1, 1), x)
-        else:
-            _in_place(decay.contiguous() if spare else decay.clone(memory_format=torch.contiguous_format), x)
+        _in_place(decay.contiguous() if spare else decay.clone(memory_format=torch.contiguous_format), x)
         return x
-    if backwards:
-        return _by_doubling(decay.flip(1).roll(1, 1), x.flip(1), spare, False).flip(1)
     distance = 1
     while distance < x.shape[1]:
         x = torch.cat([x[:, :distance], torch.addcmul(x[:, distance:], decay[:, distance:], x[:, :-distance])], 1)
@@ -125,28 +122,20 @@ def _by_doubling(decay: Tensor, x: Tensor, spare: bool, backwards: bool) -> Tens
 
 
 def _in_place(decay: Tensor, x: Tensor) -> None:
-    """Pairs of tokens as one, which is a recurrence of half the length, and then the first of each pair after its
-    predecessor: without further memory."""
-    if x.shape[1] > 1:
-        odd = x[:, 1::2]
-        odd.addcmul_(decay[:, 1::2], x[:, : 2 * odd.shape[1] : 2])
-        if x.shape[1] > 2:
-            decay[:, 1::2].mul_(decay[:, : 2 * odd.shape[1] : 2])
-            _in_place(decay[:, 1::2], odd)
-            x[:, 2::2].addcmul_(decay[:, 2::2], x[:, 1:-1:2])
-
-
-def _in_place_backwards(decay: Tensor, x: Tensor) -> None:
-    """x_t + decay_t h_{t+1}: the mirror image of `_in_place`, pairs from the end."""
+    """Four tokens as one, which is a recurrence of a quarter of the length, and then the first three of each four after
+    their predecessor: without further memory."""
     length = x.shape[1]
-    if length > 1:
-        first, second = slice(length % 2, length - 1, 2), slice(length % 2 + 1, length, 2)
-        x[:, first].addcmul_(decay[:, first], x[:, second])
-        if length > 2:
-            decay[:, first].mul_(decay[:, second])
-            _in_place_backwards(decay[:, first], x[:, first])
-            rest = slice((length - 1) % 2, length - 2, 2)
-            x[:, rest].addcmul_(decay[:, rest], x[:, (length - 1) % 2 + 1 : length - 1 : 2])
+    whole = length // 4 * 4
+    if whole:
+        products, sums = (y[:, :whole].unflatten(1, (-1, 4)) for y in (decay, x))
+        for i in (1, 2, 3):
+            sums[:, :, i].addcmul_(products[:, :, i], sums[:, :, i - 1])
+        if whole > 4:
+            products.cumprod_(2)
+            _in_place(products[:, :, 3], sums[:, :, 3])
+            sums[:, 1:, :3].addcmul_(products[:, 1:, :3], sums[:, :-1, 3:])
+    for i in range(max(1, whole), length):
+        x[:, i].addcmul_(decay[:, i], x[:, i - 1])
 
 
 def _scan(gates: Tensor, x: Tensor, levels: int | None = None) -> Tensor:

@@ -2,8 +2,9 @@
 
     bias_ti = gate_{i+1} + ... + gate_t  for i <= t,    gate_t + ... + gate_{i-1}  for i > t
 
-A sum along the sequence grows without bound and its differences must not lose digits: sums are float64. Differences are
-made in the float type of the scores, of the sums rounded to it and of what rounding leaves of them, which is as exact.
+A sum along the sequence grows without bound and its differences must not lose digits: sums are float64. Off a CPU
+differences are, and are written in the float type of the scores. On a CPU, and where others see through, they are made
+in that type, of the sums rounded to it and of what rounding leaves of them, which is as exact.
 """
 
 from __future__ import annotations

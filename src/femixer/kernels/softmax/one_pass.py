@@ -191,10 +191,11 @@ def _one_pass_backward(
     key_width, value_width = widths(q.device, q.shape[-1] + add_up, streams.shape[-1])
     qh, kh = _heads_first(q, heads, key_width, 1 / scale if add_up else 0.0), _heads_first(k, heads, key_width)
     sh, inner, sums = (_heads_first(x, heads, value_width) for x in (streams, inner, sums))
-    of_rows: list[Tensor] = []
+    of_rows: dict[int, Tensor] = {}
     of_keys: list[Tensor] = []
     dbias = _no_bias(seen) if bias_grad else None
-    for rows, keys, mask, triangular in pieces(q, k, seen):
+    # The last one first: its keys are all.
+    for rows, keys, mask, triangular in pieces(q, k, seen, last_first=True):
         given = qh[:, :, rows], kh[:, :, keys], sh[:, :, keys], mask, triangular, scale
         call = Attended(*given, sums[:, :, rows], part.log_z[:, :, rows])
         to_q, to_k, to_streams, to_mask = attend_backward(inner[:, :, rows], call, bias_grad and not add_up)
@@ -203,7 +204,7 @@ def _one_pass_backward(
             Sums.of(dbias).until[..., keys].sub_(to_k[..., q.shape[3]])
         elif dbias is not None and to_mask is not None:
             _put_bias(dbias, to_mask, rows, keys, q.shape[1], seen)
-        of_rows.append(_fold(to_q, heads, q.shape[3]))
+        of_rows[rows.start] = _fold(to_q, heads, q.shape[3])
         grads = _fold(to_k, groups, q.shape[3]), _fold(to_streams, groups, streams.shape[3])
         if grads[0].shape[1] == k.shape[1] and not of_keys:
             of_keys = list(grads)
@@ -211,7 +212,9 @@ def _one_pass_backward(
         of_keys = of_keys or [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, streams)]
         for total, grad in zip(of_keys, grads, strict=True):
             total[:, keys].add_(grad)
-    dq, (dk, dstreams) = of_rows[0] if len(of_rows) == 1 else torch.cat(of_rows, 1), of_keys
+    dq, (dk, dstreams) = of_rows[0], of_keys
+    if len(of_rows) > 1:
+        dq = torch.cat([of_rows[start] for start in sorted(of_rows)], 1)
     dv = dstreams[..., :d]
     if beta is not None and dbeta is not None:
         dv, to_beta = steps.undo_streams(dstreams[..., : 2 * d], streams[..., : 2 * d], v, beta, part.shift)

@@ -1,16 +1,21 @@
 """Who sees whom, and the attention calls that it takes where a mask is needed."""
 
+import math
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from femixer.kernels.softmax.decays import Sums, between
+from femixer.kernels.streams import transparent
 
 # A mask is made for as many rows at a time as keep it below this size: on a CPU it should stay in the cache.
 MASK_ELEMENTS = {"cpu": 2**22}
 MANY_MASK_ELEMENTS = 2**25
+# One of decays is a float per head and pair.
+DECAY_ELEMENTS = 13 * 2**20
 # Making a mask of decays, and its gradient, takes about this many of its size.
 DECAY_COPIES = 4
 # Off the CPU a window takes about this many calls.
@@ -53,11 +58,14 @@ class Visibility(NamedTuple):
 Piece = tuple[slice, slice, Tensor | None, bool]
 
 
-def pieces(q: Tensor, k: Tensor, seen: Visibility) -> Iterator[Piece]:
-    """For q [B, T, H, E] and k [B, S, G, E]; masks are made one after the other."""
+def pieces(q: Tensor, k: Tensor, seen: Visibility, last_first: bool = False) -> Iterator[Piece]:
+    """For q [B, T, H, E] and k [B, S, G, E]; masks are made one after the other, and may overwrite each other."""
     t, s = q.shape[1], k.shape[1]
     if seen.needs_no_mask(s) and (not seen.causal or t == 1 or t == s):
         return iter([(slice(0, t), slice(0, s), None, seen.causal and bool(t > 1))])
+    alone = seen.decays and seen.causal and seen.window is None and seen.segments_q is None
+    if alone and q.device.type != "cpu" and not transparent(q):
+        return _decayed(q, s, seen, last_first)
     index = torch.arange(s, device=q.device)
     rank = index[None] if seen.segments_k is None else (seen.segments_k >= 0).cumsum(1)
     near = seen.window if seen.segments_k is None else None  # keys by their place alone
@@ -83,6 +91,33 @@ def pieces(q: Tensor, k: Tensor, seen: Visibility) -> Iterator[Piece]:
         return rows, keys, mask, False
 
     return map(piece, (0,) if torch.compiler.is_compiling() else range(0, t, step))
+
+
+def _decayed(q: Tensor, keys: int, seen: Visibility, last_first: bool) -> Iterator[Piece]:
+    """Rows over the keys before them, whose scores decay: as many rows at a time as have DECAY_ELEMENTS pairs, so that
+    the first ones are more. All masks are made in one place."""
+    assert seen.bias is not None
+    until, before, many = Sums.of(seen.bias).until, keys - q.shape[1], DECAY_ELEMENTS // (q.shape[0] * q.shape[2])
+    stops = [0]
+    while stops[-1] < q.shape[1]:
+        known = before + stops[-1]
+        rows = (math.isqrt(known * known + 4 * many) - known) // 2  # rows (known + rows) <= many
+        stops.append(min(stops[-1] + max(64, rows // 8 * 8), q.shape[1]))
+    found = list(pairwise(stops))
+    shapes = [(*until.shape[:2], stop - start, before + stop) for start, stop in found]
+    place = q.new_empty(max(map(math.prod, shapes)))
+    future = torch.ones(stops[1], stops[1], dtype=torch.bool, device=q.device).triu(1)
+
+    def piece(number: int) -> Piece:
+        (start, stop), shape = found[number], shapes[number]
+        mask = place[: math.prod(shape)].view(shape)
+        rows = until[..., before + start : before + stop, None]
+        torch.sub(rows, until[..., None, : before + stop], out=mask)
+        mask[..., before + start :].masked_fill_(future[: stop - start, : stop - start], -torch.inf)
+        return slice(start, stop), slice(0, before + stop), mask, False
+
+    numbers = range(len(found))
+    return map(piece, reversed(numbers) if last_first else numbers)
 
 
 def _rows_together(q: Tensor, keys: int, seen: Visibility) -> int:

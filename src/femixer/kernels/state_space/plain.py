@@ -33,7 +33,7 @@ from femixer.kernels.reading import (
 from femixer.kernels.recurrence.plain import CHUNK, LEAST, scan
 
 # Of the forward and of the backward pass, which holds more tensors at a time.
-NUMBERS, BACKWARD_NUMBERS = 2**24, 3 * 2**22
+NUMBERS, BACKWARD_NUMBERS = 2**24, 2**24 - 1
 # Tokens of a chunk, the least log decay, and the most above a shift: what is further has no weight.
 SIZES = {torch.float64: (CHUNK, LEAST, 600.0), torch.float32: (8, -20.0, 75.0)}
 
@@ -58,13 +58,18 @@ class Layout(NamedTuple):
         assert self.start is not None
         return self.start.unflatten(-1, (-1, self.size)).cumsum(-1)
 
+    def until_the_end(self) -> Tensor:
+        """[B, J, L, 1]: whether no segment starts in the chunk after the token."""
+        segments = self.segments()
+        return (segments == segments[..., -1:])[..., None]
+
 
 class Inputs(NamedTuple):
     """Of the channels, or of a block of them: rates [C, N], pace (the steps) [C or 1, B, J, L], write [1, B, J, L, N],
     query [C or 1, B, J, L, N], where 1 may stand for B, J and L; streams x [C, B, J, L, S] relative to shift
-    [C, B, J, L], and `left` relative to that of their chunk's end; modes before the first token [C, B, N, S]; how the
-    streams decay over a chunk beside the modes, `drift` [C, B, J, 1, S] as a logarithm, and the exponentials from there
-    to the rows, `fade` [C, B, J, L], both None for not at all; skip and beta [C, 1, 1].
+    [C, B, J, L]; modes before the first token [C, B, N, S]; how the streams decay over a chunk beside the modes,
+    `drift` [C, B, J, 1, S] as a logarithm, and the exponentials from tokens `to_end` and from the chunk before to the
+    rows, `fade` [C, B, J, L], all None for not at all; skip and beta [C, 1, 1].
     """
 
     rates: Tensor
@@ -72,10 +77,10 @@ class Inputs(NamedTuple):
     write: Tensor | None
     query: Tensor
     x: Tensor
-    left: Tensor
     initial: Tensor
     shift: Tensor | None
     drift: Tensor | None
+    to_end: Tensor | None
     fade: Tensor | None
     skip: Tensor | None
     beta: Tensor | None
@@ -91,13 +96,11 @@ class Inputs(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Of all tokens [C, B, T]: values, steps (None for ones), exp(beta v - shift), and how those decay until the end of
-    their chunk [C, B, J, L]."""
+    """Of all tokens [C, B, T]: values, steps (None for ones) and exp(beta v - shift)."""
 
     values: Tensor
     steps: Tensor | None
     above: Tensor | None
-    to_end: Tensor | None
 
 
 def _is_alike(inputs: Inputs) -> bool:
@@ -134,6 +137,14 @@ def _of_past(inputs: Inputs, layout: Layout) -> Tensor:
     return seen if layout.start is None else seen * (layout.segments() == 0)[..., None]
 
 
+def _left(inputs: Inputs, layout: Layout) -> Tensor:
+    """The streams [C, B, J, L, S] as the end of their chunk sees them, apart from the modes' decay."""
+    left = inputs.x
+    if inputs.to_end is not None:
+        left = torch.cat([left[..., :2], left[..., 2:] * inputs.to_end[..., None]], -1)
+    return left if layout.start is None else left * layout.until_the_end()
+
+
 def backward(
     grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
@@ -142,10 +153,8 @@ def backward(
     inputs, tokens, layout = _prepared(arguments)
     given = [None if x is None else x.dtype for x in (*arguments[:8], None, arguments[9])]
     length, sums = arguments[6].shape[1], arguments[9]
-    d_rate, d_pace, d_write, d_query, d_x, d_left, d_initial, d_skip, d_beta = _all_gradients(
-        inputs, layout, grads, results
-    )
-    d_step, d_v, to_beta = _token_gradients(inputs, tokens, layout, (d_pace, d_x, d_left))
+    d_rate, d_pace, d_write, d_query, d_x, d_initial, d_skip, d_beta = _all_gradients(inputs, layout, grads, results)
+    d_step, d_v, to_beta = _token_gradients(inputs, tokens, d_pace, d_x)
     if to_beta is not None:
         d_beta = to_beta if d_beta is None else to_beta - d_beta
 
@@ -175,20 +184,11 @@ def backward(
 
 
 def _token_gradients(
-    inputs: Inputs, tokens: Tokens, layout: Layout, to: tuple[Tensor, Tensor, Tensor]
+    inputs: Inputs, tokens: Tokens, d_pace: Tensor, d_x: Tensor
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Of steps and values [C, B, T] and of beta [C], from those of pace, x and left: streams are the step times 1, v
-    and exp(beta v - shift). d_x is overwritten."""
-    (values, steps, above, to_end), (d_pace, d_x, d_left) = tokens, to
-    if layout.start is not None:
-        segments = layout.segments()
-        d_left = d_left * (segments == segments[..., -1:])[..., None]
-    if to_end is None:
-        d_x = d_x.add_(d_left)
-    else:
-        d_x[..., :2].add_(d_left[..., :2])
-        d_x[..., 2].addcmul_(d_left[..., 2], to_end)
-    del d_left
+    """Of steps and values [C, B, T] and of beta [C], from those of pace and x: streams are the step times 1, v and
+    exp(beta v - shift)."""
+    values, steps, above = tokens
     d_one, d_value, *rest = d_x.flatten(2, 3).unbind(-1)
     d_step, d_v, d_beta = None, d_value if steps is None else d_value * steps, None
     if steps is not None:
@@ -204,17 +204,15 @@ def _token_gradients(
 def _all_gradients(
     inputs: Inputs, layout: Layout, grads: tuple[Tensor | None, ...], results: tuple[Tensor, ...]
 ) -> list[Any]:
-    """Of the first seven inputs, of skip, and minus that of beta through the division."""
+    """Of the first six inputs, of skip, and minus that of beta through the division."""
     x = inputs.x
     to_y, to_beta = _read_gradients(inputs, layout, grads, results)
-    to_past = to_y * _of_past(inputs, layout)
     last = torch.zeros_like(inputs.initial) if grads[3] is None else grads[3].permute(3, 0, 2, 1).to(x.dtype)
-    blocks = inputs.blocks(BACKWARD_NUMBERS, to_y, to_past, last[..., : x.shape[-1]])
+    blocks = inputs.blocks(BACKWARD_NUMBERS, to_y, last[..., : x.shape[-1]])
     later = x.new_ones(layout.size, layout.size).triu()
     found = [_gradients(block, layout, later, *more) for block, more in blocks]
-    del to_past
     together: list[Any] = []
-    for whole, *parts in zip(inputs[:7], *found, strict=True):
+    for whole, *parts in zip(inputs[:6], *found, strict=True):
         shared = whole is not None and whole.shape[0] == 1  # by all blocks
         known = [part for part in parts if part is not None]
         if len(known) < 2:
@@ -289,23 +287,20 @@ def _prepared(arguments: tuple[Any, ...]) -> tuple[Inputs, Tokens, Layout]:
         drift = F.pad((before - shift[..., -1:])[..., None], (2, 0))
         # From a token to its chunk's end, and from the chunk before to the token.
         to_end, fade = torch.stack([shift - shift[..., -1:], before - shift]).clamp_max(layout.most).exp()
-        left = torch.stack([*streams[:2], streams[2] * to_end.flatten(2)], -1)
-    tokens = Tokens(values, steps, above, to_end)
+    tokens = Tokens(values, steps, above)
     x = torch.stack(streams, -1).unflatten(2, (-1, layout.size))
     del streams
-    left = x if warmth is None else left.unflatten(2, (-1, layout.size))
     if layout.start is not None:
         segments = layout.segments()
         drift = (x.new_zeros(1) if drift is None else drift).expand(*x.shape[:3], 1, x.shape[-1])
         drift = drift.masked_fill((segments[..., -1] > 0)[..., None, None], -torch.inf)
-        left = left * (segments == segments[..., -1:])[..., None]
     pace = pace.unflatten(-1, (-1, layout.size))
     if steps is None and not (write is read is None):
         pace = pace.expand(-1, *x.shape[1:4])
     query = wide(weight).mT[:, None, None, None] if read is None else by_modes(read)
     initial = wide(sums[:, : x.shape[-1]]).permute(3, 0, 2, 1)
     writes = None if write is None else by_modes(write)
-    return Inputs(rates, pace, writes, query, x, left, initial, shift, drift, fade, skips, warmth), tokens, layout
+    return Inputs(rates, pace, writes, query, x, initial, shift, drift, to_end, fade, skips, warmth), tokens, layout
 
 
 def _laid_out(marks: Tensor | None, strictly: bool, v: Tensor, size: int, least: float, most: float) -> Layout:
@@ -341,7 +336,7 @@ class Factors(NamedTuple):
         start, fall = reach[..., layout.size // 2, None, :].clone(), reach[..., -1:, :].clone()
         middle = (reach - start).exp()
         del reach
-        q = middle.reciprocal() if write is None else write / middle
+        q = _keys(middle, write)
         p = middle * query
         end = (fall - start).exp().mT
         if _is_alike(inputs):
@@ -358,11 +353,15 @@ class Factors(NamedTuple):
         return seen, above.clamp_max_(layout.most).exp_()
 
 
+def _keys(middle: Tensor, write: Tensor | None) -> Tensor:
+    return middle.reciprocal() if write is None else write / middle
+
+
 def _sums(inputs: Inputs, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     """What rows read of their chunk and of the state before it [C, B, J, L, S], and the last modes [C, B, N, S]."""
     f = Factors.of(inputs, layout)
     y = _of_pairs(f.modes, *f.pairs(inputs, layout), inputs.x, "is->cbjts")
-    written = torch.einsum(f"{f.modes},cbjls->cbjns", f.q, inputs.left) * f.end
+    written = torch.einsum(f"{f.modes},cbjls->cbjns", f.q, _left(inputs, layout)) * f.end
     modes, p, begin, fall = f.modes, f.p, f.begin, f.fall
     del f  # what is not needed any more goes at once: it is large
     h = _recurrence(fall, inputs.drift, torch.cat([inputs.initial[:, :, None], written], 2), layout)
@@ -379,14 +378,12 @@ def _of_pairs(modes: str, pairs: Tensor, fade: Tensor | None, x: Tensor, letters
     return torch.cat([y, torch.einsum(f"cbjti,cbj{letters}", pairs * fade, x[..., 2:])], -1)
 
 
-def _gradients(
-    inputs: Inputs, layout: Layout, later: Tensor, to_y: Tensor, to_past: Tensor, to_last: Tensor
-) -> list[Tensor | None]:
+def _gradients(inputs: Inputs, layout: Layout, later: Tensor, to_y: Tensor, to_last: Tensor) -> list[Tensor | None]:
     """Of the inputs up to the modes before the first token, for a block of channels; the last modes' is to_last. later
     [L, L]: one for i >= t, else zero."""
-    rates, pace, write, query, x, left, initial = inputs[:7]
+    rates, pace, write, query, x, initial = inputs[:6]
     f = Factors.of(inputs, layout)
-    modes, middle = f.modes, f.middle
+    modes, middle, begin, end, falls = f.modes, f.middle, f.begin, f.end, [f.fall]
     pairs, fade = f.pairs(inputs, layout)
     d_x = _of_pairs(modes, pairs, fade, to_y, "ts->cbjis")
     to_pairs = torch.einsum(f"cbjts,cbjis->{'cti' if modes == 'cln' else 'cbjti'}", to_y[..., :2], x[..., :2])
@@ -395,10 +392,12 @@ def _gradients(
         to_pairs.add_(more.view_as(to_pairs))
         del more
     to_pairs = to_pairs.view_as(pairs).masked_fill_(layout.hidden, 0).view_as(to_pairs)
-    # What is not needed any more goes at once: these are the largest of all tensors.
+    # What is not needed any more, or is soon made again, goes at once: these are the largest of all tensors.
     del pairs, fade
-    written = torch.einsum(f"{modes},cbjls->cbjns", f.q, left).mul_(f.end)
-    to_before = torch.einsum(f"{modes},cbjls->cbjns", f.p, to_past).mul_(f.begin)
+    left, to_past = _left(inputs, layout), to_y * _of_past(inputs, layout)
+    written = torch.einsum(f"{modes},cbjls->cbjns", f.q, left).mul_(end)
+    to_before = torch.einsum(f"{modes},cbjls->cbjns", f.p, to_past).mul_(begin)
+    del f
     # The gradients of the modes before each chunk are the same recurrence backwards: both at once, from the first and
     # from the last modes.
     written = torch.cat([initial[:, :, None], written], 2)
@@ -406,35 +405,47 @@ def _gradients(
     to_before = to_before.flip(2)
     h = torch.stack([written, to_before])
     del written, to_before
-    fall, *drift = (torch.stack([x, x.flip(2)]) for x in (f.fall, inputs.drift) if x is not None)
+    falls += [] if inputs.drift is None else [inputs.drift]
+    fall, *drift = (torch.stack([x, x.flip(2)]) for x in falls)
     h = _recurrence(fall, drift[0] if drift else None, h, layout)
     d_initial, to_end = h[1, :, :, -1].clone(), h[1, :, :, :-1].flip(2)
-    across = (h[0, :, :, 1:] * to_end).sum(-1).sum_to_size(f.begin.shape[:-1])  # what flows across chunks' ends
-    past, to_end = h[0, :, :, :-1] * f.begin, to_end.mul_(f.end)
-    del h
-    d_left = torch.einsum(f"{modes},cbjns->cbjls", f.q, to_end)
-    p, q = f.p, f.q
-    del f
-    d_q = torch.einsum(f"cbjls,cbjns->{modes}", left, to_end)
-    d_q.view(-1, *d_q.shape[-2:]).baddbmm_(to_pairs.mT.flatten(0, -3), p.flatten(0, -3))
-    del p, to_end
+    across = (h[0, :, :, 1:] * to_end).sum(-1).sum_to_size(begin.shape[:-1])  # what flows across chunks' ends
+    past, to_end = h[0, :, :, :-1] * begin, to_end.mul_(end)
+    del h, fall, drift, falls, begin, end
+    q = _keys(middle, write)
+    _add_left(d_x, torch.einsum(f"{modes},cbjns->cbjls", q, to_end), inputs, layout)
     d_p = torch.einsum(f"cbjls,cbjns->{modes}", to_past, past)
     d_p.view(-1, *d_p.shape[-2:]).baddbmm_(to_pairs.flatten(0, -3), q.flatten(0, -3))
-    del q, past, to_pairs
-    d_q, d_p = d_q.div_(middle), d_p.mul_(middle)
-    del middle
-    if modes == "cln":
-        d_p, d_q = d_p[:, None, None], d_q[:, None, None]
-    d_query, d_write = d_p.sum_to_size(query.shape), None if write is None else d_q.sum_to_size(write.shape)
+    del q, past, to_past
+    d_p = d_p.mul_(middle)
+    d_p = d_p[:, None, None] if modes == "cln" else d_p
+    d_query = d_p.sum_to_size(query.shape)
     # A gate's gradient is what flows across it: to later tokens of its chunk and across the chunk's end.
-    flow = d_p * query
+    flow = d_p * query if d_query.shape == d_p.shape else d_p.mul_(query)
+    del d_p
+    d_q = torch.einsum(f"cbjls,cbjns->{modes}", left, to_end)
+    p = middle * (query[:, 0, 0] if modes == "cln" else query)
+    d_q.view(-1, *d_q.shape[-2:]).baddbmm_(to_pairs.mT.flatten(0, -3), p.flatten(0, -3))
+    del p, to_end, to_pairs
+    d_q = d_q.div_(middle)
+    del middle
+    d_q = d_q[:, None, None] if modes == "cln" else d_q
+    d_write = None if write is None else d_q.sum_to_size(write.shape)
     flow = flow.sub_(d_q) if write is None else flow.addcmul_(d_q, write, value=-1)
-    del d_p, d_q
+    del d_q
     flow = (later @ flow).add_(across[..., None, :])
     flow = flow.masked_fill_(pace[..., None] * rates[:, None, None, None] < layout.least, 0)
     d_pace = torch.einsum("cbjln,cn->cbjl", flow, rates).sum_to_size(pace.shape)
     d_rates = torch.einsum("cbjln,cbjl->cn", flow, pace.expand(flow.shape[:-1]))
-    return [d_rates, d_pace, d_write, d_query, d_x, d_left, d_initial]
+    return [d_rates, d_pace, d_write, d_query, d_x, d_initial]
+
+
+def _add_left(d_x: Tensor, d_left: Tensor, inputs: Inputs, layout: Layout) -> None:
+    """To the gradient of x that through `_left`."""
+    d_left = d_left if layout.start is None else d_left * layout.until_the_end()
+    d_x[..., :2].add_(d_left[..., :2])
+    if inputs.to_end is not None:
+        d_x[..., 2].addcmul_(d_left[..., 2], inputs.to_end)
 
 
 def _recurrence(fall: Tensor, drift: Tensor | None, x: Tensor, layout: Layout) -> Tensor:
