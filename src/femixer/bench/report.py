@@ -6,8 +6,9 @@ import json
 import platform
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from femixer import __version__
-from femixer.bench.measure import BenchOptions, Spread, cpu_threads
+from femixer.bench.measure import BenchOptions, MeasureOptions, Spread, cpu_threads
 from femixer.options import parse
 from femixer.reporting import Table, show, write
 from femixer.training import atomic
@@ -75,12 +76,23 @@ def _version(package: str) -> str | None:
         return None
 
 
-def begun(path: Path, overwrite: bool) -> Path:
-    """The file for what is measured: with --overwrite one beside `path`, which it replaces when all is measured."""
+@contextmanager
+def resumed(
+    kind: type[AnyReport], path: Path, options: MeasureOptions, overwrite: bool
+) -> Iterator[tuple[AnyReport, Callable[[], None]]]:
+    """The report of a file, or an empty one, to whose lists results are added, and the function that saves it then: the
+    same command goes on from there. With --overwrite another file, which replaces `path` when all is measured."""
     new = path.with_suffix(".new.json")
     if overwrite:
         atomic.remove(new)
-    return new if new.exists() or (overwrite and path.exists()) else path
+    file = new if new.exists() or (overwrite and path.exists()) else path
+    with cpu_threads(options.threads) as threads:
+        lists: Any = {each.name: [] for each in fields(kind) if each.name not in ("settings", "environment")}
+        report = held(kind, file, kind(options.settings, environment(threads, options.device), **lists))
+        yield report, lambda: report.save(file)
+    report.save(path)
+    if file != path:
+        file.unlink()
 
 
 def held(kind: type[AnyReport], path: Path, new: AnyReport) -> AnyReport:

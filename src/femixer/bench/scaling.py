@@ -6,16 +6,15 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from femixer.bench.calls import Call, Decoder, peak_memory
 from femixer.bench.contestants import ATTENTION, Mixer, check_priors, label
-from femixer.bench.measure import MixerOptions, Spread, check_distinct, cpu_threads, paired_ratio, timed
+from femixer.bench.measure import MixerOptions, Spread, check_distinct, paired_ratio, timed
 from femixer.bench.report import Report as BenchReport
-from femixer.bench.report import begun, environment, heads_of, held, place_of, ratio_cell
+from femixer.bench.report import heads_of, place_of, ratio_cell, resumed
 from femixer.optional import require
 from femixer.options import check, check_positive, parse
 from femixer.priors import PRIORS
@@ -214,8 +213,8 @@ def measure_decode(mixer: Mixer, positions: Sequence[int], grows: bool, options:
     return [DecodePoint(mixer.prior, n, grows, times[n]) for n in positions]
 
 
-def measure(report: Report, options: Options, file: Path) -> None:
-    """Add the points that the report lacks; the file is written whenever some are finished."""
+def measure(report: Report, options: Options, save: Callable[[], None]) -> None:
+    """Add the points that the report lacks, and save it whenever some are finished."""
     for mixer in options.mixers:
         grows = state_grows(mixer, options)
         lengths, positions = options.lengths, options.positions
@@ -226,11 +225,11 @@ def measure(report: Report, options: Options, file: Path) -> None:
             todo = missing(lengths, report.sequence(mixer.prior, step))
             if todo:
                 report.sequences.extend(measure_sequences(mixer, step, todo, grows, options))
-                report.save(file)
+                save()
         todo = missing(positions, report.decoding(mixer.prior))
         if todo:
             report.decode.extend(measure_decode(mixer, todo, grows, options))
-            report.save(file)
+            save()
 
 
 # The tables: the points, and how much they grow from a short length to the longest
@@ -358,14 +357,8 @@ def run(options: Options) -> Report:
     for mixer in options.mixers:
         mixer.build(options)  # an option that does not fit shows now, not after the mixers before it
     options.out.mkdir(parents=True, exist_ok=True)
-    with cpu_threads(options.threads) as threads:
-        empty = Report(options.settings, environment(threads, options.device), [], [])
-        file = begun(options.out / NAME, options.overwrite)
-        report = held(Report, file, empty)
-        measure(report, options, file)
-    report.save(options.out / NAME)
-    if file != options.out / NAME:
-        file.unlink()
+    with resumed(Report, options.out / NAME, options, options.overwrite) as (report, save):
+        measure(report, options, save)
     text = as_markdown(*tables(report, options.targets))
     atomic.write(options.out / "scaling.md", f"{setting(report)}\n\n{text}")
     figures.save(draw(report), options.out / "scaling.png")

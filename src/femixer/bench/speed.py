@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from femixer.bench.calls import Call, flops, peak_memory
-from femixer.bench.measure import MeasureOptions, Timing, cpu_threads, timed
+from femixer.bench.measure import MeasureOptions, Timing, timed
 from femixer.bench.report import Report as BenchReport
-from femixer.bench.report import begun, environment, held, place_of, ratio_cell
+from femixer.bench.report import place_of, ratio_cell, resumed
 from femixer.models import FEMConfig, FEMModel
 from femixer.models.config import plain_refusals
 from femixer.models.named import NAMED, Fields, baseline, fem, parameters_of
@@ -300,16 +300,10 @@ def run(options: Options) -> Report:
             if options.rows:
                 raise
             print(f"{row} is left out: {reason}", file=sys.stderr)
-    with cpu_threads(options.threads) as threads:
-        empty = Report(options.settings, environment(threads, options.device), [])
-        file = begun(options.path, options.overwrite)
-        report = held(Report, file, empty)
+    with resumed(Report, options.path, options, options.overwrite) as (report, save):
         for row in (row for row in possible if row not in report.costs):
             report.rows.append(measure(row, options))
-            report.save(file)
-    report.save(options.path)
-    if file != options.path:
-        file.unlink()
+            save()
     write(options.out, [*tables(report)], options.path.stem)
     figures.save(draw(report), options.path.with_suffix(".png"))
     return report
