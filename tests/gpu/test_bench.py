@@ -15,16 +15,17 @@ from femixer.kernels.triton_launch import Step, traced
 SMALL = ["--dim", "32", "--heads", "2", "--batch", "1", "--lengths", "16"]
 
 
-def test_the_slowest_of_three_decides_and_a_launch_costs_something() -> None:
-    card = gpu.Gpu("sm_90", 100.0, 50.0, 20.0, 10.0, 5.0)
+def test_the_slowest_part_decides_and_a_launch_costs_something() -> None:
+    card = gpu.Gpu("sm_90", 100.0, 50.0, 20.0, 10.0, 5.0, 200.0)
     half, full = torch.bfloat16, torch.float32
 
-    def seconds(dtype: torch.dtype, ours: bool, moved: int, flops: int, exponentials: int) -> float:
-        return (card.seconds(Step("", ours, moved, flops, exponentials, dtype)) - gpu.OVERHEAD) * gpu.REACHED
+    def seconds(dtype: torch.dtype, ours: bool, moved: int, flops: int, exponentials: int, again: int = 0) -> float:
+        return (card.seconds(Step("", ours, moved, flops, exponentials, dtype, again)) - gpu.OVERHEAD) * gpu.REACHED
 
     assert seconds(half, True, 300, 100, 10) == pytest.approx(3)
     assert seconds(half, True, 300, 200, 10) == pytest.approx(4)
     assert seconds(half, True, 300, 200, 25) == pytest.approx(5)
+    assert seconds(half, True, 300, 200, 25, 1200) == pytest.approx(6)
     assert seconds(full, False, 0, 100, 0) == pytest.approx(10)
 
 

@@ -27,6 +27,19 @@ def test_pieces_that_end_within_a_tile(programs: int, monkeypatch: pytest.Monkey
     assert_as_defined(OPERATOR, (x, torch.randn(2, 37, 19), matrix, 268, widths), torch.float32)
 
 
+@pytest.mark.parametrize("programs", [1, 512])
+def test_half_precision_sums_the_gradient_of_the_matrix_in_the_kernel(
+    programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_gpu, "PROGRAMS", programs)
+    torch.manual_seed(0)
+    widths = [80, 16, 48]
+    x, matrix = torch.randn(2, 37, sum(widths)), torch.randn(sum(widths), 19) / 19
+    with recorded() as launches:
+        assert_as_defined(OPERATOR, (x, torch.randn(2, 37, 19), matrix, 96, widths), torch.float16)
+    assert [launch.name for launch in launches] == ["_forward", "_backward", "add_parts"]
+
+
 def test_a_piece_that_nobody_used() -> None:
     x, features, matrix = torch.randn(3, 12, requires_grad=True), torch.randn(3, 5), torch.randn(12, 5)
     with use_backend("triton"):

@@ -1,8 +1,9 @@
 """`femixer bench gpu`: layers and models on a GPU against torch's flash attention and, where they are installed,
 flash-linear-attention and mamba_ssm; or, on a machine without one, an estimate of the layers from their traces.
 
-An estimate is the roofline of every launch, max(bytes / bandwidth, flops / tensor rate, exponentials / their rate), and
-an overhead per launch. It knows nothing of occupancy, caches and stalls: it says what a kernel could reach.
+An estimate is the roofline of every launch, max(bytes / bandwidth, flops / tensor rate, exponentials / their rate,
+bytes that programs load again / cache bandwidth), and an overhead per launch. It knows nothing of occupancy and stalls:
+it says what a kernel could reach.
 """
 
 from __future__ import annotations
@@ -40,8 +41,12 @@ RIVALS: dict[str, tuple[str, str, Callable[[int, int], dict[str, Any]]]] = {
 
 
 class Gpu(NamedTuple):
-    """Figures of the maker: bytes per second; dense tensor flops per second in bfloat16 and TF32; of plain float32; and
-    exponentials per second (special-function units x clock)."""
+    """Figures of the maker: bytes per second; dense tensor flops per second in bfloat16 and TF32; of plain float32;
+    exponentials per second (special-function units x clock); bytes per second of the cache that all programs share.
+
+    The last one: 5,120 bytes per clock of A100 and H100, MI300X's Infinity Cache; of the L40S nobody says, so half of
+    that per clock, which is what such chips are measured to have.
+    """
 
     target: str
     bandwidth: float
@@ -49,6 +54,7 @@ class Gpu(NamedTuple):
     tf32: float
     float32: float
     exponentials: float
+    cache: float
 
     def seconds(self, step: Step) -> float:
         rate = self.bfloat16
@@ -57,17 +63,20 @@ class Gpu(NamedTuple):
             three = step.kernel and self.target.startswith("sm_")
             rate = max(self.tf32 / 3, self.float32) if three else self.float32
         work = (step.bytes / self.bandwidth, step.flops / rate, step.exponentials / self.exponentials)
+        work += (step.loaded / self.cache,)
         return max(work) / REACHED + OVERHEAD
 
 
 GPUS = {
-    "A100": Gpu("sm_80", 2.04e12, 312e12, 156e12, 19.5e12, 108 * 16 * 1.41e9),
-    "L40S": Gpu("sm_89", 0.864e12, 362e12, 183e12, 91.6e12, 142 * 16 * 2.52e9),
-    "H100": Gpu("sm_90", 3.35e12, 989e12, 495e12, 67e12, 132 * 16 * 1.83e9),
-    "MI300X": Gpu("gfx942", 5.3e12, 1307e12, 654e12, 163e12, 304 * 16 * 2.1e9),
+    "A100": Gpu("sm_80", 2.04e12, 312e12, 156e12, 19.5e12, 108 * 16 * 1.41e9, 5120 * 1.41e9),
+    "L40S": Gpu("sm_89", 0.864e12, 362e12, 183e12, 91.6e12, 142 * 16 * 2.52e9, 2560 * 2.52e9),
+    "H100": Gpu("sm_90", 3.35e12, 989e12, 495e12, 67e12, 132 * 16 * 1.83e9, 5120 * 1.83e9),
+    "MI300X": Gpu("gfx942", 5.3e12, 1307e12, 654e12, 163e12, 304 * 16 * 2.1e9, 17.2e12),
 }
 # The part of the maker's figures that is taken as reached, and seconds per launch. Both are assumptions.
 REACHED, OVERHEAD = 0.75, 2.5e-6
+# Rows or keys of a tile of the flash attention that we compare with.
+FLASH = 128
 
 
 @dataclass(frozen=True)
@@ -171,18 +180,26 @@ def trace(layer: nn.Module, batch: int, length: int, dim: int, dtype: torch.dtyp
 
 def attention_traces(options: Options, length: int, dtype: torch.dtype) -> Traces:
     """Torch's flash attention by hand, because it has no form without data: projections of q, k and v as one product, a
-    fused rotation, the flash kernel, which halves its work where the mask is causal, and the output projection."""
+    fused rotation, the flash kernel, which halves its work where the mask is causal, and the output projection. Its
+    tiles have FLASH rows forward and as many keys backward, where gradients of queries are summed up in the cache."""
     tokens, dim, size = options.batch * length, options.dim, dtype.itemsize
     x, pairs = tokens * dim * size, options.batch * options.heads * length * length // 2
-    products = 4 * pairs * (dim // options.heads)
+    width = dim // options.heads
+    products = 4 * pairs * width
 
     def linear(name: str, columns: int, times: int = 1) -> list[Step]:
         moved = x * (1 + columns) + dim * dim * columns * size
         return [Step(name, False, moved, 2 * tokens * dim * dim * columns, 0, dtype)] * times
 
+    again = pairs // FLASH * width * 2 * size
     rotation, bias = Step("rotary", True, 4 * x, 0, 0, dtype), Step("sum", False, 4 * x, 0, 0, dtype)
-    forward = [*linear("qkv", 3), rotation, Step("flash", True, 4 * x, products, pairs, dtype), *linear("out", 1)]
-    flash = Step("flash backward", True, 8 * x, 5 * products // 2, pairs, dtype)
+    forward = [
+        *linear("qkv", 3),
+        rotation,
+        Step("flash", True, 4 * x, products, pairs, dtype, again),
+        *linear("out", 1),
+    ]
+    flash = Step("flash backward", True, 8 * x, 5 * products // 2, pairs, dtype, again + pairs // FLASH * width * 4)
     backward = [*linear("out backward", 1, 2), flash, rotation, *linear("qkv backward", 3, 2), bias]
     return Traces(forward, backward)
 
@@ -218,14 +235,15 @@ def _estimate(
         "forward ratio": times[0] / others[0],
         "step ratio": sum(times) / sum(others),
         "launches": [len(steps) for steps in traces],
-        "kernels": [[*step[:5], 1e6 * gpu.seconds(step)] for steps in traces for step in steps],
+        "kernels": [[*step[:5], step.loaded, 1e6 * gpu.seconds(step)] for steps in traces for step in steps],
     }
 
 
 ASSUMPTIONS = (
     "ESTIMATE, not a measurement: milliseconds forward + backward of one layer, and in brackets its training step as",
     "a multiple of the one with flash attention. Each launch takes max(bytes / bandwidth, flops / tensor rate,",
-    "exponentials / special-function rate) / {reached} + {micros} us; the rates are the makers' figures.",
+    "exponentials / special-function rate, bytes loaded again / cache bandwidth) / {reached} + {micros} us; the rates",
+    "are the makers' figures.",
     "B {o.batch}, dim {o.dim}, {o.heads} heads, causal, all parts. In float32 kernels take three TF32 products,",
     "torch's products are plain float32.",
 )
@@ -250,10 +268,11 @@ def _kernel_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
         yield ""
         yield f"{row['layer']}, {row['dtype']}, T {row['length']}, H100"
-        yield f"  {'launch':<40}{'MB':>10}{'GFLOP':>10}{'Gexp':>8}{'us':>10}"
-        for name, ours, size, flops, exponentials, micros in row["kernels"]:
+        yield f"  {'launch':<40}{'MB':>10}{'GFLOP':>10}{'Gexp':>8}{'again GB':>10}{'us':>10}"
+        for name, ours, size, flops, exponentials, again, micros in row["kernels"]:
             label = name if ours else f"{name} (torch)"
-            yield f"  {label:<40}{size / 1e6:>10.2f}{flops / 1e9:>10.2f}{exponentials / 1e9:>8.3f}{micros:>10.1f}"
+            work = f"{size / 1e6:>10.2f}{flops / 1e9:>10.2f}{exponentials / 1e9:>8.3f}{again / 1e9:>10.2f}"
+            yield f"  {label:<40}{work}{micros:>10.1f}"
 
 
 # Measurement

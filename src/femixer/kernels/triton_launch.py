@@ -33,7 +33,8 @@ class Launch(NamedTuple):
     """One launch. operands: the kernel's arguments by position; options: its constants by name, num_warps, num_stages.
 
     bytes: read and written, each tensor once unless the caller knows better; flops: of matrix products, in the type
-    `products`; exponentials: also logarithms and the like, which a GPU computes at a lower rate.
+    `products`; exponentials: also logarithms and the like, which a GPU computes at a lower rate; loaded: bytes that
+    programs load where they load the same ones, as often as they do: from the cache that all of them share.
     """
 
     kernel: Any
@@ -44,6 +45,7 @@ class Launch(NamedTuple):
     flops: int
     exponentials: int
     products: torch.dtype
+    loaded: int
 
     @property
     def name(self) -> str:
@@ -90,6 +92,12 @@ def exact_products(target: str) -> str:
     return "tf32x3" if target.startswith("sm_") else "ieee"
 
 
+def all_registers(target: str) -> dict[str, int]:
+    """Options of a kernel that may have as many registers as there are: NVIDIA's assembler would have it spill some, so
+    that more programs run side by side."""
+    return {"maxnreg": 255} if target.startswith("sm_") else {}
+
+
 @cache
 def _architecture(device: int | None) -> str:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device)
@@ -105,13 +113,14 @@ def launch(
     moved: int | None = None,
     flops: int = 0,
     exponentials: int = 0,
+    loaded: int = 0,
     exact: int = False,
     **options: Any,
 ) -> None:
     """Run a kernel over a grid, or only write it down where its tensors have no data.
 
-    moved: bytes that it reads and writes, if that is not every tensor once. flops, exponentials: see Launch. exact:
-    matrix products are of float32 also where the first tensor has fewer digits.
+    moved: bytes that it reads and writes, if that is not every tensor once. flops, exponentials, loaded: see
+    Launch. exact: matrix products are of float32 also where the first tensor has fewer digits.
     """
     if 0 in grid:
         return
@@ -125,7 +134,7 @@ def launch(
         kind = torch.float32 if exact else tensors[0].dtype
         # Not the tensors themselves: whoever is handed one as a gradient takes it over if nobody else has it.
         noted = tuple(x.detach() if isinstance(x, Tensor) else x for x in operands)
-        records.append(Launch(kernel, grid, noted, options, size, flops, exponentials, kind))
+        records.append(Launch(kernel, grid, noted, options, size, flops, exponentials, kind, loaded))
     device = tensors[0].device
     if device.type == "meta":
         return
@@ -160,6 +169,7 @@ class Step(NamedTuple):
     flops: int
     exponentials: int
     dtype: torch.dtype = torch.float32
+    loaded: int = 0
 
 
 class _Steps(TorchDispatchMode):
@@ -187,7 +197,7 @@ class _Steps(TorchDispatchMode):
     def catch_up(self) -> None:
         """Our launches since the last operation of torch."""
         for launch in self._launches[self._seen :]:
-            work = launch.bytes, launch.flops, launch.exponentials, launch.products
+            work = launch.bytes, launch.flops, launch.exponentials, launch.products, launch.loaded
             self.steps.append(Step(launch.label, True, *work))
         self._seen = len(self._launches)
 

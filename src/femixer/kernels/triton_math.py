@@ -1,4 +1,4 @@
-"""Elementary functions of Triton kernels. All in float32."""
+"""Elementary functions of Triton kernels, all in float32; and a number that a compiler does not know."""
 
 from __future__ import annotations
 
@@ -50,3 +50,10 @@ def shares(odds):
     large = 1 / (1 + factor)
     small = factor * large
     return tl.where(odds > 0, large, small), tl.where(odds > 0, small, large)
+
+
+@triton.jit
+def rolled(count, T):
+    """The count, which a compiler that does not know T >= 0 cannot know: it would unroll the loop, load for all steps
+    at once and have no registers left."""
+    return count + tl.minimum(T, 0)

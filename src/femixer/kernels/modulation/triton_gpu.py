@@ -1,8 +1,9 @@
 """Modulation with the product eta = features Mᵀ in the same kernel, so that eta is never in memory.
 
 Torch would write eta, as large as x, and read it again, twice in the backward, with copies of the pieces side by side.
-Here each way is one pass: a program takes some rows of some columns. The backward writes the gradient of eta, because
-its two products with features and matrix, as sums over columns and over rows, need more registers than there are.
+Here each way is one pass: a program takes some rows of some columns. The backward writes the gradient of eta, for torch
+to multiply it by M: a sum over columns, which no program has all of. In half precision it also has its rows' part of
+the gradient of M, if widths are multiples of 16; elsewhere that needs more registers than there are.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from femixer.kernels.triton_launch import HALF_OR_SINGLE, exact_products, launch, size_of, target_of
+from femixer.kernels.triton_tokens import sum_parts
 
 ROWS, COLUMNS, MOST_FEATURES, MOST_PIECES = 32, 64, 128, 4
 # Programs; each keeps its part of the matrix for all its rows.
@@ -66,31 +68,38 @@ def backward(
     rows, width = y.numel() // y.shape[-1], y.shape[-1]
     pieces = [_rows(g, columns, y) for g, columns in zip(grads, widths, strict=False)]
     to_x, to_eta = torch.empty_like(y), torch.empty_like(y)
+    grid = _grid(rows, width)
+    # Where it fits into registers.
+    summed = y.dtype != torch.float32 and all(step % 16 == 0 for step in (width, *(g.stride(0) for g in pieces)))
+    to_matrix = torch.empty(grid[1] if summed else 0, width, m.shape[1], dtype=torch.float32, device=y.device)
     ends = [sum(widths[: i + 1]) for i in range(len(widths))]
     ends += [width] * (MOST_PIECES - len(ends))
     pieces += [pieces[0]] * (MOST_PIECES - len(pieces))
     launch(
         _backward,
-        _grid(rows, width),
+        grid,
         *pieces,
         y,
         f,
         m,
         to_x,
         to_eta,
+        to_matrix,
         *(g.stride(0) for g in pieces),
         f.stride(0),
         rows,
         width,
         scaled,
         *ends[:3],
-        moved=4 * size_of(y) + size_of(f, m),
-        flops=2 * rows * m.numel(),
+        moved=4 * size_of(y) + size_of(f, m, to_matrix),
+        flops=(4 if summed else 2) * rows * m.numel(),
+        SUMMED=summed,
         **_constants(y, m),
     )
     to_eta = to_eta.view(rows, width)
     to_features = (to_eta @ m.to(y.dtype)).to(features.dtype)
-    return to_x, to_features.view(features.shape), (to_eta.mT @ f.to(y.dtype)).to(matrix.dtype)
+    to_m = sum_parts(to_matrix, matrix.dtype) if summed else (to_eta.mT @ f.to(y.dtype)).to(matrix.dtype)
+    return to_x, to_features.view(features.shape), to_m
 
 
 def _adjacent(x: Tensor) -> Tensor:
@@ -121,7 +130,8 @@ def _constants(y: Tensor, matrix: Tensor) -> dict[str, Any]:
         "ROWS": ROWS,
         "COLUMNS": COLUMNS,
         "PRECISION": exact_products(target_of(y)),
-        "num_warps": 4 if matrix.shape[1] <= 16 else 8,
+        # With four warps an AMD GPU has twice the registers for each.
+        "num_warps": 4 if target_of(y).startswith("gfx") else 8,
         "num_stages": 1,
     }
 
@@ -175,16 +185,18 @@ def _piece(G, by_row, row, column, rows, start, end):
 
 @triton.jit(do_not_specialize=["rows", "scaled", "end0", "end1", "end2"])
 def _backward(
-    G0, G1, G2, G3, Y, F, M, ToX, ToEta, g0_row, g1_row, g2_row, g3_row, f_row, rows, width, scaled, end0,
-    end1, end2, FEATURES: tl.constexpr, LEAST: tl.constexpr, PADDED: tl.constexpr,
+    G0, G1, G2, G3, Y, F, M, ToX, ToEta, ToM, g0_row, g1_row, g2_row, g3_row, f_row, rows, width, scaled, end0,
+    end1, end2, SUMMED: tl.constexpr, FEATURES: tl.constexpr, LEAST: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """d x = g (1 + eta) and d eta = g x = g y / (1 + eta), or g both where eta is added; eta is the forward's, to the
-    last bit: what one multiplies by, the other divides by."""
+    last bit: what one multiplies by, the other divides by. If SUMMED, ToM [programs, W, C]: what each of
+    them has of d M."""
     tile = tl.program_id(0)
     low, high = tile * COLUMNS, tile * COLUMNS + COLUMNS
     row, column = tl.arange(0, ROWS), low + tl.arange(0, COLUMNS)
     m = _matrix(M, column, width, Y.dtype.element_ty, FEATURES, PADDED)
+    to_m = tl.zeros([COLUMNS, PADDED], tl.float32)
     for start in range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
         first, left = tl.cast(start, tl.int64), rows - start
         grad = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -205,3 +217,9 @@ def _backward(
         tl.store(ToX + first * width + place, grad * factor, mask=inside)
         to_eta = tl.where((column < scaled)[None, :], grad * (y / factor), grad)
         tl.store(ToEta + first * width + place, to_eta, mask=inside)
+        if SUMMED:
+            to_m = tl.dot(tl.trans(to_eta.to(f.dtype)), f, to_m, input_precision=PRECISION)
+    if SUMMED:
+        feature = tl.arange(0, PADDED)
+        place = (tl.program_id(1).to(tl.int64) * width + column)[:, None] * FEATURES + feature[None, :]
+        tl.store(ToM + place, to_m, mask=(column < width)[:, None] & (feature < FEATURES)[None, :])

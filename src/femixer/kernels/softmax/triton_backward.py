@@ -28,7 +28,7 @@ from femixer.kernels.softmax.triton_kernels import (
     place,
     visible,
 )
-from femixer.kernels.triton_math import softplus
+from femixer.kernels.triton_math import rolled, softplus
 
 
 @triton.jit
@@ -124,19 +124,43 @@ def inner(
 
 
 @triton.jit
+def products(
+    rows, columns, row, column, count_m, count_n, stride_m, stride_n, width,
+    UNIT: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CHANNELS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[M, N]: those of M tokens from `row` of one head with N tokens from `column` of another, CHANNELS at a time."""
+    x = tl.zeros([M, N], tl.float32)
+    for first in range(0, rolled(WIDTH, count_m), CHANNELS):
+        a = load_block(rows + first, row, count_m, stride_m, width - first, UNIT, M, CHANNELS)
+        b = load_block_columns(columns + first, column, count_n, stride_n, width - first, UNIT, N, CHANNELS)
+        x = tl.dot(a, b, x, input_precision=PRECISION)
+    return x
+
+
+@triton.jit
 def join_rows(
-    k, v, e, queries, to_mean, to_total, log_zs, deltas, BIAS, SEG_Q, SEG_K, RANK, dk, dv, de, ds_sum,
-    key, start, middle, stop, T, S, offset, window, scale, q_t, bias_t, bias_s, key_width, width,
+    k, v, e, keys, queries, to_mean, to_total, log_zs, deltas, BIAS, SEG_Q, SEG_K, RANK, dk, dv, de, ds_sum,
+    first_key, start, middle, stop, T, S, offset, window, scale, q_t, k_t, bias_t, bias_s, key_width, width,
     BETA: tl.constexpr, HAS_BIAS: tl.constexpr, SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr,
+    APART: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Rows at positions from start to stop add to the gradients of keys, values and exponentials [N, E or D], and where
     scores decay to the sums of their own [N]. Those from middle on see all keys."""
+    key = first_key + tl.arange(0, SIDE)
     for first in range(start, stop, TILE):
         query = first + tl.arange(0, TILE)
         row = first - offset
-        q = load_block_columns(queries, row, T, q_t, key_width, UNIT, TILE, KEY_WIDTH)
-        x = tl.dot(k, q, input_precision=PRECISION) * (scale * LOG2E)
+        if APART > 0:
+            x = products(
+                keys, queries, first_key, row, S, T, k_t, q_t, key_width, UNIT, KEY_WIDTH, SIDE, TILE, APART,
+                PRECISION,
+            )  # fmt: skip
+        else:
+            q = load_block(queries, row, T, q_t, key_width, UNIT, TILE, KEY_WIDTH)
+            x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        x *= scale * LOG2E
         if HAS_BIAS:
             x += load_bias(BIAS, query[None, :], key[:, None], offset, T, S, bias_t, bias_s, HAS_BIAS)
         if first < middle:
@@ -147,15 +171,14 @@ def join_rows(
         p = tl.exp2(x - load_numbers(log_zs, row, T, INF, TILE)[None, :])
         by_mean = load_block(to_mean, row, T, width, width, 1, TILE, WIDTH)
         dv = tl.dot(p.to(by_mean.dtype), by_mean, dv, input_precision=PRECISION)
-        by_mean = load_block_columns(to_mean, row, T, width, width, 1, TILE, WIDTH)
-        dp = tl.dot(v, by_mean, input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(by_mean), input_precision=PRECISION)
         if BETA:
             by_total = load_block(to_total, row, T, width, width, 1, TILE, WIDTH)
             de = tl.dot(p.to(e.dtype), by_total, de, input_precision=PRECISION)
-            by_total = load_block_columns(to_total, row, T, width, width, 1, TILE, WIDTH)
-            dp = tl.dot(e, by_total, dp, input_precision=PRECISION)
+            dp = tl.dot(e, tl.trans(by_total), dp, input_precision=PRECISION)
         ds = p * (dp - load_numbers(deltas, row, T, 0.0, TILE)[None, :])
-        q = load_block(queries, row, T, q_t, key_width, UNIT, TILE, KEY_WIDTH)
+        if APART > 0:
+            q = load_block(queries, row, T, q_t, key_width, UNIT, TILE, KEY_WIDTH)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
         if HAS_BIAS == DECAYS:
             ds_sum += tl.sum(ds, 1)
@@ -196,7 +219,7 @@ def to_keys(
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bias_b, bias_h, bias_t, bias_s, seg_q, seg_k,
     BETA: tl.constexpr, HAS_BIAS: tl.constexpr, SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr,
-    KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    KEYS: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr,
     key_width: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """TO_K [B, S, G, E], TO_V [B, S, G, D] of SIDE keys from all rows and heads that see them; PARTS of beta;
@@ -212,7 +235,8 @@ def to_keys(
     channel = tl.arange(0, WIDTH)
     key = side * SIDE + tl.arange(0, SIDE)
     values, betas = place(V, batch, group, v_b, v_h, UNIT), BETAS + group * width
-    k = load_tile(place(K, batch, group, k_b, k_h, UNIT), key, S, k_t, key_width, UNIT, KEY_WIDTH)
+    keys = place(K, batch, group, k_b, k_h, UNIT)
+    k = load_tile(keys, key, S, k_t, key_width, UNIT, KEY_WIDTH)
     v = load_tile(values, key, S, v_t, width, UNIT, WIDTH)
     inside = (key < S)[:, None] & (channel < width)[None, :]
     tops = TOPS
@@ -248,10 +272,11 @@ def to_keys(
                 e = exponentials(values, betas, key, top, S, v_t, width, UNIT, WIDTH).to(e.dtype)
                 last_top = top
             dk, dv, de, ds_sum = join_rows(
-                k, v, e, queries, TO_MEAN + of_rows * width, TO_TOTAL + of_rows * width, LOG_Z + of_rows,
-                DELTA + of_rows, bias, SEG_Q, SEG_K, RANK, dk, dv, de, ds_sum, key, tl.maximum(start, first), middle,
-                tl.minimum(stop, first + ROWS), T, S, offset, window, scale, q_t, bias_t, bias_s, key_width, width,
-                BETA, HAS_BIAS, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, WIDTH, TILE, PRECISION,
+                k, v, e, keys, queries, TO_MEAN + of_rows * width, TO_TOTAL + of_rows * width, LOG_Z + of_rows,
+                DELTA + of_rows, bias, SEG_Q, SEG_K, RANK, dk, dv, de, ds_sum, side * SIDE, tl.maximum(start, first),
+                middle, tl.minimum(stop, first + ROWS), T, S, offset, window, scale, q_t, k_t, bias_t, bias_s,
+                key_width, width, BETA, HAS_BIAS, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, WIDTH, TILE, SIDE,
+                APART, PRECISION,
             )  # fmt: skip
         if HAS_BIAS == DECAYS:
             tl.store(TO_SUMS + (batch * H + head).to(tl.int64) * S + key, -ds_sum, mask=key < S)
@@ -273,18 +298,26 @@ def to_keys(
 
 @triton.jit
 def join_keys(
-    q, by_mean, by_total, log_z, delta, keys, values, exps, BIAS, SEG_Q, SEG_K, RANK, TO_BIAS, dq, query,
-    start, middle, stop, T, S, offset, window, scale, k_t, v_t, bias_t, bias_s, key_width, width,
+    q, by_mean, by_total, log_z, delta, queries, keys, values, exps, BIAS, SEG_Q, SEG_K, RANK, TO_BIAS, dq,
+    first_row, start, middle, stop, T, S, offset, window, scale, q_t, k_t, v_t, bias_t, bias_s, key_width, width,
     BETA: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, SEGMENTS: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
-    SIDE: tl.constexpr, PRECISION: tl.constexpr,
+    TILE: tl.constexpr, SIDE: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Keys from start to stop add to the gradient of the queries [M, E], and have one of their score's bias. Those
     before middle are seen by all rows."""
+    query = first_row + offset + tl.arange(0, TILE)
     for first in range(start, stop, SIDE):
         key = first + tl.arange(0, SIDE)
-        k = load_block_columns(keys, first, S, k_t, key_width, UNIT, SIDE, KEY_WIDTH)
-        x = tl.dot(q, k, input_precision=PRECISION) * (scale * LOG2E)
+        if APART > 0:
+            x = products(
+                queries, keys, first_row, first, T, S, q_t, k_t, key_width, UNIT, KEY_WIDTH, TILE, SIDE, APART,
+                PRECISION,
+            )  # fmt: skip
+        else:
+            k = load_block_columns(keys, first, S, k_t, key_width, UNIT, SIDE, KEY_WIDTH)
+            x = tl.dot(q, k, input_precision=PRECISION)
+        x *= scale * LOG2E
         if HAS_BIAS:
             x += load_bias(BIAS, query[:, None], key[None, :], offset, T, S, bias_t, bias_s, HAS_BIAS)
         if first >= middle:
@@ -318,7 +351,7 @@ def to_queries(
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bias_b, bias_h, bias_t, bias_s, seg_q, seg_k,
     BETA: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
-    SIDE: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    SIDE: tl.constexpr, KEYS: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr,
     key_width: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """TO_Q [B, T, H, E] from all keys that rows see; TO_BIAS [B, H, T, S]."""
@@ -336,7 +369,8 @@ def to_queries(
     here = (row >= 0) & (row < T)
     of_rows = pair.to(tl.int64) * T
     to_bias = TO_BIAS + of_rows * S
-    q = load_tile(place(Q, batch, head, q_b, q_h, UNIT), row, T, q_t, key_width, UNIT, KEY_WIDTH)
+    queries = place(Q, batch, head, q_b, q_h, UNIT)
+    q = load_tile(queries, row, T, q_t, key_width, UNIT, KEY_WIDTH)
     by_mean = load_tile(TO_MEAN + of_rows * width, row, T, width, width, 1, WIDTH)
     log_z = tl.load(LOG_Z + of_rows + row, mask=here, other=INF)
     delta = tl.load(DELTA + of_rows + row, mask=here, other=0)
@@ -363,10 +397,10 @@ def to_queries(
             by_total = load_tile(TO_TOTAL + of_rows * width, row, T, width, width, 1, WIDTH)
             by_total = (by_total * shrink[None, :]).to(TO_TOTAL.dtype.element_ty)
         dq = join_keys(
-            q, by_mean, by_total, log_z, delta, keys, values, exps, BIAS, SEG_Q, SEG_K, RANK, to_bias, dq, query,
-            tl.maximum(start, first), middle, tl.minimum(stop, first + ROWS), T, S, offset, window, scale, k_t, v_t,
-            bias_t, bias_s, key_width, width, BETA, HAS_BIAS, BIAS_GRAD, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH,
-            WIDTH, SIDE, PRECISION,
+            q, by_mean, by_total, log_z, delta, queries, keys, values, exps, BIAS, SEG_Q, SEG_K, RANK, to_bias,
+            dq, tile * TILE - offset, tl.maximum(start, first), middle, tl.minimum(stop, first + ROWS),
+            T, S, offset, window, scale, q_t, k_t, v_t, bias_t, bias_s, key_width, width, BETA, HAS_BIAS, BIAS_GRAD,
+            SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, WIDTH, TILE, SIDE, APART, PRECISION,
         )  # fmt: skip
     wide = tl.arange(0, KEY_WIDTH)
     at = ((batch.to(tl.int64) * T + row) * H + head)[:, None] * key_width + wide[None, :]

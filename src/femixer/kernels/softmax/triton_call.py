@@ -105,16 +105,16 @@ class Call:
         small = target_of(self.q).startswith("gfx")
         if self.q.dtype == torch.float32:
             if wide <= 64:
-                return Tiles(64, 32, 4, 2)
+                return Tiles(64, 32, 8, 1) if target_of(self.q) == "sm_100" else Tiles(64, 32, 4, 1 if small else 2)
             return Tiles(64, 32, 8, 1) if wide <= 128 and self.key_width <= 64 else Tiles(16, 32, 8, 1)
-        if wide <= 128:
-            return Tiles(128, 64, 8, 1 if small else 2)
-        return Tiles(64, 64, 8, 1 if small else 2)
+        if small:
+            return Tiles(128 if wide <= 128 else 64, 64, 4 if 64 < wide <= 128 else 8, 1)
+        return Tiles(128 if wide <= 128 else 64, 64, 8, 2)
 
     @property
     def is_hopper(self) -> bool:
-        """Whether the compiler takes the matrix units of sm_90 or later, and other registers with them."""
-        return target_of(self.q).startswith("sm_") and int(target_of(self.q)[3:]) >= 90
+        """Whether the compiler takes the matrix units of sm_90 or sm_100, and other registers with them."""
+        return target_of(self.q) in ("sm_90", "sm_100", "sm_103")
 
     @property
     def blocks(self) -> int:
@@ -216,6 +216,12 @@ class Call:
         if self.seen.window is not None and self.of_keys is None:
             per_row = min(per_row, self.window * (1 if self.seen.causal else 2))
         return self.batch * self.heads * t * per_row
+
+    def loaded(self, side: int) -> int:
+        """Bytes that programs of a tile of `side` rows or keys load of those on the other side: what keys and values
+        have of a token, or queries and gradients."""
+        streams = 1 if self.beta is None else 2
+        return self.pairs // side * (self.key_width + streams * self.width) * self.q.element_size()
 
     def bytes(self, *tensors: Tensor | None) -> int:
         return sum(x.numel() * x.element_size() for x in tensors if x is not None)

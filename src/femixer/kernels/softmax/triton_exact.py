@@ -23,10 +23,12 @@ from femixer.kernels.softmax.triton_kernels import (
     load_tile,
     place,
 )
-from femixer.kernels.triton_math import expm1, log1p
+from femixer.kernels.triton_math import expm1, log1p, rolled
 
 # Rows and keys of a tile, and the channels that are taken at a time: with more of them registers do not suffice.
 SIDE, CHANNELS = tl.constexpr(16), tl.constexpr(8)
+# Channels of keys and queries whose gradients are summed at a time.
+COLUMNS = tl.constexpr(16)
 # More than any position: where there is no window.
 NO_WINDOW = 1 << 28
 FAR_AWAY = tl.constexpr(NO_WINDOW)
@@ -43,7 +45,7 @@ def scores(
     """[rows, keys] in units of log 2, -inf where a key is not seen."""
     dense, decays, causal, segmented, ranked, window = seen
     x = tl.zeros([SIDE, SIDE], tl.float32)
-    for first in range(0, KEY_WIDTH, SIDE):  # some channels at a time, for want of registers
+    for first in range(0, rolled(KEY_WIDTH, T), SIDE):  # some channels at a time, for want of registers
         q = load_tile(queries + first, query - offset, T, q_t, key_width - first, UNIT, SIDE)
         k = load_columns(keys + first, key, S, k_t, key_width - first, UNIT, SIDE)
         x = tl.dot(q, k, x, input_precision=PRECISION)
@@ -115,7 +117,7 @@ def read_exactly(
         log_z = tl.load(LOG_Z + at_row, mask=here, other=INF)
         start, stop = seen_range(tl.min(query, 0), tl.max(query, 0), S, causal, segmented, window)
         to_row = (batch.to(tl.int64) * T + row) * H + head
-        for first in range(0, width, CHANNELS):
+        for first in range(0, rolled(width, T), CHANNELS):
             channel = first + tl.arange(0, CHANNELS)
             inside = flagged[:, None] & (channel < width)[None, :]
             at = to_row[:, None] * width + channel[None, :]
@@ -206,12 +208,14 @@ def score_gradient(
     UNIT: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """[rows, keys]: p (g_mu v - delta) + sum over channels of r g_F / beta."""
-    by_mean = load_tile(to_mean, row, T, width, width, 1, WIDTH)
-    v = load_columns(values, key, S, v_t, width, UNIT, WIDTH)
-    dp = tl.dot(by_mean, v, input_precision=PRECISION)
+    dp = tl.zeros([SIDE, SIDE], tl.float32)
+    for first in range(0, rolled(WIDTH, T), SIDE):
+        by_mean = load_tile(to_mean + first, row, T, width, width - first, 1, SIDE)
+        v = load_columns(values + first, key, S, v_t, width - first, UNIT, SIDE)
+        dp = tl.dot(by_mean, v, dp, input_precision=PRECISION)
     delta = tl.load(deltas + row, mask=(row >= 0) & (row < T), other=0)
     ds = tl.exp2(log_p) * (dp - delta[:, None])
-    for first in range(0, width, CHANNELS):
+    for first in range(0, rolled(width, T), CHANNELS):
         r = posterior(log_p, values, frees, betas, key, row, S, T, v_t, free_t, first, width, UNIT)
         by_total = load_chunk(to_total, row, T, width, first, width, 1)
         ds += tl.sum(r * by_total[:, None, :], 2)
@@ -250,7 +254,7 @@ def flagged_rows(
         frees = FREE + (batch.to(tl.int64) * T * H + head) * width
         betas, to_total = BETAS + group * width, TO_TOTAL + of_rows * width
         start, stop = seen_range(tl.min(query, 0), tl.max(query, 0), S, causal, segmented, window)
-        for first in range(0, width, CHANNELS):
+        for first in range(0, rolled(width, T), CHANNELS):
             total = tl.zeros([SIDE, CHANNELS], tl.float32)
             above = tl.zeros([SIDE, CHANNELS], tl.float32)
             free = load_chunk(frees, row, T, H * width, first, width, 1)
@@ -275,25 +279,26 @@ def flagged_rows(
             to_beta = tl.where(inside, by_total * total * (above / total - tl.log(total) / beta), 0.0)
             tl.store(PARTS + part * width + channel, tl.sum(to_beta, 0), mask=channel < width)
         tl.debug_barrier()
-        dq = tl.zeros([SIDE, KEY_WIDTH], tl.float32)
-        for block in range(start, stop, SIDE):
-            key = block + tl.arange(0, SIDE)
-            x = scores(
-                queries, keys, BIAS, SEG_Q, SEG_K, RANK, query, key, T, S, offset, seen, scale, q_t, k_t, bias_t,
-                bias_s, key_width, UNIT, KEY_WIDTH, PRECISION,
-            )  # fmt: skip
-            ds = score_gradient(
-                x - log_z[:, None], values, frees, betas, TO_MEAN + of_rows * width, to_total, DELTA + of_rows,
-                key, row, S, T, v_t, H * width, width, UNIT, WIDTH, PRECISION,
-            )  # fmt: skip
-            if BIAS_GRAD:
-                inside = (log_z < INF)[:, None] & (key < S)[None, :]
-                tl.store(TO_BIAS + (of_rows + row)[:, None] * S + key[None, :], ds, mask=inside)
-            k = load_tile(keys, key, S, k_t, key_width, UNIT, KEY_WIDTH)
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-        wide = tl.arange(0, KEY_WIDTH)
-        at = ((batch.to(tl.int64) * T + row) * H + head)[:, None] * key_width + wide[None, :]
-        tl.store(TO_Q + at, dq * scale, mask=(log_z < INF)[:, None] & (wide < key_width)[None, :])
+        for columns in range(0, rolled(KEY_WIDTH, T), COLUMNS):
+            dq = tl.zeros([SIDE, COLUMNS], tl.float32)
+            for block in range(start, stop, SIDE):
+                key = block + tl.arange(0, SIDE)
+                x = scores(
+                    queries, keys, BIAS, SEG_Q, SEG_K, RANK, query, key, T, S, offset, seen, scale, q_t, k_t, bias_t,
+                    bias_s, key_width, UNIT, KEY_WIDTH, PRECISION,
+                )  # fmt: skip
+                ds = score_gradient(
+                    x - log_z[:, None], values, frees, betas, TO_MEAN + of_rows * width, to_total, DELTA + of_rows,
+                    key, row, S, T, v_t, H * width, width, UNIT, WIDTH, PRECISION,
+                )  # fmt: skip
+                if BIAS_GRAD:
+                    inside = (log_z < INF)[:, None] & (key < S)[None, :]
+                    tl.store(TO_BIAS + (of_rows + row)[:, None] * S + key[None, :], ds, mask=inside)
+                k = load_tile(keys + columns, key, S, k_t, key_width - columns, UNIT, COLUMNS)
+                dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+            wide = columns + tl.arange(0, COLUMNS)
+            at = ((batch.to(tl.int64) * T + row) * H + head)[:, None] * key_width + wide[None, :]
+            tl.store(TO_Q + at, dq * scale, mask=(log_z < INF)[:, None] & (wide < key_width)[None, :])
     else:
         channel = tl.arange(0, WIDTH)
         tl.store(PARTS + part * width + channel, tl.zeros([WIDTH], tl.float32), mask=channel < width)
@@ -333,39 +338,41 @@ def flagged_keys(
         betas = BETAS + group * width
         for side in range(BLOCK // SIDE):
             key = tile * BLOCK + side * SIDE + tl.arange(0, SIDE)
-            dk = tl.zeros([SIDE, KEY_WIDTH], tl.float32)
-            for each in range(repeats):
-                head = group * repeats + each
-                of_rows = (batch * H + head).to(tl.int64) * T
-                queries = place(Q, batch, head, q_b, q_h, UNIT)
-                frees = FREE + (batch.to(tl.int64) * T * H + head) * width
-                bias = BIAS + batch.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h
-                to_sums = tl.zeros([SIDE], tl.float32)
-                for first in range(start, stop, SIDE):
-                    row = first - offset + tl.arange(0, SIDE)
-                    log_z, some = flagged_log_z(FLAGS + of_rows, LOG_Z + of_rows, row, T)
-                    if some:
-                        q = load_tile(queries, row, T, q_t, key_width, UNIT, KEY_WIDTH)
-                        x = scores(
-                            queries, keys, bias, SEG_Q, SEG_K, RANK, row + offset, key, T, S, offset, seen, scale,
-                            q_t, k_t, bias_t, bias_s, key_width, UNIT, KEY_WIDTH, PRECISION,
-                        )  # fmt: skip
-                        ds = score_gradient(
-                            x - log_z[:, None], values, frees, betas, TO_MEAN + of_rows * width,
-                            TO_TOTAL + of_rows * width, DELTA + of_rows, key, row, S, T, v_t, H * width, width,
-                            UNIT, WIDTH, PRECISION,
-                        )  # fmt: skip
-                        dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)
-                        to_sums -= tl.sum(ds, 0)
-                add(TO_SUMS + (batch * H + head).to(tl.int64) * S + key, to_sums, key < S * decays)
-            wide = tl.arange(0, KEY_WIDTH)
             token = (batch.to(tl.int64) * S + key) * G + group
-            add(
-                TO_K + token[:, None] * key_width + wide[None, :],
-                dk * scale,
-                (key < S)[:, None] & (wide < key_width)[None, :],
-            )
-            for part in range(0, width, CHANNELS):
+            for part in range(0, rolled(KEY_WIDTH, T), COLUMNS):
+                dk = tl.zeros([SIDE, COLUMNS], tl.float32)
+                for each in range(repeats):
+                    head = group * repeats + each
+                    of_rows = (batch * H + head).to(tl.int64) * T
+                    queries = place(Q, batch, head, q_b, q_h, UNIT)
+                    frees = FREE + (batch.to(tl.int64) * T * H + head) * width
+                    bias = BIAS + batch.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h
+                    to_sums = tl.zeros([SIDE], tl.float32)
+                    for first in range(start, stop, SIDE):
+                        row = first - offset + tl.arange(0, SIDE)
+                        log_z, some = flagged_log_z(FLAGS + of_rows, LOG_Z + of_rows, row, T)
+                        if some:
+                            x = scores(
+                                queries, keys, bias, SEG_Q, SEG_K, RANK, row + offset, key, T, S, offset, seen, scale,
+                                q_t, k_t, bias_t, bias_s, key_width, UNIT, KEY_WIDTH, PRECISION,
+                            )  # fmt: skip
+                            ds = score_gradient(
+                                x - log_z[:, None], values, frees, betas, TO_MEAN + of_rows * width,
+                                TO_TOTAL + of_rows * width, DELTA + of_rows, key, row, S, T, v_t, H * width, width,
+                                UNIT, WIDTH, PRECISION,
+                            )  # fmt: skip
+                            q = load_tile(queries + part, row, T, q_t, key_width - part, UNIT, COLUMNS)
+                            dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)
+                            to_sums -= tl.sum(ds, 0)
+                    decaying = key < S * decays * (part == 0)
+                    add(TO_SUMS + (batch * H + head).to(tl.int64) * S + key, to_sums, decaying)
+                wide = part + tl.arange(0, COLUMNS)
+                add(
+                    TO_K + token[:, None] * key_width + wide[None, :],
+                    dk * scale,
+                    (key < S)[:, None] & (wide < key_width)[None, :],
+                )
+            for part in range(0, rolled(width, T), CHANNELS):
                 channel = part + tl.arange(0, CHANNELS)
                 beta = tl.load(betas + channel, mask=channel < width, other=1).to(tl.float32)
                 dv = tl.zeros([SIDE, CHANNELS], tl.float32)

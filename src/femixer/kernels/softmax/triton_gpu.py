@@ -12,7 +12,7 @@ from femixer.kernels.softmax import OPERATOR, plain, triton_backward, triton_cal
 from femixer.kernels.softmax.triton_call import Call, Tiles, padded
 from femixer.kernels.softmax.triton_exact import SIDE
 from femixer.kernels.softmax.visibility import Visibility
-from femixer.kernels.triton_launch import launch, target_of
+from femixer.kernels.triton_launch import all_registers, launch, target_of
 
 # Key blocks whose largest values one program finds.
 CHUNK = 8
@@ -105,12 +105,14 @@ def read(call: Call, mean: Tensor, free: Tensor, log_z: Tensor, flags: Tensor, t
         moved=moved + (call.bytes(out) if gated else 0),
         flops=2 * call.pairs * (call.key_width + call.width * (2 if beta else 1)),
         exponentials=call.pairs,
+        loaded=call.loaded(tiles.rows),
         BETA=beta,
         EXACT=call.q.dtype == torch.float32,
         TILE=tiles.rows,
         KEYS=tiles.keys,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **(all_registers(target_of(call.q)) if call.key_width <= 32 else {}),
         **call.flags,
         **call.gate_flags,
     )
@@ -125,6 +127,7 @@ def read(call: Call, mean: Tensor, free: Tensor, log_z: Tensor, flags: Tensor, t
         *strides,
         moved=call.bytes(flags),
         num_warps=8,
+        **all_registers(target_of(call.q)),
         **call.widths,
         **call.gate_flags,
     )
@@ -151,10 +154,16 @@ def make_streams(call: Call, tops: Tensor) -> tuple[Tensor, Tensor]:
     operands = v, segments, local, high, low, *sizes, *strides
     launch(triton_kernels.block_ranges, (pairs * chunks,), *operands, moved=call.bytes(v, local), **options)
     operands = v, segments, call.beta, local, high, low, exps, tops, shrink, *sizes, *strides
-    moved = call.bytes(v, local, exps, tops, shrink) + pairs * blocks * chunks * call.width * 8
-    count = exps.numel()
     options["CAUSAL"] = call.seen.causal
-    launch(triton_kernels.streams, (pairs * blocks,), *operands, moved=moved, exponentials=count, **options)
+    launch(
+        triton_kernels.streams,
+        (pairs * blocks,),
+        *operands,
+        moved=call.bytes(v, local, exps, tops, shrink),
+        exponentials=exps.numel(),
+        loaded=pairs * blocks * chunks * call.width * 8,
+        **options,
+    )
     return exps, shrink
 
 
@@ -193,16 +202,26 @@ ROWS = 32
 
 
 def tiles_of(call: Call) -> tuple[Tiles, Tiles]:
-    """For the gradients of keys and values, and for those of queries: the largest of a few that spill no registers on
-    sm_80 and sm_90, by the width of what a token has."""
+    """For the gradients of keys and values, and for those of queries: the largest of a few that spill no registers, by
+    the width of what a token has. The more keys a tile has, the less often queries are loaded, and the other way
+    round."""
     wide = max(padded(call.key_width), 2 * padded(call.width))
-    # With four warps an AMD GPU has twice the registers for each.
-    warps = 4 if target_of(call.q).startswith("gfx") else 8
+    if target_of(call.q).startswith("gfx"):  # with four warps an AMD GPU has twice the registers for each
+        if call.stream_dtype == torch.float32:
+            return Tiles(16, 32 if wide <= 64 and not call.seen.decays else 16, 4, 1), Tiles(16, 32, 4, 1)
+        return Tiles(32, 64 if wide <= 128 else 32, 4, 1), Tiles(64 if wide <= 128 else 32, 32, 4, 1)
     if call.stream_dtype == torch.float32:
         of_keys = 32 if wide <= 64 and not call.is_hopper and not call.seen.decays else 16
-        return Tiles(16, of_keys, warps, 1), Tiles(16, 32 if wide <= 128 else 16, warps, 1)
-    few = wide > 128 or (wide <= 32 and call.is_hopper)
-    return Tiles(16 if few else 32, 32, warps, 1), Tiles(64 if wide <= 128 and warps == 8 else 32, 32, warps, 1)
+        if wide <= 64:
+            return Tiles(16, of_keys, 4 if call.seen.decays else 8, 1), Tiles(
+                64, 16, 8, 1
+            ) if call.is_hopper else Tiles(16, 32, 8, 1)
+        return Tiles(16, of_keys, 8, 1), Tiles(16, 16, 8, 1)
+    if wide <= 64:
+        return Tiles(32 if wide <= 32 or call.is_hopper else 16, 128, 8, 1), Tiles(128, 32, 8, 1)
+    if wide <= 128:
+        return Tiles(32, 32, 8, 1), Tiles(64 if call.is_hopper else 32, 32, 8, 1)
+    return Tiles(16, 32, 8, 1), Tiles(32, 32, 8, 1)
 
 
 def backward_of(call: Call, by_mean: Tensor | None, by_free: Tensor | None, found: Found, bias_grad: bool) -> Gradients:
@@ -225,7 +244,11 @@ def backward_of(call: Call, by_mean: Tensor | None, by_free: Tensor | None, foun
     strides = *call.strides(call.q), *call.strides(call.k), *call.strides(call.v), *call.mask_strides
     sizes = call.heads, call.repeats, call.offset, call.window, call.scale
     blocks, parts, streams = call.blocks, inner.parts.shape[2], 2 if beta is not None else 1
-    shared = {"BETA": beta is not None, "KEYS": call.tiles.keys, **call.flags}
+    # Channels that are multiplied at a time, or 0 for all. In three products of TF32 a number has two parts: held for a
+    # whole loop, wide tiles would not fit into registers.
+    wide = call.q.dtype == torch.float32 and padded(call.key_width) >= (64 if call.seen.decays else 128)
+    apart = (16 if call.is_hopper else 32) if wide else 0
+    shared = {"BETA": beta is not None, "KEYS": call.tiles.keys, "APART": apart, **call.flags}
     moved = call.bytes(call.q, call.k, call.v, call.bias, inner.to_mean, inner.to_total, inner.delta, inner.log_z)
     launch(
         triton_backward.to_keys,
@@ -236,6 +259,7 @@ def backward_of(call: Call, by_mean: Tensor | None, by_free: Tensor | None, foun
         moved=moved + call.bytes(to_k, to_v),
         flops=2 * call.pairs * (2 * call.key_width + 2 * streams * call.width),
         exponentials=call.pairs,
+        loaded=call.loaded(of_keys.keys),
         TILE=of_keys.rows,
         SIDE=of_keys.keys,
         num_warps=of_keys.warps,
@@ -252,11 +276,13 @@ def backward_of(call: Call, by_mean: Tensor | None, by_free: Tensor | None, foun
         moved=moved + call.bytes(to_q, to_bias),
         flops=2 * call.pairs * (2 * call.key_width + streams * call.width),
         exponentials=call.pairs,
+        loaded=call.loaded(of_rows.rows),
         BIAS_GRAD=to_bias is not None,
         TILE=of_rows.rows,
         SIDE=of_rows.keys,
         num_warps=of_rows.warps,
         num_stages=of_rows.stages,
+        **(all_registers(target_of(call.q)) if call.stream_dtype == torch.float32 else {}),
         **shared,
     )
     results = Gradients(to_q, to_k, to_v, None, to_bias, to_lam, to_gate)
@@ -342,7 +368,8 @@ def _add_flagged(
         *(*inputs, *sums, results.k, results.v, inner.delta if to_sums is None else to_sums),
         *(call.rows, call.keys, key_tiles, *sizes),
         *strides,
-        moved=call.bytes(found.flags) * ((key_tiles + 1) // 2),
+        moved=call.bytes(found.flags),
+        loaded=call.bytes(found.flags) * ((key_tiles + 1) // 2),
         BLOCK=block,
         num_warps=4 if call.q.dtype == torch.float32 else 8,
         **call.widths,

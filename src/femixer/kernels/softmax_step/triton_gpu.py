@@ -87,8 +87,9 @@ def forward(
         HEADS=padded(repeats),
         KEYS=block,
         PRECISION="ieee" if target_of(q).startswith("gfx") else "tf32x3",
-        num_warps=4,
-        num_stages=1 if key_width <= 32 else 2,  # what spills no registers
+        # What spills no registers.
+        num_warps=8 if key_width > 64 else 4,
+        num_stages=1 if key_width <= 32 else 2,
     )
     launch(
         combine,
