@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 # Stands for the logarithm of nothing where an infinity would make NaN of a difference.
 NOTHING = -1e9
@@ -26,6 +27,14 @@ def state_dtype(device: torch.device) -> torch.dtype:
 def wide(x: Tensor) -> Tensor:
     """At least in the type of `state_dtype`."""
     return x.to(torch.promote_types(x.dtype, state_dtype(x.device)))
+
+
+def is_followed() -> bool:
+    """Whether gradients, of whichever mode, a compiler or a transform follow torch's operations: then nothing is done
+    in place, and what is made but not used has a finite derivative."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return True
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 class Reading(NamedTuple):

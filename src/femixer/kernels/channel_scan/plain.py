@@ -44,9 +44,9 @@ class Weights(NamedTuple):
 
 def _weights(arguments: Arguments) -> Weights:
     key, gate, v, beta, marks, state = arguments
-    value = v.mT.double()
-    log = None if key is None else key.mT.double()
-    gate = None if gate is None else gate.mT.double()
+    value = _time_last(v)
+    log = None if key is None else _time_last(key)
+    gate = None if gate is None else _time_last(gate)
     beta = None if beta is None else beta.double()[:, None]
     if log is None and not (marks is state is None and gate is not None):
         log = torch.zeros_like(value)
@@ -71,6 +71,11 @@ def _weights(arguments: Arguments) -> Weights:
         log = -reach if log is None else log - reach
     assert log is not None
     return Weights(value, log, None if beta is None else torch.addcmul(log, energy, beta), reach, beta)
+
+
+def _time_last(x: Tensor) -> Tensor:
+    """[B, T, C] -> [B, C, T], side by side in memory along time, where it is summed."""
+    return x.mT.to(torch.float64, memory_format=torch.contiguous_format)
 
 
 def _after(first: Tensor, x: Tensor) -> Tensor:
@@ -198,7 +203,7 @@ def _flows(
     def along_time(grad: Tensor | None, number: int) -> Tensor | None:
         """The gradient of a result, and at the last token that of the same number of the state."""
         if grad is not None:
-            grad = grad.mT.double()
+            grad = _time_last(grad)
             if marks is not None:
                 grad = grad.masked_fill(is_padding(marks)[:, None], 0)
             grad = grad if grad.shape[-1] == mean.shape[-1] else F.pad(grad, (1, 0))

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from femixer.kernels.marks import is_padding, is_start
-from femixer.kernels.reading import LOWEST, wide
+from femixer.kernels.reading import LOWEST, is_followed, wide
 from femixer.kernels.recurrence.plain import scan
 
 # Blocks in a group, with one gate per head and with one per key channel; levels of groups in a chunk.
@@ -95,7 +95,7 @@ def block_of(tokens: Tokens) -> tuple[Block, Tensor | None]:
 
 def logarithm(x: Tensor) -> Tensor:
     """log(x) of x >= 0, or less than NOTHING of zero, which has no gradient. Written so that NaN propagates."""
-    if not (torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
+    if not is_followed():
         return x.log()
     least = torch.finfo(x.dtype).tiny
     return F.threshold(x.clamp_min(least).log(), math.log(least) + 1, NOTHING)

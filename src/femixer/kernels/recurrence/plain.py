@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from femixer.kernels.reading import wide
+from femixer.kernels.reading import is_followed, wide
 
 CHUNK, PAIRED_CHUNK = 16, 64
 # A log decay below this is taken for it: a free energy sees no further than 60 nats.
@@ -98,7 +98,7 @@ def _of_neighbours(reach: Tensor, end: Tensor, backwards: bool) -> Tensor:
 def _decays(until: Tensor, since: Tensor, diagonal: int) -> Tensor:
     """exp(until_t - since_i) where t - i >= -diagonal, else zero."""
     pairs = until[..., :, None] - since[..., None, :]
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if is_followed():
         return pairs.clamp_max(0).exp().tril(diagonal)  # an infinity would make NaN of its gradient, which is zero
     return pairs.exp_().tril_(diagonal)
 
@@ -108,8 +108,7 @@ def _by_doubling(decay: Tensor, x: Tensor, spare: bool, backwards: bool) -> Tens
     neither is needed any more."""
     if backwards:
         return _by_doubling(decay.expand_as(x).flip(1).roll(1, 1), x.flip(1), True, False).flip(1)
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if not (traced or torch.is_grad_enabled()):
+    if not is_followed():
         decay, x = decay.expand_as(x), x if spare else x.clone(memory_format=torch.contiguous_format)
         _in_place(decay.contiguous() if spare else decay.clone(memory_format=torch.contiguous_format), x)
         return x

@@ -141,7 +141,8 @@ def _left(inputs: Inputs, layout: Layout) -> Tensor:
     """The streams [C, B, J, L, S] as the end of their chunk sees them, apart from the modes' decay."""
     left = inputs.x
     if inputs.to_end is not None:
-        left = torch.cat([left[..., :2], left[..., 2:] * inputs.to_end[..., None]], -1)
+        left = left.clone()
+        left[..., 2].mul_(inputs.to_end)
     return left if layout.start is None else left * layout.until_the_end()
 
 
