@@ -12,7 +12,7 @@ from torch import Tensor
 from femixer.kernels.decayed_linear import OPERATOR
 from femixer.kernels.decayed_linear import triton_backward as gradients
 from femixer.kernels.decayed_linear import triton_forward as kernels
-from femixer.kernels.triton_launch import launch, target_of
+from femixer.kernels.triton_launch import all_registers, launch, target_of
 
 WIDEST = 128
 # Value channels at a time.
@@ -178,9 +178,10 @@ def _read(given: Inputs, found: tuple[Tensor, ...]) -> None:
     again = torch.empty(programs, dtype=torch.int32, device=q.device)
     read = ln, average, energy, mean, free, log_total, again, plan.length, plan.chunks
     sizes = q.shape[2], v.shape[2], *given.parts, int(given.exclusive)
-    # A product of 32 rows has work for two of NVIDIA's warps; what spills decides: one gate per head is wider.
+    # A product of 32 rows has work for two of NVIDIA's warps; what spills decides.
     few_warps = plan.BE <= 64 and target_of(q).startswith("sm_")
-    few = 4 if plan.BE == 64 and plan.W == 1 else 2
+    few = 4 if plan.BE == 64 else 2
+    registers = all_registers(target_of(q)) if plan.BE <= 32 else {}
     for kernel in (kernels.read, kernels.read_again):
         operands = q, k, gate, v, beta, marks, *read, *sizes, *strides
         again_only = kernel is kernels.read_again  # which finds nothing to do, as a rule
@@ -197,6 +198,7 @@ def _read(given: Inputs, found: tuple[Tensor, ...]) -> None:
             **plan.shape,
             **plan.flags,
             **tiles,
+            **registers,
         )
 
 

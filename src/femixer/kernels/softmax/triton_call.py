@@ -109,7 +109,7 @@ class Call:
             return Tiles(64, 32, 8, 1) if wide <= 128 and self.key_width <= 64 else Tiles(16, 32, 8, 1)
         if small:
             return Tiles(128 if wide <= 128 else 64, 64, 4 if 64 < wide <= 128 else 8, 1)
-        return Tiles(128 if wide <= 128 else 64, 64, 8, 2)
+        return Tiles(128 if wide <= (64 if target_of(self.q) == "sm_100" else 128) else 64, 64, 8, 2)
 
     @property
     def is_hopper(self) -> bool:

@@ -282,7 +282,7 @@ def backward_of(call: Call, by_mean: Tensor | None, by_free: Tensor | None, foun
         SIDE=of_rows.keys,
         num_warps=of_rows.warps,
         num_stages=of_rows.stages,
-        **(all_registers(target_of(call.q)) if call.stream_dtype == torch.float32 else {}),
+        **(all_registers(target_of(call.q)) if call.stream_dtype == torch.float32 or call.key_width > 64 else {}),
         **shared,
     )
     results = Gradients(to_q, to_k, to_v, None, to_bias, to_lam, to_gate)
