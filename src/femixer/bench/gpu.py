@@ -62,8 +62,12 @@ class Gpu(NamedTuple):
             # NVIDIA's kernels keep float32's digits by three TF32 products; all other products use plain float32.
             three = step.kernel and self.target.startswith("sm_")
             rate = max(self.tf32 / 3, self.float32) if three else self.float32
-        work = (step.bytes / self.bandwidth, step.flops / rate, step.exponentials / self.exponentials)
-        work += (step.loaded / self.cache,)
+        work = (
+            step.bytes / self.bandwidth,
+            step.flops / rate,
+            step.exponentials / self.exponentials,
+            step.loaded / self.cache,
+        )
         return max(work) / REACHED + OVERHEAD
 
 
