@@ -19,7 +19,7 @@ from femixer.tasks.lm import TASK
 from femixer.tasks.lm.fit import last
 from femixer.tasks.lm.task import RUNS
 from femixer.tasks.runner import report
-from femixer.training import jobs
+from femixer.training import store
 from femixer.training.results import CONFIG, METRICS, TABLE, Record, check_no_run
 
 
@@ -28,7 +28,7 @@ def load(*paths: Path) -> list[Record]:
     for path in paths:
         allowed = "a results folder of `femixer lm compare`, or a file of `femixer lm export`"
         check(path.exists(), "results", str(path), allowed)
-    found = [record for path in paths for record in (of_folder(path) if path.is_dir() else jobs.load(path, TASK.kind))]
+    found = [record for path in paths for record in (of_folder(path) if path.is_dir() else store.load(path, TASK.kind))]
     return [*{json.dumps(record, sort_keys=True): record for record in found}.values()]
 
 

@@ -23,10 +23,11 @@ from femixer.tasks.vision.model import ENCODERS, Sizes, Spec, Training, config_o
 from femixer.tasks.vision.table import ORDER, TOP1, tabulate
 from femixer.training import EngineOptions, Results, RunOptions, distributed, show_table
 from femixer.training.engine import check_fits
-from femixer.training.jobs import RECORD, Jobs
+from femixer.training.jobs import Jobs
 from femixer.training.loop import check_trained, untrained_note
 from femixer.training.recipe import apply, with_recipe
 from femixer.training.results import MODEL, Record
+from femixer.training.store import RECORD
 
 Options = TypeVar("Options")
 
