@@ -20,7 +20,7 @@ from femixer.bench.measure import BenchOptions, Spread, Timing, stopwatch, timed
 from femixer.bench.report import Report as BenchReport
 from femixer.models import FEMCache
 from femixer.models.named import parameters_of
-from femixer.training.optimizer import adamw
+from femixer.training.loop import adamw
 
 
 class Training(NamedTuple):

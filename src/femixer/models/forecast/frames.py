@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from femixer.models.forecast.config import ForecastConfig
+from femixer.models.forecast.forecaster import ForecastConfig
 from femixer.models.forecast.window import Prediction, Window, column_names, columns_of
 from femixer.optional import require
 from femixer.options import check

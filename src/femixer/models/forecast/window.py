@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from femixer.models.forecast.config import ForecastConfig
+from femixer.models.forecast.forecaster import ForecastConfig
 from femixer.options import check
 
 

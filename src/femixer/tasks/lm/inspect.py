@@ -38,8 +38,8 @@ from femixer.optional import require
 from femixer.options import check, check_positive, model_first, parse
 from femixer.reporting import Row, Table, as_markdown
 from femixer.reporting.figures import save
-from femixer.tasks.lm.checkpoint import Placement, check_positions, given_text, load
 from femixer.tasks.lm.data.tokenizer import labels
+from femixer.tasks.lm.model import Placement, check_positions, given_text, load
 from femixer.training import atomic
 from femixer.training.results import check_no_run, model_folder, name_of
 

@@ -16,9 +16,8 @@ from femixer.tasks.vision import TASK
 from femixer.tasks.vision.data import ABOUT_DIGITS, DIGITS, Images, Reading, read
 from femixer.tasks.vision.data.augmentation import Augmentation
 from femixer.tasks.vision.data.views import BROKEN, spread, stacked
-from femixer.tasks.vision.evaluate import CONFUSION, PREDICTIONS, confusion, curves, samples
+from femixer.tasks.vision.evaluate import CONFUSION, MAPS, PREDICTIONS, confusion, curves, map_figure, samples
 from femixer.tasks.vision.fit import Fitted, Loading, fitted
-from femixer.tasks.vision.maps import MAPS, map_figure
 from femixer.tasks.vision.model import ENCODERS, Sizes, Spec, Training, config_of, specified
 from femixer.tasks.vision.table import ORDER, TOP1, tabulate
 from femixer.training import EngineOptions, Results, RunOptions, distributed, show_table
