@@ -19,8 +19,7 @@ from femixer.baselines import BASELINES
 from femixer.bench.calls import Call, flops, held_bytes, highest_sum, peak_memory
 from femixer.bench.contestants import Mixer
 from femixer.bench.layer import Options, Report, contestants, counted
-from femixer.bench.measure import Spread, busy, paired_ratio, race, unlimited_compilation
-from femixer.bench.report import ratio_cell
+from femixer.bench.measure import Spread, busy, paired_ratio, race, ratio_cell, unlimited_compilation
 from femixer.priors import PRIORS
 from femixer.reporting import as_csv, as_html, as_latex, as_markdown
 from femixer.state import Growing

@@ -24,8 +24,8 @@ from femixer.tasks.mad.model import build, positions
 from femixer.tasks.mad.protocol import PROTOCOLS, Plan, Protocol
 from femixer.tasks.mad.task import Experiment
 from femixer.training import Part, RunOptions, jobs, store
+from femixer.training.distributed import carried_out
 from femixer.training.jobs import Assignment, attempt, divided
-from femixer.training.processes import carried_out
 
 SIZES = {"width": 12, "heads": 2, "layers": 1, "inner": 11, "validation": 5, "test": 7, "resumable": False}
 TINY = Protocol(

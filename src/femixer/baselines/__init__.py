@@ -13,8 +13,7 @@ from femixer.baselines.attention import (
 )
 from femixer.baselines.base import Baseline, Memory
 from femixer.baselines.deltanet import KDA, DeltaNet, GatedDeltaNet
-from femixer.baselines.hgrn import HGRN, HGRN2
-from femixer.baselines.linear_attention import AFT, GLA, GSA, LinearAttention, RetNet, Slots
+from femixer.baselines.linear_attention import AFT, GLA, GSA, HGRN, HGRN2, LinearAttention, RetNet, Slots
 from femixer.baselines.long_convolution import TNN, Hyena, HyenaMemory, TNNMemory
 from femixer.baselines.mamba import Mamba, Mamba2
 from femixer.baselines.rwkv import RWKV6, RWKV7

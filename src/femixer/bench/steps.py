@@ -12,9 +12,20 @@ from torch import Tensor
 
 from femixer.bench.calls import Training
 from femixer.bench.contestants import ATTENTION, canonical, check_priors, full_label
-from femixer.bench.measure import BenchOptions, Spread, Timing, check_distinct, timed, unlimited_compilation
-from femixer.bench.report import Report as BenchReport
-from femixer.bench.report import command, fits, measured, place_of, ratio_cell
+from femixer.bench.measure import (
+    BenchOptions,
+    Spread,
+    Timing,
+    check_distinct,
+    command,
+    fits,
+    measured,
+    place_of,
+    ratio_cell,
+    timed,
+    unlimited_compilation,
+)
+from femixer.bench.measure import Report as BenchReport
 from femixer.models import VISION_PRESETS, FEMForImageClassification, FEMVisionConfig, preset
 from femixer.models.config import plain_refusals
 from femixer.models.forecast import ForecastConfig, build

@@ -25,8 +25,8 @@ import torch
 from femixer.optional import require
 from femixer.options import check, check_threads
 from femixer.training import atomic
+from femixer.training.distributed import Interrupted, carried_out, cores
 from femixer.training.journal import terminal_bar
-from femixer.training.processes import Interrupted, carried_out, cores
 from femixer.training.results import Record, RunOptions, holds_run, release
 from femixer.training.store import ERRORS, INDEX, RUNNING, Kind, Store, add_record, is_finished
 

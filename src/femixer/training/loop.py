@@ -15,10 +15,9 @@ from femixer.optional import require
 from femixer.options import check, check_positive
 from femixer.training import atomic, checkpoint, distributed
 from femixer.training.checkpoint import Position
-from femixer.training.distributed import Part
+from femixer.training.distributed import Interrupted, Part, StopRequest
 from femixer.training.engine import Divide, Engine, EngineOptions, full_weights
 from femixer.training.journal import Journal, journal
-from femixer.training.processes import Interrupted, StopRequest
 from femixer.training.results import CHECKPOINTS, Record, Results
 from femixer.training.seeding import derive
 

@@ -26,7 +26,7 @@ from femixer.tasks.lm import harness
 from femixer.tasks.lm.harness import SUITES, Catalog, Record, Request, metrics
 from femixer.tasks.lm.model import Placement, check_positions, fingerprint, load
 from femixer.training import Results, RunOptions, atomic, show_table
-from femixer.training.processes import Interrupted
+from femixer.training.distributed import Interrupted
 from femixer.training.results import METRICS, hold, model_folder, name_of
 
 

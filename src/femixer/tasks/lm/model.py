@@ -17,11 +17,10 @@ import torch
 from femixer.damage import read_text, watch_logits
 from femixer.models import PRESETS, FEMConfig, FEMForCausalLM, preset
 from femixer.models.config import plain_refusals
-from femixer.models.named import parameter_count
+from femixer.models.named import Mixing, Rivals, parameter_count
 from femixer.optional import require
 from femixer.options import check, check_positive, parse
 from femixer.priors import PRIORS, parse_prior
-from femixer.tasks.mixing import Mixing, Rivals
 from femixer.training.results import model_folder
 from femixer.training.seeding import seeded
 

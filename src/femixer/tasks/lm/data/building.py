@@ -43,8 +43,8 @@ from femixer.tasks.lm.data.shards import (
 )
 from femixer.tasks.lm.data.sources import PIECE, Document
 from femixer.training import atomic
+from femixer.training.distributed import cores, die_with_parent, interrupts_held
 from femixer.training.journal import SECONDS_BETWEEN_LINES, terminal_bar
-from femixer.training.processes import cores, die_with_parent, interrupts_held
 
 PartCounts = dict[str, Counts]
 
