@@ -12,11 +12,11 @@ from femixer.cli import main
 from femixer.damage import Damaged, check_fields, read_json
 from femixer.models import files
 from femixer.models.files import saved_tokenizer
+from femixer.options import read_recipe
 from femixer.reporting.figures import label
 from femixer.surgery import upgrade
 from femixer.tasks.forecast.predict import as_csv
 from femixer.tasks.lm.data.tokenizer import load_tokenizer
-from femixer.training import recipe
 from femixer.training.jobs import counted
 
 
@@ -95,7 +95,7 @@ def test_a_recipe_is_not_shown_at_length_and_has_each_name_once(tmp_path: Path) 
     ):
         file.write_text(text)
         with pytest.raises(Damaged, match=message) as error:
-            recipe.read(file)
+            read_recipe(file)
         assert len(str(error.value)) < 300 + len(str(file)) and "\n" not in str(error.value)
 
 

@@ -74,10 +74,8 @@ def test_saved_states_go_on_in_another_process_with_the_same_weights_only(tmp_pa
     expected = lm(ids).logits[:, 1:]
     saved["cache"] = lm(ids[:, :1], use_cache=True).past_key_values
     torch.save(saved, tmp_path / "saved.pt")
-    # What test files share lies beside this one, where only pytest looks by itself.
-    paths = os.pathsep.join([str(Path(__file__).parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, __file__, str(tmp_path)]
-    subprocess.run(command, check=True, timeout=120, env={**os.environ, "PYTHONPATH": paths})
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}  # helpers of the tests too
+    subprocess.run([sys.executable, __file__, str(tmp_path)], check=True, timeout=120, env={**os.environ, **paths})
     found = torch.load(tmp_path / "found.pt", weights_only=True)
     assert torch.allclose(found.pop("cache"), expected, atol=1e-5)
     assert "past_key_values was saved with other weights" in found.pop("other model")

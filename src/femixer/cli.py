@@ -13,7 +13,7 @@ from femixer.kernels.dispatch import BackendError
 from femixer.optional import MissingExtra
 from femixer.options import dispatch, running
 from femixer.tasks import TASKS
-from femixer.training.processes import Interrupted
+from femixer.training.distributed import Interrupted
 
 COMMANDS = {
     "generate": ("femixer.tasks.lm.generate", "continue a prompt with a trained model"),

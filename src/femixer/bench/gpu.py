@@ -13,7 +13,6 @@ import importlib.util
 import json
 import platform
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from femixer import FreeEnergyMixer, __version__, use_backend
 from femixer.baselines import Attention
+from femixer.bench.measure import stopwatch
 from femixer.kernels import dispatch
 from femixer.kernels.triton_launch import Step, aimed_at, traced
 from femixer.options import check, parse
@@ -364,17 +364,8 @@ def _model_rows(preset: str, options: Options, dtype: str) -> Iterator[dict[str,
 
 
 def _median_seconds(call: Callable[[], object], options: Options) -> float:
-    on_gpu, times = options.device.startswith("cuda"), []
-    for repeat in range(options.repeats + 2):  # the first compiles, the second fills caches
-        if on_gpu:
-            torch.cuda.synchronize(options.device)
-        start = time.perf_counter()
-        call()
-        if on_gpu:
-            torch.cuda.synchronize(options.device)
-        if repeat >= 2:
-            times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    times = [stopwatch(call, torch.device(options.device)) for _ in range(options.repeats + 2)]
+    return statistics.median(times[2:])  # the first compiles, the second fills caches
 
 
 def _peak_bytes(call: Callable[[], object], options: Options) -> int | None:

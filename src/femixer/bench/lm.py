@@ -11,11 +11,24 @@ import transformers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from femixer.bench.calls import Generator, Training
 from femixer.bench.contestants import ATTENTION, arguments, caches, check_priors, full_label
-from femixer.bench.measure import MixerOptions, Spread, check_distinct, paired_ratio, timed, unlimited_compilation
-from femixer.bench.models import Generator, Training
-from femixer.bench.report import Report as BenchReport
-from femixer.bench.report import bytes_cell, command, fits, heads_of, measured, place_of, ratio_cell
+from femixer.bench.measure import (
+    MixerOptions,
+    Spread,
+    bytes_cell,
+    check_distinct,
+    command,
+    fits,
+    heads_of,
+    measured,
+    paired_ratio,
+    place_of,
+    ratio_cell,
+    timed,
+    unlimited_compilation,
+)
+from femixer.bench.measure import Report as BenchReport
 from femixer.models import FEMConfig, FEMForCausalLM
 from femixer.options import check, check_positive
 from femixer.priors import parse_prior

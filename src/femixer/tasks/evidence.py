@@ -17,8 +17,8 @@ from femixer.options import check, parse
 from femixer.reporting import Cell, Column, Group, Row, Score, Table, difference
 from femixer.reporting.table import Difference
 from femixer.tasks.runner import report
-from femixer.training.jobs.store import as_text
 from femixer.training.results import Record, check_no_run, holds_run
+from femixer.training.store import as_text
 
 PAIRS = (("FEM-SM", "SMAttn"), ("FEM-GLA", "GLA"), ("FEM-AFT", "AFT"), ("FEM-Mamba", "Mamba"))
 """FEM with all parts, and its prior with the mean as read."""

@@ -18,9 +18,10 @@ from femixer.damage import Fields
 from femixer.options import Commands, check, dispatch, lacks_option, named, parse
 from femixer.reporting import Table, as_markdown, write
 from femixer.reporting.figures import save
-from femixer.training import atomic, distributed, jobs
-from femixer.training.jobs import RECORD, Job, Jobs, Kind
+from femixer.training import atomic, distributed, jobs, store
+from femixer.training.jobs import Job, Jobs
 from femixer.training.results import Record, RunOptions, check_no_run
+from femixer.training.store import RECORD, Kind
 
 
 def told(data: str, about: str) -> str:
@@ -183,11 +184,11 @@ class Task:
         files that `femixer NAME export` wrote."""
         if self.read is not None:
             return named(self.read)(*paths)
-        return [record for path in paths for record in jobs.load(path, self.kind)]
+        return [record for path in paths for record in store.load(path, self.kind)]
 
     def keep(self, record: Record, folder: Path) -> None:
         """Write the record of one training into its results folder, which `load` then reads like a store."""
-        jobs.export([record], folder / RECORD, self.kind)
+        store.export([record], folder / RECORD, self.kind)
 
     def _run(self, args: Sequence[str]) -> int:
         command = named(self.run).parse(args, f"{self.name} run")
@@ -227,6 +228,6 @@ class Task:
         check(not command.out.is_dir(), "out", str(command.out), "a file")
         records = self.load(*command.results)
         check(len(records) > 0, "results", "without a finished training", "stores or folders that have some")
-        jobs.export(records, command.out, self.kind)
+        store.export(records, command.out, self.kind)
         print(f"{len(records)} record{'s are' if len(records) != 1 else ' is'} in {command.out}")
         return 0

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from femixer.models.forecast.config import ForecastConfig
 from femixer.models.forecast.window import Prediction, Window, column_names, columns_of
 from femixer.optional import require
 from femixer.options import check
+
+if TYPE_CHECKING:
+    from femixer.models.forecast.forecaster import ForecastConfig
 
 DATE_NAMES = ("date", "datetime", "timestamp", "time", "ds")
 """Of a column of time stamps, whatever its capitals, spaces and underscores."""
@@ -173,7 +175,7 @@ def long_frame(
 
 def _unnamed(config: ForecastConfig) -> ForecastConfig:
     """For a Series, whose name need not be that of the one channel."""
-    return ForecastConfig.from_dict({**config.to_dict(), "columns": None})
+    return type(config).from_dict({**config.to_dict(), "columns": None})
 
 
 def date_column(frame: Any, config: ForecastConfig) -> Any:

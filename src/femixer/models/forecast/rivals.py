@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.baselines import Attention
-from femixer.models.forecast.config import ForecastConfig, Sizes
-from femixer.models.forecast.forecaster import Dropout, Forecaster
+from femixer.models.forecast.forecaster import Dropout, ForecastConfig, Forecaster, Sizes
 from femixer.models.forecast.window import filled, last_value, normalised
 from femixer.optional import require
 from femixer.options import check

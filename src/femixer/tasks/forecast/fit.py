@@ -21,8 +21,7 @@ from femixer.tasks.forecast.model import Spec, build_model
 from femixer.tasks.forecast.table import ERRORS, packed
 from femixer.training import EngineOptions, Fit, Results, TrainOptions, adamw, distributed, train
 from femixer.training.journal import counting
-from femixer.training.loop import Best
-from femixer.training.optimizer import one_cycle
+from femixer.training.loop import Best, one_cycle
 from femixer.training.results import Record, environment
 from femixer.training.seeding import Epochs
 

@@ -9,12 +9,11 @@ import torch
 
 from femixer.models.config import plain_refusals
 from femixer.models.forecast import ForecastConfig, Forecaster, build
-from femixer.models.named import NAMED, Fields, parameters_of
+from femixer.models.named import NAMED, Fields, Mixing, Rivals, parameters_of
 from femixer.options import check, given
 from femixer.tasks.forecast.data import KNOWN, Series, default_lookback
 from femixer.tasks.forecast.data.files import frequency_of, season_of
 from femixer.tasks.forecast.data.windows import Held, Scaling, long_places, scaling_of, section_ends, wide_places
-from femixer.tasks.mixing import Mixing, Rivals
 from femixer.training.engine import check_fits
 from femixer.training.seeding import seeded
 

@@ -25,8 +25,8 @@ import numpy as np
 from femixer.reporting import Cell, Column, Group, Row, Score, Table, marked, mean_of
 from femixer.tasks.forecast.data import LOOKBACKS
 from femixer.tasks.runner import Tabulate
-from femixer.training.jobs.store import as_text, distinct, same
 from femixer.training.results import Record
+from femixer.training.store import as_text, distinct, same
 
 COLUMNS = ("FEM-SM", "FEM-GLA", "FEM-Mamba", "FEM-AFT", "GLA", "AFT", "iTransformer", "PatchTST", "DLinear")
 """Of the paper's table, from left to right."""

@@ -33,9 +33,10 @@ from femixer.tasks.forecast.model import (
 from femixer.tasks.forecast.table import COLUMNS, DATASETS, NO_SEASON, tabulate
 from femixer.tasks.runner import DataJob, Run, told
 from femixer.training import Results, RunOptions, distributed, show_table
-from femixer.training.jobs import RECORD, Jobs
+from femixer.training.jobs import Jobs
 from femixer.training.loop import check_trained, untrained_note
 from femixer.training.results import MODEL, Record, new_model
+from femixer.training.store import RECORD
 
 
 class ForecastJob(DataJob):

@@ -23,10 +23,10 @@ from femixer.optional import require
 from femixer.options import check, model_first, parse
 from femixer.reporting import Column, Table, as_markdown
 from femixer.tasks.lm import harness
-from femixer.tasks.lm.checkpoint import Placement, check_positions, fingerprint, load
 from femixer.tasks.lm.harness import SUITES, Catalog, Record, Request, metrics
+from femixer.tasks.lm.model import Placement, check_positions, fingerprint, load
 from femixer.training import Results, RunOptions, atomic, show_table
-from femixer.training.processes import Interrupted
+from femixer.training.distributed import Interrupted
 from femixer.training.results import METRICS, hold, model_folder, name_of
 
 

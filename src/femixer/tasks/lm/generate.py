@@ -21,8 +21,8 @@ from torch import Tensor
 from femixer.damage import Damaged, reading
 from femixer.optional import require
 from femixer.options import check, model_first, parse
-from femixer.tasks.lm.checkpoint import Placement, check_positions, load
 from femixer.tasks.lm.data.sources import pieces
+from femixer.tasks.lm.model import Placement, check_positions, load
 from femixer.training.engine import free_bytes, gigabytes
 from femixer.training.journal import counting
 from femixer.training.results import model_folder

@@ -14,17 +14,15 @@ from typing import Annotated, Literal
 
 import torch
 
-from femixer.models.named import NAMED, parameter_count
+from femixer.models.named import NAMED, Rivals, parameter_count
 from femixer.optional import require
-from femixer.options import check, check_positive, expanded, parse
+from femixer.options import check, check_positive, expanded, parse, with_recipe
 from femixer.reporting import Row, Score, Table, as_markdown, marked
 from femixer.tasks.lm.data import DataOptions
 from femixer.tasks.lm.evaluate import RESULTS
 from femixer.tasks.lm.fit import Experiment, draw, last, rate, trained
 from femixer.tasks.lm.model import ModelOptions, described
-from femixer.tasks.mixing import Rivals
-from femixer.training import EngineOptions, Interrupted, Results, RunOptions, atomic, distributed, processes, show_table
-from femixer.training.recipe import with_recipe
+from femixer.training import EngineOptions, Interrupted, Results, RunOptions, atomic, distributed, show_table
 from femixer.training.results import CHECKPOINTS, Record, holds_run
 
 
@@ -194,7 +192,7 @@ def carried_out(tasks: Sequence[OneOfMany], jobs: int) -> Iterator[tuple[OneOfMa
     if jobs == 1:
         yield from ((task, task.carry_out()) for task in tasks)
         return
-    with contextlib.closing(processes.carried_out(OneOfMany.carry_out_apart, tasks, jobs)) as finished:
+    with contextlib.closing(distributed.carried_out(OneOfMany.carry_out_apart, tasks, jobs)) as finished:
         for task, future in finished:
             yield task, future.result()
 

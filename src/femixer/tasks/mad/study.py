@@ -27,9 +27,9 @@ from femixer.tasks.mad.protocol import PROTOCOLS
 from femixer.tasks.runner import Run, Tabulate
 from femixer.training import Results, adamw
 from femixer.training.jobs import Jobs
-from femixer.training.jobs.store import as_text, distinct, same
 from femixer.training.results import Record
 from femixer.training.seeding import seeded
+from femixer.training.store import as_text, distinct, same
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from femixer.reporting.figures import figure
 from femixer.tasks.mad.data import TASKS
 from femixer.tasks.mad.protocol import PROTOCOLS
 from femixer.tasks.runner import Tabulate
-from femixer.training.jobs.store import as_text, distinct, same
 from femixer.training.results import Record
+from femixer.training.store import as_text, distinct, same
 
 WITHOUT_C = "Softmax attention without C"
 """The group that repeats FEM-SM for comparison, as in the paper."""

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from femixer.models.named import NAMED, parameters_of
+from femixer.models.named import NAMED, Mixing, Rivals, parameters_of
 from femixer.options import check, expanded, given, parse
 from femixer.reporting import Table
 from femixer.tasks.mad.data import TASKS, sample
@@ -15,7 +15,6 @@ from femixer.tasks.mad.fit import MadJob
 from femixer.tasks.mad.model import build
 from femixer.tasks.mad.protocol import PROTOCOLS, Protocol
 from femixer.tasks.mad.table import FIGURES, tabulate
-from femixer.tasks.mixing import Mixing, Rivals
 from femixer.tasks.runner import Run
 from femixer.training.engine import check_fits
 from femixer.training.jobs import Jobs

@@ -12,9 +12,8 @@ from femixer.baselines import BASELINES
 from femixer.models import FEMForImageClassification, FEMVisionConfig, preset
 from femixer.models.config import plain_refusals
 from femixer.models.files import without_bars
-from femixer.models.named import NAMED, VISION_PRESETS, parameter_count
+from femixer.models.named import NAMED, VISION_PRESETS, Mixing, Rivals, parameter_count
 from femixer.options import check, check_positive, given
-from femixer.tasks.mixing import Mixing, Rivals
 from femixer.tasks.vision.data import PREPARATION, Images, Preparation
 from femixer.tasks.vision.data.augmentation import Augmentation
 from femixer.training.results import MODEL, new_model

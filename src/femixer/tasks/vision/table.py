@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from femixer.reporting import Cell, Column, Group, Row, Score, Table, marked_columns
-from femixer.training.jobs.store import as_text, distinct, same
 from femixer.training.results import Record
+from femixer.training.store import as_text, distinct, same
 
 TOP1 = {
     "deit-tiny": {"SMAttn": 72.20, "TNN": 72.29, "HGRN": 74.40, "HGRN2": 75.39, "FEM-SM": 76.70, "FEM-GLA": 75.80},

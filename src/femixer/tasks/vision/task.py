@@ -8,7 +8,7 @@ from typing import Self, TypeVar
 
 from femixer.models import Card
 from femixer.models.named import parameter_count
-from femixer.options import as_typed, check, expanded, parse
+from femixer.options import apply_recipe, as_typed, check, expanded, parse, with_recipe
 from femixer.reporting import Table, as_markdown
 from femixer.reporting.figures import save
 from femixer.tasks.runner import DataJob, Run, told
@@ -16,17 +16,16 @@ from femixer.tasks.vision import TASK
 from femixer.tasks.vision.data import ABOUT_DIGITS, DIGITS, Images, Reading, read
 from femixer.tasks.vision.data.augmentation import Augmentation
 from femixer.tasks.vision.data.views import BROKEN, spread, stacked
-from femixer.tasks.vision.evaluate import CONFUSION, PREDICTIONS, confusion, curves, samples
+from femixer.tasks.vision.evaluate import CONFUSION, MAPS, PREDICTIONS, confusion, curves, map_figure, samples
 from femixer.tasks.vision.fit import Fitted, Loading, fitted
-from femixer.tasks.vision.maps import MAPS, map_figure
 from femixer.tasks.vision.model import ENCODERS, Sizes, Spec, Training, config_of, specified
 from femixer.tasks.vision.table import ORDER, TOP1, tabulate
 from femixer.training import EngineOptions, Results, RunOptions, distributed, show_table
 from femixer.training.engine import check_fits
-from femixer.training.jobs import RECORD, Jobs
+from femixer.training.jobs import Jobs
 from femixer.training.loop import check_trained, untrained_note
-from femixer.training.recipe import apply, with_recipe
 from femixer.training.results import MODEL, Record
+from femixer.training.store import RECORD
 
 Options = TypeVar("Options")
 
@@ -51,7 +50,7 @@ def with_recipe_of_data(default: Options, args: Sequence[str]) -> tuple[Options,
         name, _, value = arg.partition("=")
         if name == "--data":
             data = value or next(iter(args[number + 1 :]), "")
-    return apply(default, DIGITS if data == DIGITS else FOLDERS), [*args]
+    return apply_recipe(default, DIGITS if data == DIGITS else FOLDERS), [*args]
 
 
 @dataclass(frozen=True)
