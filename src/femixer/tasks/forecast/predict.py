@@ -44,7 +44,7 @@ class Command:
     levels: tuple[float, ...] = ()
     """Prediction intervals in percent, as 80 95: columns NAME-lo-80, NAME-hi-80 and so on."""
     intervals: Kind = "auto"
-    """How: quantiles of a model that was trained with them, or conformal, from errors on held-out windows."""
+    """Method: quantiles of a model trained with them, or conformal, from errors on held-out windows."""
     reading: Reading = field(default_factory=Reading)
     out: Path = Path("results/prediction")
     """Folder of the two files."""

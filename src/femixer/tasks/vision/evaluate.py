@@ -148,7 +148,7 @@ class Command:
     """Part of the pictures; by default test, but all of pictures that come in one part and that the model was not
     trained on."""
     batch: int = 256
-    """Pictures that are computed at once."""
+    """Images per forward pass."""
     threads: int | None = None
     """CPU threads, by default torch's choice."""
     out: Path = Path("results/vision-eval")

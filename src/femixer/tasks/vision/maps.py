@@ -31,7 +31,7 @@ COLOUR = (0.835, 0.369, 0.0)
 
 @dataclass(frozen=True)
 class Choice:
-    """What is drawn of a model."""
+    """Which layer, head and channels to draw."""
 
     layer: int = -1
     """Layer, from 0; -1 is the last."""

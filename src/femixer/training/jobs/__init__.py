@@ -66,17 +66,17 @@ SomeJob = TypeVar("SomeJob", bound=Job)
 
 @dataclass(frozen=True)
 class Jobs:
-    """Where results go, and which jobs are run by whom: nothing here changes what they compute."""
+    """Where results go and which jobs to run; nothing here changes what they compute."""
 
     out: Path
     """The results store. Several commands may write to one."""
     engine: JobEngine = field(default_factory=JobEngine)
     part: str | None = None
-    """Only a share of the jobs, as 3/16 for the third of sixteen: for job arrays."""
+    """Run only a share of the jobs, e.g. 3/16 for the third of sixteen; for job arrays."""
     overwrite: bool = False
-    """Run these jobs again although they are finished; each keeps its record until there is a new one."""
+    """Repeat finished jobs; each keeps its record until there is a new one."""
     dry_run: bool = False
-    """Only say how many jobs there are."""
+    """Only print the number of jobs."""
 
 
 @dataclass(frozen=True)

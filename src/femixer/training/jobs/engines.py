@@ -148,10 +148,10 @@ def running(assignment: Assignment) -> Path:
 
 @dataclass(frozen=True)
 class JobEngine:
-    """Who carries out the jobs."""
+    """Where the jobs run."""
 
     engine: Literal["local", "ray"] = "local"
-    """local: processes of this machine; ray: a Ray cluster, or a Ray of this machine's own."""
+    """local: processes on this machine; ray: a Ray cluster, or Ray started on this machine."""
     jobs: int | None = None
     """Jobs at a time. By default one per CPU core, or one if there is a GPU; under Ray what its resources allow."""
     threads: int = 1
