@@ -41,7 +41,7 @@ class Options:
     warm: bool = False
     """Compile all kernels first. They are kept on disk; without this, each is compiled when it is first used."""
     operators: tuple[str, ...] = ()
-    """Look at these operators only; at all of them if none is named."""
+    """Check only these operators (default: all)."""
     compile: bool = False
     """Compile the Triton kernels of all layers ahead of time instead, for GPUs that need not be here: registers,
     spills and shared memory of each. What was compiled before is not compiled again, so a run that was stopped goes on.

@@ -102,11 +102,11 @@ class Options:
     lengths: tuple[int, ...] = (2048, 8192)
     """Tokens of a sequence."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    """Of parameters and inputs."""
+    """Number formats of parameters and inputs."""
     models: tuple[str, ...] = ()
     """Also a training step of these presets of language models, e.g. 340m, at the first length."""
     repeats: int = 10
-    """Measurements, of which the median is told."""
+    """Measurements per case; the median is reported."""
     device: str = "cuda"
     """Where to measure."""
     out: Path = Path("results/bench")

@@ -34,7 +34,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """Where to run, how often, and where the results go."""
+    """Device, number of rounds and folder of the results."""
 
     batch: int = 2
     """Sequences."""
@@ -76,7 +76,7 @@ class MeasureOptions:
 
 @dataclass(frozen=True)
 class BenchOptions(MeasureOptions):
-    """Those of a benchmark that the project has targets for."""
+    """Options of benchmarks with targets."""
 
     targets: bool = False
     """Show the project's target beside each ratio that was measured at the size the target is meant for."""

@@ -145,12 +145,12 @@ NEEDS = {
 
 @dataclass(frozen=True)
 class Mixing:
-    """Options of FreeEnergyMixer that a row of the paper's tables leaves open."""
+    """Options of FreeEnergyMixer that the rows of the paper's tables do not fix."""
 
     start: Literal["paper", "prior"] | None = None
-    """How free energy mixers start: all maps N(0, 0.02) (by default), or as the mean read of their prior."""
+    """Initialization: paper, all projections N(0, 0.02) (the default); prior, as the prior's mean read."""
     readout: Literal["free_energy", "posterior_mean"] | None = None
-    """What mixers with L read: the free energy (by default), or the mean under the posterior at beta_max."""
+    """Read of mixers with L: the free energy (the default), or the posterior mean at beta_max."""
     temperature: Literal["learned", "fixed"] | None = None
     """Inverse temperature of mixers with L: learned per channel (by default), or fixed at 1."""
     budget: Literal["attention", "balanced"] | None = None
@@ -189,7 +189,7 @@ FORMS = "option=value (slots=64 heads=4), or one JSON object ('{\"slots\": 64}')
 
 @dataclass(frozen=True)
 class Rivals:
-    """What a row of the paper's tables leaves open in its baseline, or has otherwise."""
+    """Options of the baselines among the models."""
 
     mixer_options: tuple[str, ...] = ()
     """Options of baselines (docs/baselines.md), for those models that take them: slots=64 heads=4, or as JSON

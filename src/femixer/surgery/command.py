@@ -44,7 +44,7 @@ class Command:
     rank: int = 16
     """Rank of the maps from hidden states to the gates."""
     seed: int = 0
-    """Of those maps' start and of the probe."""
+    """Seed of these maps' initial weights and of the probe."""
 
 
 def main(args: Sequence[str]) -> int:

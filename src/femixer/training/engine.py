@@ -32,18 +32,18 @@ class EngineOptions:
     precision: Literal["no", "bf16"] = "no"
     """Mixed precision: bf16 multiplies matrices in bfloat16; weights and their updates stay float32."""
     accumulate: int = 1
-    """Pieces that a process makes of its share of a batch, one after another: less memory, the same gradient."""
+    """Pieces into which a process splits its share of a batch: less memory, the same gradient."""
     shard: Literal["none", "full"] = "none"
     """Several processes (torchrun): none keeps a copy of the model in each (DDP), full divides weights, gradients and
     optimizer among them (FSDP2)."""
     compile: bool = False
     """Compile the model with torch.compile."""
     checkpointing: bool = False
-    """Gradient checkpointing: keep only the input of each block and compute the rest again; less memory, more time."""
+    """Gradient checkpointing: keep only the input of each block and recompute the rest; less memory, more time."""
     context_parallel: int = 1
-    """Processes among which every sequence is cut (docs/scaling.md)."""
+    """Processes that share each sequence (docs/scaling.md)."""
     tensor_parallel: int = 1
-    """Processes among which the heads and widths of every layer are divided (docs/scaling.md)."""
+    """Processes that share the heads and widths of each layer (docs/scaling.md)."""
 
     @property
     def copies(self) -> int:

@@ -152,10 +152,10 @@ def running(assignment: Assignment) -> Path:
 
 @dataclass(frozen=True)
 class JobEngine:
-    """Who carries out the jobs."""
+    """Where the jobs run."""
 
     engine: Literal["local", "ray"] = "local"
-    """local: processes of this machine; ray: a Ray cluster, or a Ray of this machine's own."""
+    """local: processes on this machine; ray: a Ray cluster, or Ray started on this machine."""
     jobs: int | None = None
     """Jobs at a time. By default one per CPU core, or one if there is a GPU; under Ray what its resources allow."""
     threads: int = 1
@@ -316,17 +316,17 @@ SomeJob = TypeVar("SomeJob", bound=Job)
 
 @dataclass(frozen=True)
 class Jobs:
-    """Where results go, and which jobs are run by whom: nothing here changes what they compute."""
+    """Where results go and which jobs to run; nothing here changes what they compute."""
 
     out: Path
     """The results store. Several commands may write to one."""
     engine: JobEngine = field(default_factory=JobEngine)
     part: str | None = None
-    """Only a share of the jobs, as 3/16 for the third of sixteen: for job arrays."""
+    """Run only a share of the jobs, e.g. 3/16 for the third of sixteen; for job arrays."""
     overwrite: bool = False
-    """Run these jobs again although they are finished; each keeps its record until there is a new one."""
+    """Repeat finished jobs; each keeps its record until there is a new one."""
     dry_run: bool = False
-    """Only say how many jobs there are."""
+    """Only print the number of jobs."""
 
 
 @dataclass(frozen=True)

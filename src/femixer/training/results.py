@@ -75,7 +75,7 @@ class RunOptions:
     save_every: int | None = None
     """Steps between two checkpoints besides those that follow an evaluation."""
     track: tuple[Tracker, ...] = ()
-    """Where the metrics go besides (docs/training.md); each needs its package. A resumed run goes on there."""
+    """Trackers that also receive the metrics (docs/training.md); each needs its package. Resumed runs continue."""
 
     def apply(self) -> None:
         """Check the options, set the number of threads, and connect to the other processes if torchrun started any."""

@@ -36,7 +36,7 @@ class Training:
     """How a model is trained, with AdamW; betas are 0.9 and 0.95, and gradients are clipped to a norm of 1."""
 
     epochs: int = 100
-    """Times that training goes over all windows, at most."""
+    """Largest number of passes over all windows."""
     patience: int = 12
     """Epochs without a better validation MSE after which training ends."""
     batch: int = 32
@@ -58,10 +58,10 @@ class Training:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of models made of a mixer's layers; the others have those that were published."""
+    """Sizes of models built from mixer layers; the others have their published sizes."""
 
     width: int | None = None
-    """Width of the layers, by default 32 x the whole part of the root of the channels."""
+    """Width of the layers, by default 32 x floor(sqrt(channels))."""
     layers: int | None = None
     """Layers, by default 3."""
     heads: int | None = None

@@ -59,7 +59,7 @@ class Predict:
     levels: tuple[float, ...] = ()
     """Prediction intervals in percent, as 80 95: columns NAME-lo-80, NAME-hi-80 and so on."""
     intervals: Kind = "auto"
-    """How: quantiles of a model that was trained with them, or conformal, from errors on held-out windows."""
+    """Method: quantiles of a model trained with them, or conformal, from errors on held-out windows."""
     reading: Reading = field(default_factory=Reading)
     out: Path = Path("results/prediction")
     """Folder of the two files."""
@@ -252,9 +252,9 @@ class CV(Train):
     refit: bool = False
     """Train anew for every window, on all rows before it."""
     levels: tuple[float, ...] = ()
-    """Prediction intervals in percent, as 80 95, and how often they hold."""
+    """Prediction intervals in percent, e.g. 80 95, and their coverage."""
     intervals: Kind = "auto"
-    """How: quantiles of a model that is trained with them, or conformal, from errors on held-out windows."""
+    """Method: quantiles of a model trained with them, or conformal, from errors on held-out windows."""
     run: RunOptions = field(default_factory=lambda: RunOptions(Path("results/forecast-cv")))
 
 

@@ -54,7 +54,7 @@ class ForecastJob(DataJob):
 
 @dataclass(frozen=True)
 class Setting:
-    """What one training and many have in common."""
+    """Options shared by one training and many."""
 
     lookback: int | None = None
     """Rows to forecast from, by default the protocol's: 1024 up to horizon 96, 2048 up to 336, else 4096."""
@@ -200,7 +200,7 @@ class Experiment(Setting):
     horizons: tuple[int, ...] = tuple(LOOKBACKS)
     """Rows to forecast."""
     seeds: int = 1
-    """Runs of everything, with seeds that go up from --seed."""
+    """Number of seeds, counted up from --seed."""
     seed: int = 0
     """The first seed."""
     paper: Path | None = None

@@ -189,7 +189,7 @@ class Evaluate:
     include_path: tuple[Path, ...] = ()
     """Folders with tasks of your own: YAML files, with their data beside them."""
     limit: float | None = None
-    """Only the first so many samples of each task, or below 1 this share of them: to try, not to report."""
+    """Use only the first N samples of each task, or this fraction if below 1: for trying out, not for reporting."""
     batch_size: int = 8
     """Sequences per forward pass."""
     max_length: int | None = None
@@ -197,7 +197,7 @@ class Evaluate:
     out: Path | None = None
     """Results folder. [default: results/eval-NAME, with the name of the checkpoint's folder]"""
     resume: bool = False
-    """Keep the finished tasks in the results folder and do the others."""
+    """Keep finished tasks in the results folder and run the others."""
     overwrite: bool = False
     """Start anew; what is in the results folder is replaced when the new results are complete."""
 

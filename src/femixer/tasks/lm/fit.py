@@ -126,7 +126,7 @@ def values(runs: Sequence[Sequence[Record]], split: str) -> tuple[np.ndarray, np
 
 @dataclass(frozen=True)
 class Experiment:
-    """What decides the numbers of a run, besides the text."""
+    """Training options; with the text they determine the numbers of a run."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     context: int | None = None
@@ -142,17 +142,17 @@ class Experiment:
     min_lr_fraction: float = 0.1
     """Share of the largest learning rate that is left at the end."""
     warmup_steps: int | None = None
-    """Batches of the rise, by default a twentieth of the run."""
+    """Warm-up in batches, by default a twentieth of the run."""
     warmup_tokens: int | None = None
-    """Tokens of the rise, instead of --warmup-steps."""
+    """Warm-up in tokens, instead of --warmup-steps."""
     weight_decay: float = 0.1
     """Weight decay of matrices (AdamW)."""
     clip: float | None = 1.0
     """Largest norm of the gradient."""
     beta1: float = 0.9
-    """AdamW's memory of gradients."""
+    """AdamW's beta1, the decay of its gradient average."""
     beta2: float = 0.95
-    """AdamW's memory of squared gradients."""
+    """AdamW's beta2, the decay of its average of squared gradients."""
     seed: int = 0
     """Seed of the weights, of the order of the text and of dropout."""
     evaluate_every: int = 200
@@ -162,7 +162,7 @@ class Experiment:
     prompt: str = ""
     """Beginning of the texts that are sampled at every evaluation."""
     sample_tokens: int = 128
-    """Most tokens of each sample, which ends where the context does; 0 samples nothing."""
+    """Largest number of tokens of a sample, limited by the context; 0: no samples."""
 
     def validate(self) -> None:
         """Everything that can be known before the text is."""

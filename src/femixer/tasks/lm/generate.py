@@ -309,7 +309,7 @@ class Sampling:
     max_tokens: int = 200
     """Most tokens to generate."""
     temperature: float = 0.0
-    """0 takes the most probable token each time; above 0 tokens are drawn, the more freely the higher."""
+    """0 takes the most probable token each time; above 0 tokens are sampled at this temperature."""
     top_k: int | None = None
     """Draw from this many most probable tokens only."""
     top_p: float | None = None

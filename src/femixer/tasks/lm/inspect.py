@@ -242,7 +242,7 @@ class Command:
     out: Path = Path("results/inspect")
     """Results folder; what an earlier inspection left there is replaced."""
     max_tokens: int = 128
-    """Tokens of the text that are read, from its beginning; page and memory grow with their square."""
+    """Tokens of the text to read, from its beginning; page size and memory grow with their square."""
     layers: tuple[int, ...] | None = None
     """Layers to show, from 0; by default all."""
     heads: tuple[int, ...] | None = None

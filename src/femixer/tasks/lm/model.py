@@ -46,14 +46,14 @@ class ModelOptions:
     heads: int | None = None
     """Heads of a layer, instead of the preset's."""
     kv_heads: int | None = None
-    """Heads that keys and values have, by default as many as heads."""
+    """Key/value heads, by default as many as heads."""
     window: int | None = None
     """Sliding window of the layers with the softmax prior."""
     dropout: float = 0.0
     """Dropout of the mixers' reads."""
     rivals: Rivals = field(default_factory=Rivals)
     tie_embeddings: bool = False
-    """Use the embeddings of the tokens as the output projection too."""
+    """Share the token embeddings with the output projection."""
 
     @property
     def row(self) -> dict[str, Any]:

@@ -220,7 +220,7 @@ class Reach:
     times: int = 4
     """Length of a sequence, in training lengths."""
     repeat: int = 8
-    """Tokens that must have stood in the sequence before, for the next one to be a repeat; 8 fit bytes."""
+    """Preceding tokens that must recur for the next token to count as a repeat; 8 suits bytes."""
     tokens: int | None = 65536
     """Tokens of the held-out text to read (rounded up to whole sequences); None reads all."""
     out: Path = Path("results/lm-reach")

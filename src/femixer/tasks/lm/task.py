@@ -70,7 +70,7 @@ class Comparison:
     """Models by the names of the paper's tables; paper: those of its table of language models; all: every one that
     has a name; custom is the one that --mixer, --prior and --parts describe."""
     seeds: int = 3
-    """Runs of each model, with seeds that go up from --seed. The same seed means the same order of the text."""
+    """Number of seeds per model, counted up from --seed. Equal seeds see the text in the same order."""
 
     def validate(self) -> None:
         allowed = f"different ones of {', '.join((*MODELS, CUSTOM))}"
@@ -115,7 +115,7 @@ class Compare:
     engine: EngineOptions
     run: RunOptions
     jobs: int = 1
-    """Runs at a time, in processes of their own; the progress of each is in runs/NAME.log."""
+    """Parallel runs, in separate processes; the progress of each is in runs/NAME.log."""
 
 
 @dataclass(frozen=True)

@@ -307,7 +307,7 @@ class Experiment:
     tasks: tuple[str, ...] = TASKS
     """Tasks, in the setting of the protocol lite."""
     seeds: int = 5
-    """Runs of everything, with seeds that go up from --seed: other data, other starting weights."""
+    """Number of seeds, counted up from --seed; each has other data and initial weights."""
     seed: int = 0
     """The first seed."""
     lr: float = 2e-3

@@ -33,7 +33,7 @@ class Experiment:
     """lite, for a CPU; small, longer and with three learning rates to choose from; baseline, the original's six default
     settings; full, its 66 settings."""
     seeds: int = 1
-    """Runs of everything, with seeds that go up from --seed: other data, other starting weights."""
+    """Number of seeds, counted up from --seed; each has other data and initial weights."""
     seed: int = 0
     """The first seed."""
     lr: tuple[float, ...] | None = None
@@ -155,7 +155,7 @@ class MadRun(Run):
     experiment: Experiment = field(default_factory=Experiment)
     how: Jobs = field(default_factory=lambda: Jobs(Path("results/mad")))
     select: Literal["validation", "test"] = "validation"
-    """Split that selects for the table at the end, as in `femixer mad table`; nothing that is run depends on it."""
+    """Selecting split of the final table, as in `femixer mad table`; the runs do not depend on it."""
 
     def jobs(self) -> list[MadJob]:
         self.experiment.validate()

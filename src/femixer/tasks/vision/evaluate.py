@@ -162,7 +162,7 @@ class Evaluate:
     """Part of the pictures; by default test, but all of pictures that come in one part and that the model was not
     trained on."""
     batch: int = 256
-    """Pictures that are computed at once."""
+    """Images per forward pass."""
     threads: int | None = None
     """CPU threads, by default torch's choice."""
     out: Path = Path("results/vision-eval")
@@ -285,7 +285,7 @@ COLOUR = (0.835, 0.369, 0.0)
 
 @dataclass(frozen=True)
 class Choice:
-    """What is drawn of a model."""
+    """Which layer, head and channels to draw."""
 
     layer: int = -1
     """Layer, from 0; -1 is the last."""

@@ -30,7 +30,7 @@ class Training:
     """How a model is trained, with AdamW."""
 
     epochs: int = 100
-    """Times that training goes over all pictures."""
+    """Passes over all training images."""
     warmup_epochs: float = 5
     """Epochs in which the learning rate rises linearly; then it falls like half a cosine."""
     batch: int = 64
@@ -79,11 +79,11 @@ class Sizes:
     heads: int | None = None
     """Heads of a layer, by default the preset's."""
     parameters: int | None = None
-    """Parameters that the model shall have: its MLPs get the width that comes nearest, instead of 4 x the width."""
+    """Target number of parameters: sets the MLP width that comes nearest, instead of 4 x the width."""
     pooling: Literal["token", "mean"] | None = None
-    """What the classes are told from, a class token or the mean of all patches; by default the preset's."""
+    """Input of the classifier: a class token or the mean of all patches; by default the preset's."""
     positions: Literal["learned", "rotary"] | None = None
-    """How the model knows where a patch is; by default the preset's."""
+    """Position encoding of the patches; by default the preset's."""
     initializer_range: float | None = None
     """Deviation of the starting weights of patches, MLPs and classes, by default 0.02, which suits wide layers."""
     mixing: Mixing = field(default_factory=Mixing)

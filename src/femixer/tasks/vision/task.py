@@ -76,7 +76,7 @@ SHOWN = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """What one training and many have in common."""
+    """Options shared by one training and many."""
 
     data: str = DIGITS
     """A folder with a folder per class (train/ and val/ in it, or one that is divided), datasets:NAME, or digits."""
@@ -201,7 +201,7 @@ class Experiment(Setting):
     """Models by their names in the paper's tables; SMAttn is plain attention. paper: those of its table that are
     encoders here; all: every encoder."""
     seeds: int = 1
-    """Runs of everything, with seeds that go up from --seed."""
+    """Number of seeds, counted up from --seed."""
     seed: int = 0
     """The first seed."""
 

@@ -83,7 +83,7 @@ class Reading:
     date_column: str | None = None
     """Column of the dates, by default the one called date, datetime, timestamp, time or ds."""
     date_format: str | None = None
-    """Format of the dates as in %d.%m.%Y %H:%M, where it cannot be told from the first of them."""
+    """Format of the dates, e.g. %d.%m.%Y %H:%M, if it cannot be inferred."""
     columns: tuple[str, ...] = ()
     """Columns to forecast, by default all others; of long files, which have several series below each other, y."""
     id_column: str | None = None
@@ -91,9 +91,9 @@ class Reading:
     known: tuple[str, ...] = ()
     """Columns that are not forecast, whose values are known ahead: covariates such as holidays and prices."""
     past: tuple[str, ...] = ()
-    """Columns that are not forecast and not known ahead, which the forecast is made of as well."""
+    """Columns that are not forecast and not known ahead, as additional inputs."""
     missing_below: float | None = None
-    """Values at or below mean missing, by default what is known of the data set (weather: -9000)."""
+    """Values at or below this are missing; the default depends on the data set (weather: -9000)."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class CorpusOptions:
 
 @dataclass(frozen=True)
 class DataOptions(CorpusOptions):
-    """Which text, as which tokens, kept where."""
+    """Text, tokenizer and folder of the tokens."""
 
     tokenizer: str | None = None
     """bytes (the default), a folder with a saved tokenizer, or the name of a transformers tokenizer."""

@@ -295,20 +295,20 @@ def interval(length: int, share: float, generator: Generator) -> tuple[int, int]
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What training pictures go through; without an option, nothing."""
+    """Augmentation of training images; off by default."""
 
     smallest_crop: float = 1.0
     """Smallest share of a picture that a random crop shows; at 1 the picture is taken as in evaluation."""
     flip: float = 0.0
-    """Probability that left and right are exchanged."""
+    """Probability of a horizontal flip."""
     jitter: float = 0.0
     """Strength of random brightness, contrast and saturation, 0 to 1."""
     randaugment: float = 0.0
     """Magnitude of RandAugment, 0 (none at all) to 10."""
     shift: float = 0.0
-    """Pixels that a picture is shifted by at most; for small ones, as are turns."""
+    """Largest random shift in pixels, for small images."""
     turn: float = 0.0
-    """Degrees that a picture is turned by at most."""
+    """Largest random rotation in degrees, for small images."""
     erasing: float = 0.0
     """Probability that a box of the picture is replaced by noise."""
     mixup: float = 0.0
