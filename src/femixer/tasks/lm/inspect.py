@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from femixer.inspection.inspection import Layer, inspect_model, mixers_of
 from femixer.inspection.page import MEANS, channels_by_kl, check_size, means, write_page
 from femixer.optional import require
-from femixer.options import check, check_positive, model_first, parse
+from femixer.options import COUNT, Rule, check, check_all, model_first, parse
 from femixer.reporting import Row, Table, as_markdown
 from femixer.reporting.figures import BLUE, GREY, figure, quiet, save
 from femixer.tasks.lm.data.tokenizer import labels
@@ -257,13 +257,12 @@ class Command:
     loss of the text without each part (usage.md)."""
 
     def validate(self) -> None:
-        check_positive(max_tokens=self.max_tokens)
-        for name in ("layers", "heads", "channels", "query") if self.summary else ():
-            value = getattr(self, name)
-            check(value is None, name, value, "None with --summary, which sums up all of them")
-        for name in ("layers", "heads", "channels"):
-            chosen = getattr(self, name)
-            check(chosen is None or (len(chosen) > 0 and min(chosen) >= 0), name, chosen, "numbers of at least 0")
+        check_all(self, COUNT, "max_tokens")
+        if self.summary:
+            none = Rule("None with --summary, which sums up all of them", lambda given: False)
+            check_all(self, none, "layers", "heads", "channels", "query")
+        numbers = Rule("numbers of at least 0", lambda chosen: len(chosen) > 0 and min(chosen) >= 0)
+        check_all(self, numbers, "layers", "heads", "channels")
         check_no_run(self.out)
 
 
