@@ -243,13 +243,13 @@ def show_table(results: Results) -> int:
     return 0
 
 
-def check_no_run(folder: Path, name: str = "out") -> None:
+def check_no_run(folder: Path) -> None:
     """Raise a ValueError if files for people (tables, figures, pages) would go into the folder of a training, of a
     store or of a model: a run's table.md says that it is finished."""
     held = next((each for each in (CONFIG, STORE, METRICS) if (folder / each).is_file()), None)
     allowed = f"a folder of its own: this one holds a run, a store of results or a model ({held})"
-    check(held is None, name, str(folder), allowed)
-    check(not folder.exists() or folder.is_dir(), name, str(folder), "a folder")
+    check(held is None, "out", str(folder), allowed)
+    check(not folder.exists() or folder.is_dir(), "out", str(folder), "a folder")
 
 
 @contextmanager
