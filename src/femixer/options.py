@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from femixer.damage import Damaged, in_one_line, read_text, shown
 from femixer.optional import require
@@ -125,10 +125,32 @@ def check(fits: bool, name: str, value: object, allowed: str) -> None:
         raise ValueError(f"{name}={value!r} is not allowed; choose {allowed}")
 
 
+class Rule(NamedTuple):
+    """What a number may be, in words and as a test."""
+
+    allowed: str
+    fits: Callable[[Any], bool]
+
+
+COUNT = Rule("a whole number above 0", lambda x: x > 0)
+WHOLE = Rule("a whole number of at least 0", lambda x: x >= 0)
+POSITIVE = Rule("a number above 0", lambda x: 0 < x < math.inf)
+NOT_NEGATIVE = Rule("a number of at least 0", lambda x: 0 <= x < math.inf)
+SHARE = Rule("a number from 0 to 1", lambda x: 0 <= x <= 1)
+BELOW_ONE = Rule("a number from 0 to below 1", lambda x: 0 <= x < 1)
+
+
+def check_all(options: Any, rule: Rule, *names: str) -> None:
+    """Raise a ValueError that names the first of these options which does not keep the rule; None is not given."""
+    for name in names:
+        value = getattr(options, name)
+        check(value is None or rule.fits(value), name, value, rule.allowed)
+
+
 def check_positive(**values: float | None) -> None:
     """Raise a ValueError that names the first number which is not above zero; None is one that is not given."""
     for name, value in values.items():
-        check(value is None or value > 0, name, value, "a whole number above 0")
+        check(value is None or value > 0, name, value, COUNT.allowed)
 
 
 MOST_THREADS = 1024

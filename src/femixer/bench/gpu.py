@@ -26,7 +26,7 @@ from femixer.baselines import Attention
 from femixer.bench.measure import stopwatch
 from femixer.kernels import dispatch
 from femixer.kernels.triton_launch import Step, aimed_at, traced
-from femixer.options import check, parse
+from femixer.options import Rule, check, check_all, parse
 from femixer.priors import parse_prior
 from femixer.training import atomic
 
@@ -115,8 +115,7 @@ class Options:
     def validate(self) -> None:
         for name in self.dtypes:
             check(name in DTYPES, "dtypes", name, f"one of {', '.join(DTYPES)}")
-        for name in ("dim", "heads", "batch", "repeats"):
-            check(getattr(self, name) > 0, name, getattr(self, name), "a positive number")
+        check_all(self, Rule("a positive number", lambda x: x > 0), "dim", "heads", "batch", "repeats")
         for length in self.lengths:
             check(length > 0, "lengths", length, "positive numbers of tokens")
         for prior in self.priors:

@@ -30,7 +30,7 @@ from femixer.bench.measure import (
 )
 from femixer.bench.measure import Report as BenchReport
 from femixer.models import FEMConfig, FEMForCausalLM
-from femixer.options import check, check_positive
+from femixer.options import COUNT, check, check_all
 from femixer.priors import parse_prior
 from femixer.reporting import Column, Table, progress
 
@@ -83,13 +83,7 @@ class Options(MixerOptions):
 
     def validate(self) -> None:
         super().validate()
-        check_positive(
-            dim=self.dim,
-            heads=self.heads,
-            layers=self.layers,
-            vocabulary=self.vocabulary,
-            decode_batch=self.decode_batch,
-        )
+        check_all(self, COUNT, "dim", "heads", "layers", "vocabulary", "decode_batch")
         even = 2 * self.heads  # the rivals rotate pairs of channels
         allowed = f"a multiple of {even}: an even number for each of {self.heads} heads"
         check(self.dim % even == 0, "dim", self.dim, allowed)

@@ -138,20 +138,11 @@ LARGEST_EMBEDDED = 8
 
 
 def write_page(
-    path: Path,
-    layers: Iterable[Layer],
-    tokens: Sequence[str],
-    *,
-    model: str,
-    text: str,
-    note: str = "",
-    query: int | None = None,
-    channels: Sequence[int] | None = None,
-    count: int | None = None,
+    path: Path, layers: Iterable[Layer], tokens: Sequence[str], *, model: str, text: str, **more: Any
 ) -> int:
-    """Write the page of one text and return its size in bytes; the arguments are those of `page_text`."""
-    about: dict[str, Any] = {"model": model, "text": text, "note": note, "query": query}
-    atomic.write(path, page_text(layers, tokens, **about, channels=channels, count=count))
+    """Write the page of one text and return its size in bytes; the arguments are those of `page_text`: more are note,
+    query, channels and count."""
+    atomic.write(path, page_text(layers, tokens, model=model, text=text, **more))
     return path.stat().st_size
 
 

@@ -106,7 +106,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "mad": Kind("MAD", of_mad, "points of accuracy", 100, 1),
-    "vision": Kind("Images", of_vision, "points of accuracy", 100, 2),
+    "vision": Kind("Vision", of_vision, "points of accuracy", 100, 2),
     "lm": Kind("Language models", of_lm, "validation loss, nats per token x 1000, less is better", -1000, 1),
     "forecast": Kind("Forecasting", of_forecast, "test MSE x 1000, less is better", -1000, 1),
 }

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from femixer.damage import Fields
 from femixer.options import Commands, check, dispatch, lacks_option, named, parse
-from femixer.reporting import Table, as_markdown, write
+from femixer.reporting import Cell, Table, as_markdown, write
 from femixer.reporting.figures import save
 from femixer.training import atomic, distributed, jobs, store
 from femixer.training.jobs import Job, Jobs
@@ -37,6 +37,23 @@ def told(data: str, about: str) -> str:
     return text
 
 
+def over_seeds(records: Sequence[Record]) -> str:
+    """For the notes of a table: what its numbers are over."""
+    seeds = sorted({record["seed"] for record in records})
+    return f"mean ± standard error over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
+
+
+def usual_notes(records: Sequence[Record], tables: Sequence[Table]) -> list[str]:
+    """What a reader must know of any table where it applies: unfinished jobs, and trainings that diverged."""
+    text = []
+    if any(isinstance(each, Cell) and each.missing for table in tables for row in table.rows for each in row):
+        text.append("In brackets: what is finished, where that is not all. Such values are never bold.")
+    diverged = sorted({record["model"] for record in records if record["diverged"]})
+    if diverged:
+        text.append(f"Training diverged, in some runs, of {', '.join(diverged)}; the best weights before that count.")
+    return text
+
+
 def report(out: Path, tables: Sequence[Table], figures: Mapping[str, Any] | None = None) -> None:
     """Show tables, and put them into a folder as files, with figures (name of a file -> one of matplotlib)."""
     with atomic.replacing_files(out) as new:
@@ -51,11 +68,13 @@ def report(out: Path, tables: Sequence[Table], figures: Mapping[str, Any] | None
 class Run(ABC):
     """The options of `femixer NAME run`: a dataclass with what is run; its docstring is the help."""
 
+    experiment: Any
+    """What is run, which says its `jobs`."""
     how: Jobs
 
-    @abstractmethod
     def jobs(self) -> Sequence[Job]:
         """Each once; a ValueError if one of them is not possible."""
+        return self.experiment.jobs()
 
     @abstractmethod
     def tables(self, records: Sequence[Record]) -> list[Table]:

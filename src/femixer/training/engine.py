@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from femixer.optional import require
-from femixer.options import check
+from femixer.options import COUNT, check, check_all
 from femixer.pieces import joined
 from femixer.training import distributed
 from femixer.training.distributed import Part
@@ -57,11 +57,9 @@ class EngineOptions:
         return processes // self.copies
 
     def validate(self) -> None:
-        for name in ("context_parallel", "tensor_parallel"):
-            check(getattr(self, name) > 0, name, getattr(self, name), "a whole number above 0")
+        check_all(self, COUNT, "context_parallel", "tensor_parallel", "accumulate")
         check(not (self.compile and self.copies > 1), "compile", True, f"False with {self.copies} processes per part")
         check(self.precision in ("no", "bf16"), "precision", self.precision, "no or bf16")
-        check(self.accumulate > 0, "accumulate", self.accumulate, "a whole number above 0")
         check(self.shard in ("none", "full"), "shard", self.shard, "none or full")
 
 

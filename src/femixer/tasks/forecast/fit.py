@@ -287,7 +287,7 @@ def forecast_figure(panels: Sequence[Panel], title: str, left: int = 0) -> Any:
         axes.plot(panel.history.index, panel.history, color=GREY, linewidth=1.2, label="history")
         if np.isfinite(panel.truth.to_numpy(dtype=float)).any():
             # From the last point of the history, so that the curve does not break.
-            whole = require("pandas", "series").concat([panel.history.iloc[-1:], panel.truth])
+            whole = require("pandas", "forecast").concat([panel.history.iloc[-1:], panel.truth])
             axes.plot(whole.index, whole, color=BLUE, linewidth=1.2, label="truth")
         for lower, upper in panel.bands:
             ends = [end.where(np.isfinite(end)) for end in (lower, upper)]

@@ -93,7 +93,7 @@ def as_trained(reading: Reading, config: ForecastConfig) -> Reading:
 
 def as_date(start: str, dates: Any) -> Any:
     """The first date to forecast, within the time zone of the dates."""
-    pandas = require("pandas", "series")
+    pandas = require("pandas", "forecast")
     try:
         first = pandas.Timestamp(start)
     except ValueError:
@@ -106,7 +106,7 @@ def as_date(start: str, dates: Any) -> Any:
 
 def history_of(frame: Any, config: ForecastConfig, start: str | None, name: str = "") -> Any:
     """The rows of one series that the forecast is made of; rows missing before its start have no values."""
-    pandas = require("pandas", "series")
+    pandas = require("pandas", "forecast")
     frame = frame[~frame.index.duplicated()]
     if start is None:
         return frame.iloc[-config.lookback :]
@@ -135,7 +135,7 @@ def histories(series: Series, config: ForecastConfig, start: str | None) -> Any:
         own = history_of(own, config, start, f" in {section.name}")
         own.insert(0, series.id_column, section.name)
         parts.append(own)
-    return require("pandas", "series").concat(parts).reset_index()
+    return require("pandas", "forecast").concat(parts).reset_index()
 
 
 def known_ahead(command: Predict, series: Series, reading: Reading) -> Any:
@@ -364,7 +364,7 @@ def score_windows(spec: Spec, series: Series, held: Held, results: Results, comm
 
 def forecasts(made: Fitted, spec: Spec, series: Series, held: Held, command: CV) -> Any:
     """unique_id, ds, cutoff, y, MODEL, MODEL-lo-80, ... of all windows; channels of a wide file are series here."""
-    pandas = require("pandas", "series")
+    pandas = require("pandas", "forecast")
     parts, rows = [], held.rows(spec.horizon)
     long_enough = [section for section in series.sections if section.rows > rows]
     for number in range(held.windows):
@@ -380,7 +380,7 @@ def forecasts(made: Fitted, spec: Spec, series: Series, held: Held, command: CV)
 
 def wide_part(model: Forecaster, spec: Spec, series: Series, ahead: int, command: CV) -> Any:
     """The forecast from the row that is `ahead` before the end, of each channel."""
-    pandas, frame = require("pandas", "series"), series.frame()
+    pandas, frame = require("pandas", "forecast"), series.frame()
     frame = frame[~frame.index.duplicated()]
     history = frame.iloc[: len(frame) - ahead].iloc[-spec.lookback :]
     future = frame if series.known else None
@@ -397,7 +397,7 @@ def long_part(
     model: Forecaster, spec: Spec, series: Series, sections: Sequence[Section], ahead: int, command: CV
 ) -> Any:
     """The same of each series."""
-    pandas = require("pandas", "series")
+    pandas = require("pandas", "forecast")
     keys = [series.id_column, series.date_column]
     frame = series.frame()
     kept = [frame.iloc[s.begin : s.end - ahead].iloc[-spec.lookback :] for s in sections]
@@ -413,7 +413,7 @@ def long_part(
 
 
 def finish(results: Results, spec: CVSpec, scored: Sequence[Scored]) -> None:
-    frame = require("pandas", "series").concat([each.frame for each in scored], ignore_index=True)
+    frame = require("pandas", "forecast").concat([each.frame for each in scored], ignore_index=True)
     atomic.write(results.folder / FRAME, frame.to_csv(index=False, lineterminator="\n"))
     results.finish(as_markdown(summary(spec, scored, frame)))
 

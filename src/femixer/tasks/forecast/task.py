@@ -242,9 +242,6 @@ class ForecastRun(Run):
     experiment: Experiment = field(default_factory=Experiment)
     how: Jobs = field(default_factory=lambda: Jobs(Path("results/forecasts")))
 
-    def jobs(self) -> list[ForecastJob]:
-        return self.experiment.jobs()
-
     def tables(self, records: Sequence[Record]) -> list[Table]:
         return tabulate(records)
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from femixer.damage import check_fields, check_numbers
 from femixer.optional import require
-from femixer.options import check, model_first, parse
+from femixer.options import COUNT, WHOLE, check, check_all, model_first, parse
 from femixer.reporting import Column, Table, as_markdown
 from femixer.tasks.lm import harness
 from femixer.tasks.lm.harness import SUITES, Catalog, Record, Request, metrics
@@ -205,9 +205,9 @@ class Evaluate:
         self.placement.validate()
         check(bool(self.tasks or self.suite), "tasks", self.tasks, "some --tasks or a --suite")
         check(self.suite is None or self.suite in SUITES, "suite", self.suite, f"one of {', '.join(SUITES)}")
-        check(self.shots is None or self.shots >= 0, "shots", self.shots, "a whole number of at least 0")
+        check_all(self, WHOLE, "shots")
         check(self.shots is None or bool(self.tasks), "shots", self.shots, "some --tasks: a suite has its own shots")
-        check(self.batch_size > 0, "batch_size", self.batch_size, "a whole number above 0")
+        check_all(self, COUNT, "batch_size")
         check(self.max_length is None or self.max_length > 1, "max_length", self.max_length, "a whole number above 1")
         whole = self.limit is None or 0 < self.limit < 1 or (self.limit >= 1 and self.limit == int(self.limit))
         check(whole, "limit", self.limit, "a whole number above 0, or a share below 1")

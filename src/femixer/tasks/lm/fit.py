@@ -17,7 +17,7 @@ from femixer.models import Card, FEMForCausalLM, preset
 from femixer.models.files import without_bars
 from femixer.models.named import parameter_count
 from femixer.optional import require
-from femixer.options import as_typed, check
+from femixer.options import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, as_typed, check, check_all
 from femixer.parallel import own_tokens, parallelize, summed_over_cut
 from femixer.reporting import Column, Table, as_markdown
 from femixer.reporting.figures import banded, figure, looks, plain_log, quiet
@@ -166,16 +166,11 @@ class Experiment:
 
     def validate(self) -> None:
         """Everything that can be known before the text is."""
-        for name in ("batch_tokens", "lr", "evaluate_every"):
-            check(getattr(self, name) > 0, name, getattr(self, name), "a number above 0")
-        for name in ("context", "steps", "tokens", "clip", "validation_tokens"):
-            value = getattr(self, name)
-            check(value is None or value > 0, name, value, "a number above 0")
-        for name in ("beta1", "beta2"):
-            check(0 <= getattr(self, name) < 1, name, getattr(self, name), "a number from 0 to below 1")
-        check(0 <= self.min_lr_fraction <= 1, "min_lr_fraction", self.min_lr_fraction, "a number from 0 to 1")
-        for name in ("weight_decay", "sample_tokens"):
-            check(getattr(self, name) >= 0, name, getattr(self, name), "a number of at least 0")
+        check_all(self, POSITIVE, "batch_tokens", "lr", "evaluate_every", "context", "steps", "tokens", "clip")
+        check_all(self, POSITIVE, "validation_tokens")
+        check_all(self, BELOW_ONE, "beta1", "beta2")
+        check_all(self, SHARE, "min_lr_fraction")
+        check_all(self, NOT_NEGATIVE, "weight_decay", "sample_tokens")
         for name in ("", "warmup_"):
             steps, tokens = getattr(self, name + "steps"), getattr(self, name + "tokens")
             either = f"either {name}steps or {name}tokens ({tokens}), and None for the other"

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from femixer.inspection.inspection import Layer, inspect_model, mixers_of
 from femixer.inspection.page import MEANS, channels_by_kl, check_size, means, write_page
 from femixer.optional import require
-from femixer.options import check, check_positive, model_first, parse
-from femixer.reporting import Row, Table, as_markdown
+from femixer.options import COUNT, Rule, check, check_all, model_first, parse
+from femixer.reporting import Column, Row, Table, as_markdown
 from femixer.reporting.figures import BLUE, GREY, figure, quiet, save
 from femixer.tasks.lm.data.tokenizer import labels
 from femixer.tasks.lm.model import Placement, check_positions, given_text, load
@@ -40,22 +40,18 @@ LENGTH = 512
 """Tokens that are read at a time where the model does not say how many it was trained on."""
 
 
-def table_row(number: int, layer: Layer) -> str:
-    """A row of the table under HEADING: means over tokens, heads and channels, and the channel with the largest KL."""
+COLUMNS = [Column(t) for t in ("layer", "prior", "parts", *MEANS.values(), "largest mean KL of a channel")]
+
+
+def table_row(number: int, layer: Layer) -> Row:
+    """A row of summary.md: means over tokens, heads and channels, and the channel with the largest KL."""
     if layer.inspection is None:
-        return _line(number, layer.prior, "", *[""] * len(MEANS), layer.missing)
+        return [str(number), layer.prior, "", *[""] * len(MEANS), layer.missing]
     found = means(layer)
     numbers = [f"{sum(found[name]) / len(found[name]):.3f}" for name in MEANS]
     kl, head, channel = max((kl, h, d) for h, row in enumerate(found["kl_channels"]) for d, kl in enumerate(row))
     largest = f"{kl:.3f} (head {head}, channel {channel})" if kl >= 5e-4 else "none"
-    return _line(number, layer.prior, layer.parts or "none", *numbers, largest)
-
-
-def _line(*cells: object) -> str:
-    return f"| {' | '.join(map(str, cells))} |\n"
-
-
-HEADING = _line("layer", "prior", "parts", *MEANS.values(), "largest mean KL of a channel") + "|---" * 8 + "|\n"
+    return [str(number), layer.prior, layer.parts or "none", *numbers, largest]
 
 
 LEAVES = 0.01
@@ -257,13 +253,12 @@ class Command:
     loss of the text without each part (usage.md)."""
 
     def validate(self) -> None:
-        check_positive(max_tokens=self.max_tokens)
-        for name in ("layers", "heads", "channels", "query") if self.summary else ():
-            value = getattr(self, name)
-            check(value is None, name, value, "None with --summary, which sums up all of them")
-        for name in ("layers", "heads", "channels"):
-            chosen = getattr(self, name)
-            check(chosen is None or (len(chosen) > 0 and min(chosen) >= 0), name, chosen, "numbers of at least 0")
+        check_all(self, COUNT, "max_tokens")
+        if self.summary:
+            none = Rule("None with --summary, which sums up all of them", lambda given: False)
+            check_all(self, none, "layers", "heads", "channels", "query")
+        numbers = Rule("numbers of at least 0", lambda chosen: len(chosen) > 0 and min(chosen) >= 0)
+        check_all(self, numbers, "layers", "heads", "channels")
         check_no_run(self.out)
 
 
@@ -299,7 +294,7 @@ def run(command: Command, model: Any, tokenizer: Any, text: str) -> int:
     chosen = _chosen(command, model)
     check_size([[*mixers_of(model).values()][number] for number in chosen], len(ids))
     layers = inspect_model(model, torch.tensor([ids], device=model.device), only=command.layers, use_cache=False)
-    rows: list[str] = []
+    rows: list[Row] = []
     name = name_of(command.checkpoint)
     with atomic.replacing_files(command.out, SUMMARY, f"{FIGURES}/layer-*-head-*.png") as new:
         (new / FIGURES).mkdir()
@@ -313,8 +308,8 @@ def run(command: Command, model: Any, tokenizer: Any, text: str) -> int:
             query=command.query,
             channels=command.channels,
         )
-        about = f"What {name} reads in {len(tokens)} tokens: means over tokens, heads and channels.\n\n"
-        atomic.write(new / SUMMARY, about + HEADING + "".join(rows))
+        about = f"What {name} reads in {len(tokens)} tokens: means over tokens, heads and channels."
+        atomic.write(new / SUMMARY, as_markdown(Table.of(COLUMNS, rows, about)))
     return size
 
 
@@ -345,7 +340,7 @@ def _progress(layers: Iterator[Layer], count: int) -> Iterator[Layer]:
 
 
 def _drawn(
-    command: Command, figures: Path, layers: Iterator[Layer], tokens: list[str], rows: list[str]
+    command: Command, figures: Path, layers: Iterator[Layer], tokens: list[str], rows: list[Row]
 ) -> Iterator[Layer]:
     """The layers as they come, each drawn and added to the table on its way."""
     for number, layer in enumerate(layers):

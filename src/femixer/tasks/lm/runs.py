@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from femixer.damage import check_numbers
 from femixer.models import preset
-from femixer.options import check, parse
+from femixer.options import COUNT, check, check_all, parse
 from femixer.reporting import Column, Group, Row, Score, Table, as_markdown, marked_columns, write
 from femixer.reporting.figures import GREY, banded, figure, looks, plain_log, quiet, save
 from femixer.tasks.lm import TASK
@@ -227,8 +227,7 @@ class Reach:
     """Folder of the files."""
 
     def validate(self) -> None:
-        for name in ("times", "repeat"):
-            check(getattr(self, name) > 0, name, getattr(self, name), "a whole number above 0")
+        check_all(self, COUNT, "times", "repeat")
         check(self.tokens is None or self.tokens > 0, "tokens", self.tokens, "a whole number above 0, or None")
 
 

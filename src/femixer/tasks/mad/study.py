@@ -193,12 +193,7 @@ def average(record: Record) -> float:
 
 def tabulate(records: Sequence[Record]) -> list[Table]:
     """A table per task: variants in the order of VARIANTS."""
-    same(
-        records,
-        "ways of training",
-        lambda record: as_text([record["lr"], record["steps"], record["parameters"]]),
-        "task",
-    )
+    same(records, "ways of training", training, "task")
     same(records, "variants of one name", lambda record: as_text(record["variant"]), "model")
     records = distinct(records, lambda record: as_text(record["evaluations"]), ("model", "task", "seed"))
     return [table(task, of_task) for task in TASKS if (of_task := [r for r in records if r["task"] == task])]
@@ -366,9 +361,6 @@ class StudyRun(Run):
 
     experiment: Experiment = field(default_factory=Experiment)
     how: Jobs = field(default_factory=lambda: Jobs(Path("results/mad-study")))
-
-    def jobs(self) -> list[StudyJob]:
-        return self.experiment.jobs()
 
     def tables(self, records: Sequence[Record]) -> list[Table]:
         return tabulate(records)

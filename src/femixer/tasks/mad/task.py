@@ -85,7 +85,7 @@ class Experiment:
         """Each once, whatever options make two settings the same."""
         protocol = self.changed()
         jobs = [
-            job(protocol, model, self.mixing, task, parameters, lr, weight_decay, self.seed + number)
+            self.job(protocol, model, task, parameters, lr, weight_decay, self.seed + number)
             for number in range(self.seeds)
             for task in self.tasks
             for parameters in protocol.settings(task)
@@ -93,8 +93,42 @@ class Experiment:
             for lr in self.lr or protocol.plan(task).learning_rates
             for weight_decay in self.weight_decay or protocol.plan(task).weight_decays
         ]
-        changed = (replace(job, fields={**job.fields, **self.rivals.fields(job.fields)}) for job in jobs)
-        return [*{job.digest: job for job in changed}.values()]
+        return [*{job.digest: job for job in jobs}.values()]
+
+    def job(
+        self,
+        protocol: Protocol,
+        model: str,
+        task: str,
+        parameters: Mapping[str, Any],
+        lr: float,
+        weight_decay: float,
+        seed: int,
+    ) -> MadJob:
+        steps = protocol.steps(task, parameters)
+        row = {
+            **protocol.sizes(),
+            **NAMED[model],
+            **self.mixing.fields(NAMED[model]),
+            "vocab_size": parameters["vocabulary"],
+            "max_position_embeddings": parameters["length"],
+        }
+        return MadJob(
+            model=model,
+            task=task,
+            parameters=parameters,
+            protocol=protocol.name,
+            seed=seed,
+            lr=lr,
+            weight_decay=weight_decay,
+            fields={**row, **self.rivals.fields(row)},
+            batch=protocol.plan(task).batch,
+            steps=steps,
+            evaluate_every=max(1, steps // protocol.evaluations),
+            validation=protocol.validation,
+            test=protocol.test,
+            precision=protocol.precision,
+        )
 
     def changed(self) -> Protocol:
         """The protocol with what the options change, and a name that says so."""
@@ -108,41 +142,6 @@ class Experiment:
         }
         words = [f"{name}={value}" for name, value in {**parameters, **training, **engine}.items()]
         return replace(protocol, name=" ".join([protocol.name, *words]), plans=plans, precision=self.precision)
-
-
-def job(
-    protocol: Protocol,
-    model: str,
-    mixing: Mixing,
-    task: str,
-    parameters: Mapping[str, Any],
-    lr: float,
-    weight_decay: float,
-    seed: int,
-) -> MadJob:
-    steps = protocol.steps(task, parameters)
-    return MadJob(
-        model=model,
-        task=task,
-        parameters=parameters,
-        protocol=protocol.name,
-        seed=seed,
-        lr=lr,
-        weight_decay=weight_decay,
-        fields={
-            **protocol.sizes(),
-            **NAMED[model],
-            **mixing.fields(NAMED[model]),
-            "vocab_size": parameters["vocabulary"],
-            "max_position_embeddings": parameters["length"],
-        },
-        batch=protocol.plan(task).batch,
-        steps=steps,
-        evaluate_every=max(1, steps // protocol.evaluations),
-        validation=protocol.validation,
-        test=protocol.test,
-        precision=protocol.precision,
-    )
 
 
 @dataclass(frozen=True)

@@ -245,9 +245,6 @@ class VisionRun(Run):
     experiment: Experiment = field(default_factory=Experiment)
     how: Jobs = field(default_factory=lambda: Jobs(Path("results/vision-runs")))
 
-    def jobs(self) -> list[VisionJob]:
-        return self.experiment.jobs()
-
     def tables(self, records: Sequence[Record]) -> list[Table]:
         return tabulate(records)
 

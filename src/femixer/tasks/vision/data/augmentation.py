@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from femixer.models.pictures import Picture, middle, resized
 from femixer.optional import require
-from femixer.options import check, check_positive
+from femixer.options import BELOW_ONE, COUNT, NOT_NEGATIVE, SHARE, check, check_all
 from femixer.tasks.vision.data import Preparation
 
 
@@ -322,13 +322,11 @@ class Augmentation:
 
     def validate(self) -> None:
         check(0 < self.smallest_crop <= 1, "smallest_crop", self.smallest_crop, "a share above 0 and up to 1")
-        for name in ("flip", "jitter", "erasing"):
-            check(0 <= getattr(self, name) <= 1, name, getattr(self, name), "a number from 0 to 1")
-        check(0 <= self.smoothing < 1, "smoothing", self.smoothing, "a number from 0 to below 1")
+        check_all(self, SHARE, "flip", "jitter", "erasing")
+        check_all(self, BELOW_ONE, "smoothing")
         check(0 <= self.randaugment <= FULL, "randaugment", self.randaugment, f"a number from 0 to {FULL:.0f}")
-        for name in ("shift", "turn", "mixup", "cutmix"):
-            check(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "a number of at least 0")
-        check_positive(repeats=self.repeats)
+        check_all(self, NOT_NEGATIVE, "shift", "turn", "mixup", "cutmix")
+        check_all(self, COUNT, "repeats")
 
     @property
     def of_pictures(self) -> bool:
