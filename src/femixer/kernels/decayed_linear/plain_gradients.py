@@ -25,12 +25,12 @@ from femixer.kernels.decayed_linear.plain_blocks import (
     by_group,
     pairs_of,
     plan,
+    readable,
     readers_of,
     recurrent,
-    states_before,
+    states_of,
     times,
     together,
-    written,
 )
 from femixer.kernels.marks import is_padding, is_start
 from femixer.kernels.operator import filled
@@ -48,12 +48,13 @@ class Cotangents(NamedTuple):
     def grouped(self, size: int) -> Cotangents:
         return Cotangents(*(None if x is None else x.unflatten(3, (-1, size)) for x in self))  # type: ignore[arg-type]
 
-    def reached(self, top: Tensor, far: Tensor) -> Tensor:
+    def reached(self, top: Tensor, far: Tensor | None) -> Tensor:
         """Gradients of sums of exponentials that are read times exp(top + far)."""
         assert self.slope is not None
         assert self.energy is not None
         most = 0.85 * math.log(torch.finfo(top.dtype).max)  # exponentials of more are of tokens that nobody sees
-        return (top - self.energy).add_(far).clamp_(max=most).exp_().mul_(self.slope)
+        exponent = top - self.energy
+        return (exponent if far is None else exponent.add_(far)).clamp_(max=most).exp_().mul_(self.slope)
 
 
 def _cotangents(
@@ -144,9 +145,8 @@ def _level_gradients(p: Pairs, c: Cotangents) -> Gradients:
 def _read_gradients(readers: Readers, c: Cotangents, states: States) -> tuple[Tensor, Tensor]:
     """Of what tokens read of the states before their chunks: gradients of q [..., T, E], and of the states' sums
     [..., N, E, W]."""
-    sums, top, factor = (None if x is None else x[:, :, :, :-1] for x in states.readable())
-    assert sums is not None
-    cotangent = c.stream * readers.far.exp()
+    sums, top, factor = readable(states.sums, states.top)
+    cotangent = times(c.stream, None if readers.far is None else readers.far.exp())
     if top is not None:
         cotangent = torch.cat([cotangent, c.reached(top, readers.far)], -1)
     to_sums = readers.q.mT @ cotangent
@@ -180,28 +180,27 @@ def backward(
     assert found is not None
     d_sums = end = None
     if sums is not None or keep or padded > chunk:
-        chunks = tokens.grouped(-1, chunk)
-        by, to_last = written(chunks), wide(torch.zeros_like(results[3]) if grads[3] is None else grads[3])
-        states = states_before(chunks, by, sums, top)
+        states, by = states_of(tokens.grouped(-1, chunk), sums, top)
         d_q, level = _read_gradients(readers_of(q, tokens, chunk), c.grouped(chunk), states)
-        after = (
-            times(to_last, states.last(width)[2])[:, :, None, None] if keep else torch.zeros_like(level[:, :, :, :1])
-        )
-        level = torch.cat([level, after], 3)[:, :, :, -states.decay.shape[3] :]
+        level = level if sums is not None else level[:, :, :, 1:]  # nothing is before the first chunk
+        if keep:
+            to_last = wide(torch.zeros_like(results[3]) if grads[3] is None else grads[3])
+            end = (to_last * wide(results[3])).sum(-1)[:, :, None, None]
+            level = torch.cat([level, times(to_last, states.last(width)[2])[:, :, None, None]], 3)
+        else:
+            level = F.pad(level, (0, 0, 0, 0, 0, 1))
         level = recurrent(states.decay, level, marks is not None, backwards=True)
         found = (
             _write_gradients(d_q, by, times(level[:, :, :, -by.streams.shape[3] :], states.scale)).flat(2).plus(found)
         )
         d_sums = None if sums is None else level[:, :, 0, 0].to(sums.dtype)
-        end = (to_last * wide(results[3])).sum(-1)[:, :, None, None] if keep else None
     d_q, d_k, d_v, d_z = found
     d_gate = None
     if gate is not None:
         over = (-1,) if gate.shape[3] == 1 else ()  # one gate for all key channels
-        shared = (2, *over) if q.shape[2] > 1 else over
-        left, right = q * d_q, tokens.k * d_k
-        left = left.sum(shared, keepdim=True) if shared else left
-        d_gate = (left - (right.sum(over, keepdim=True) if over else right)).flip(3).cumsum(3).flip(3)
+        left = q * d_q if q.shape[2] == 1 else (q * d_q).sum(2, keepdim=True)
+        flow = left.addcmul_(tokens.k, d_k, value=-1)
+        d_gate = (flow.sum(over, keepdim=True) if over else flow).flip(3).cumsum(3).flip(3)
         if end is not None:
             d_gate = d_gate + (end.sum(over, keepdim=True) if over else end)
         if marks is not None:
