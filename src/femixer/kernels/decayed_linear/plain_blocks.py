@@ -76,7 +76,7 @@ def times(x: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def block_of(tokens: Tokens, running: Callable[[Tensor], Tensor] | None = None) -> tuple[Block, Tensor | None]:
-    """Of tokens [..., b, W]; and the factors of its keys, None for ones. running: of the largest exponents, the tops."""
+    """Of tokens [..., b, W]; and the factors of its keys, None for ones. running: tops from the largest exponents."""
     k, _, z, reach, segment = tokens
     if k.shape[-2] == 1 and running is None:
         return Block(k, None, None, z), None
@@ -107,21 +107,22 @@ class Pairs(NamedTuple):
     """Readers t of a group and the tokens i of its blocks: what readers see of blocks' ends.
 
     q, stream [..., group, W]; log decays far [..., M, group, 1] from a block's end to t, NOTHING where t does not see
-    the block; the factors of q and k that are relative to it; scores [..., M, group, b] without far and block.slow.
+    the block, or None if nothing decays: then scores are zero there; the factors of q and k that are relative to it;
+    scores [..., M, group, b] without far and block.slow.
     """
 
     q: Tensor
     stream: Tensor
     block: Block
-    far: Tensor
+    far: Tensor | None
     factors: tuple[Tensor | None, Tensor | None]
     scores: Tensor
 
-    def decayed(self, scores: Tensor) -> Tensor:
-        """scores times the decays they lack, [..., group, M b]."""
-        slow = self.block.slow
-        scores = scores * (self.far if slow is None else self.far + slow.mT).exp()
-        return together(scores)
+    def decay(self) -> Tensor | None:
+        """What the scores lack; None for ones."""
+        if self.far is None:
+            return None
+        return (self.far if self.block.slow is None else self.far + self.block.slow.mT).exp()
 
 
 def together(scores: Tensor) -> Tensor:
@@ -136,29 +137,38 @@ def pairs_of(q: Tensor, tokens: Tokens, size: int, radix: int, own: bool) -> Pai
     group = radix * size
     q = q.unflatten(3, (-1, group))
     q_factor = None
-    if blocks.reach is None:
-        far = q.new_zeros(radix, group, 1)
-    else:
+    far = None
+    if blocks.reach is not None:
         until, end = blocks.reach.flatten(4, 5)[:, :, :, :, None], blocks.reach[..., -1:, :]
         q_factor, far = _slowest(until - end)
-    hidden = torch.ones(radix, radix, dtype=torch.bool, device=q.device).tril(-1 if own else 0)
-    far = far.unflatten(-2, (radix, size)).masked_fill(hidden[..., None, None], NOTHING).flatten(-3, -2)
-    if blocks.segment is not None:
+    elif blocks.segment is not None:
+        far = q.new_zeros(radix, group, 1)
+    if far is not None:
+        far = seen(far, own, NOTHING)
+    if far is not None and blocks.segment is not None:
         far = far.masked_fill(blocks.segment.flatten(4, 5)[:, :, :, :, None] != blocks.segment[..., -1:, :], NOTHING)
     if q_factor is None:
         scores = (q @ block.k.flatten(4, 5).mT).unflatten(-1, (radix, size)).transpose(-2, -3)
     else:
         scores = (q[:, :, :, :, None] * q_factor) @ block.k.mT
+    scores = seen(scores, own, 0.0) if far is None else scores
     return Pairs(q, blocks.stream.flatten(4, 5), block, far, (q_factor, k_factor), scores)
+
+
+def seen(x: Tensor, own: bool, value: float) -> Tensor:
+    """x [..., M, group, W] with a value where a token does not see a block."""
+    radix = x.shape[-3]
+    hidden = torch.ones(radix, radix, dtype=torch.bool, device=x.device).tril(-1 if own else 0)[..., None, None]
+    return x.unflatten(-2, (radix, -1)).masked_fill(hidden, value).flatten(-3, -2)
 
 
 def read_level(p: Pairs) -> tuple[Tensor, Tensor | None]:
     """Sums of the streams [..., T, D + 1], and logarithms of the sums of exponentials [..., T, D]."""
-    sums = (p.decayed(p.scores) @ p.stream).flatten(3, 4)
+    sums = (together(times(p.scores, p.decay())) @ p.stream).flatten(3, 4)
     if p.block.top is None:
         return sums, None
     terms = logarithm(p.scores if p.block.x is None else p.scores @ p.block.x) + p.block.top
-    return sums, terms.add_(p.far).logsumexp(-3).flatten(3, 4)
+    return sums, (terms if p.far is None else terms.add_(p.far)).logsumexp(-3).flatten(3, 4)
 
 
 class States(NamedTuple):

@@ -28,6 +28,7 @@ from femixer.kernels.decayed_linear.plain_blocks import (
     readable,
     readers_of,
     recurrent,
+    seen,
     states_of,
     times,
     together,
@@ -113,13 +114,13 @@ class Gradients(NamedTuple):
         return self
 
 
-def _level_gradients(p: Pairs, c: Cotangents) -> Gradients:
+def _level_gradients(p: Pairs, c: Cotangents, own: bool) -> Gradients:
     q_factor, k_factor = p.factors
     block, (blocks, group, size) = p.block, p.scores.shape[-3:]
     c = c.grouped(group)
-    decay = (p.far if block.slow is None else p.far + block.slow.mT).exp()
-    d_scores = (c.stream @ p.stream.mT).unflatten(-1, (blocks, size)).transpose(-2, -3) * decay
-    d_v = together(p.scores * decay).mT @ c.stream[..., :-1]
+    decay = p.decay()
+    d_scores = times((c.stream @ p.stream.mT).unflatten(-1, (blocks, size)).transpose(-2, -3), decay)
+    d_v = together(times(p.scores, decay)).mT @ c.stream[..., :-1]
     d_z = None
     if block.top is not None:
         reached = Cotangents(*(None if x is None else x[:, :, :, :, None] for x in c)).reached(block.top, p.far)  # type: ignore[arg-type]
@@ -129,6 +130,7 @@ def _level_gradients(p: Pairs, c: Cotangents) -> Gradients:
         else:
             d_scores, d_z = d_scores + reached @ block.x.mT, d_z * block.x
         d_z = d_z.flatten(4, 5)
+    d_scores = seen(d_scores, own, 0.0) if p.far is None else d_scores
     if q_factor is None:
         rows = together(d_scores)
         d_q, d_k = rows @ block.k.flatten(4, 5), rows.mT @ p.q
@@ -176,7 +178,8 @@ def backward(
     q = by_group(q, groups, padded)
     found = None
     for size in sizes:
-        found = _level_gradients(pairs_of(q, tokens, size, radix, size == 1 and not exclusive), c).plus(found)
+        own = size == 1 and not exclusive
+        found = _level_gradients(pairs_of(q, tokens, size, radix, own), c, own).plus(found)
     assert found is not None
     d_sums = end = None
     if sums is not None or keep or padded > chunk:

@@ -1,6 +1,6 @@
 """Modulation of projections x by the conditioner's features: x * (1 + eta) or x + eta, with eta = features Mᵀ.
 
-A factor 1 + eta is known to half the eps of its type where eta is close to -1, and it is never zero: less than that is added.
+A factor 1 + eta is known to half the eps of its type where eta is close to -1; with half of that more it is never zero.
 So x is y / (1 + eta) again, and of x and the results y only y is kept for the gradients.
 """
 
