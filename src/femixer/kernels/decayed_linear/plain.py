@@ -38,10 +38,11 @@ def forward(
     sizes, radix, chunk, padded = plan(length, gate)
     tokens = arranged(k, gate, v, beta, marks, padded, chunk)
     q = by_group(q, groups, padded)
-    parts = [read_level(pairs_of(q, tokens, size, radix, size == 1 and not exclusive)) for size in sizes]
-    total, energies = parts[0][0], [energy for _, energy in parts]
-    for sums_of_level, _ in parts[1:]:
-        total = total + sums_of_level
+    total, energies = None, []
+    for size in sizes:
+        total, energy = read_level(pairs_of(q, tokens, size, radix, size == 1 and not exclusive), total)
+        energies.append(energy)
+    assert total is not None
     last, last_top = (q.new_empty(0, dtype=state_dtype(q.device)) for _ in range(2))
     if sums is not None or keep or padded > chunk:
         states, _ = states_of(tokens.grouped(-1, chunk), sums, top)

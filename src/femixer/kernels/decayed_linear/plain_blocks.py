@@ -27,7 +27,7 @@ from torch import Tensor
 
 from femixer.kernels.marks import is_padding, is_start
 from femixer.kernels.reading import LOWEST, is_followed, wide
-from femixer.kernels.recurrence.plain import scan
+from femixer.kernels.recurrence.plain import Pairwise, scan
 
 # Blocks in a group, with one gate per head and with one per key channel; levels of groups in a chunk.
 RADIX, CHANNEL_RADIX = 8, 4
@@ -108,7 +108,7 @@ class Pairs(NamedTuple):
 
     q, stream [..., group, W]; log decays far [..., M, group, 1] from a block's end to t, NOTHING where t does not see
     the block, or None if nothing decays: then scores are zero there; the factors of q and k that are relative to it;
-    scores [..., M, group, b] without far and block.slow.
+    scores [..., M, group, b] without far and block.slow. hidden [M, M]: which groups of readers do not see a block.
     """
 
     q: Tensor
@@ -117,6 +117,7 @@ class Pairs(NamedTuple):
     far: Tensor | None
     factors: tuple[Tensor | None, Tensor | None]
     scores: Tensor
+    hidden: Tensor
 
     def decay(self) -> Tensor | None:
         """What the scores lack; None for ones."""
@@ -143,28 +144,36 @@ def pairs_of(q: Tensor, tokens: Tokens, size: int, radix: int, own: bool) -> Pai
         q_factor, far = _slowest(until - end)
     elif blocks.segment is not None:
         far = q.new_zeros(radix, group, 1)
+    hidden = torch.ones(radix, radix, dtype=torch.bool, device=q.device).tril(-1 if own else 0)
     if far is not None:
-        far = seen(far, own, NOTHING)
+        far = seen(far, hidden, NOTHING)
     if far is not None and blocks.segment is not None:
         far = far.masked_fill(blocks.segment.flatten(4, 5)[:, :, :, :, None] != blocks.segment[..., -1:, :], NOTHING)
     if q_factor is None:
         scores = (q @ block.k.flatten(4, 5).mT).unflatten(-1, (radix, size)).transpose(-2, -3)
     else:
         scores = (q[:, :, :, :, None] * q_factor) @ block.k.mT
-    scores = seen(scores, own, 0.0) if far is None else scores
-    return Pairs(q, blocks.stream.flatten(4, 5), block, far, (q_factor, k_factor), scores)
+    scores = seen(scores, hidden, 0.0) if far is None else scores
+    return Pairs(q, blocks.stream.flatten(4, 5), block, far, (q_factor, k_factor), scores, hidden)
 
 
-def seen(x: Tensor, own: bool, value: float) -> Tensor:
+def seen(x: Tensor, hidden: Tensor, value: float) -> Tensor:
     """x [..., M, group, W] with a value where a token does not see a block."""
-    radix = x.shape[-3]
-    hidden = torch.ones(radix, radix, dtype=torch.bool, device=x.device).tril(-1 if own else 0)[..., None, None]
-    return x.unflatten(-2, (radix, -1)).masked_fill(hidden, value).flatten(-3, -2)
+    return x.unflatten(-2, (len(hidden), -1)).masked_fill(hidden[..., None, None], value).flatten(-3, -2)
 
 
-def read_level(p: Pairs) -> tuple[Tensor, Tensor | None]:
-    """Sums of the streams [..., T, D + 1], and logarithms of the sums of exponentials [..., T, D]."""
-    sums = (together(times(p.scores, p.decay())) @ p.stream).flatten(3, 4)
+def plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """total [..., T, W], if there is one, plus a @ b [..., groups, T / groups, W]."""
+    if total is None or a.shape[:-2] != b.shape[:-2]:
+        product = (a @ b).flatten(3, 4)
+        return product if total is None else total + product
+    rows = total.reshape(-1, a.shape[-2], b.shape[-1])
+    return torch.baddbmm(rows, a.flatten(0, -3), b.flatten(0, -3)).view(total.shape)
+
+
+def read_level(p: Pairs, sums: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Sums of the streams [..., T, D + 1] with those so far, and logarithms of the sums of exponentials [..., T, D]."""
+    sums = plus_product(sums, together(times(p.scores, p.decay())), p.stream)
     if p.block.top is None:
         return sums, None
     terms = logarithm(p.scores if p.block.x is None else p.scores @ p.block.x) + p.block.top
@@ -176,7 +185,7 @@ class States(NamedTuple):
     [B, G, 1, N, E or 1, D], a constant for gradients; `after` the last one, both of them.
 
     decay [B, G, 1, N or N + 1, E or 1, W or 1]: the logs of what was left of the one before, without the first state if
-    that is empty; scale [B, G, 1, N, E or 1, W]: what the sums of the chunks were multiplied by.
+    that is empty; scale [B, G, 1, N, E or 1, W]: what the sums of the chunks were multiplied by; pairs: of `recurrent`.
     """
 
     sums: Tensor
@@ -184,6 +193,7 @@ class States(NamedTuple):
     after: tuple[Tensor, Tensor | None]
     decay: Tensor
     scale: Tensor | None
+    pairs: Pairwise
 
     def last(self, width: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Sums and top of the result, a channel's largest exponential one, and what the sums were multiplied by."""
@@ -213,10 +223,11 @@ def _with_ones(factor: Tensor, sums: Tensor) -> Tensor:
     return F.pad(factor, (sums.shape[-1] - factor.shape[-1], 0), value=1.0)
 
 
-def recurrent(decay: Tensor, x: Tensor, marked: bool, backwards: bool = False) -> Tensor:
-    """The recurrence along N of x [B, G, 1, N, E, W] and log decays [..., E or 1, W or 1]."""
+def recurrent(decay: Tensor, x: Tensor, marked: bool, pairs: Pairwise, backwards: bool = False) -> Tensor:
+    """The recurrence along N of x [B, G, 1, N, E, W] and log decays [..., E or 1, W or 1]; pairs: as of `scan`."""
     decay = decay.expand(*x.shape[:4], decay.shape[-2], x.shape[-1])
-    return scan(decay.flatten(0, 2), x.flatten(0, 2), resets=marked, backwards=backwards).unflatten(0, x.shape[:3])
+    h = scan(decay.flatten(0, 2), x.flatten(0, 2), resets=marked, backwards=backwards, pairs=pairs)
+    return h.unflatten(0, x.shape[:3])
 
 
 class Written(NamedTuple):
@@ -259,13 +270,14 @@ def states_of(chunks: Tokens, first: Tensor | None, first_top: Tensor | None) ->
     assert decay is not None
     if first is not None:
         sums = torch.cat([first.to(sums.dtype)[:, :, None, None], sums], 3)
-    sums = recurrent(decay, sums, chunks.segment is not None)
+    pairs: Pairwise = []
+    sums = recurrent(decay, sums, chunks.segment is not None, pairs)
     after = sums[:, :, :, -1:], None if top is None else top[:, :, :, -1:]
     sums, top = sums[:, :, :, :-1], None if top is None else top[:, :, :, :-1]
     if first is None:
         sums = F.pad(sums, (0, 0, 0, 0, 1, 0))
         top = None if top is None else F.pad(top, (0, 0, 0, 0, 1, 0), value=LOWEST)
-    return States(sums, top, after, decay, scale), Written(block, factor, streams)
+    return States(sums, top, after, decay, scale, pairs), Written(block, factor, streams)
 
 
 def kept_over(chunks: Tokens) -> Tensor | None:
