@@ -157,6 +157,7 @@ def _read_gradients(readers: Readers, c: Cotangents, states: States, found: Grad
     if readers.factor is None:
         d_q = plus_product(found.q, cotangent, sums.mT)
     else:
+        assert found.q is not None
         d_q = (cotangent @ sums.mT).mul_(readers.factor).flatten(3, 4).add_(found.q)
     return found._replace(q=d_q), times(to_sums, factor)
 
