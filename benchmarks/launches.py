@@ -1,8 +1,9 @@
-"""What a layer asks of a device in plain torch: `python benchmarks/launches.py [priors]`, on tensors without data.
+"""What a layer asks of a device in plain torch: `python benchmarks/launches.py [-v] [priors]`, on tensors without data.
 
 Columns: torch operations of the forward and of the backward pass (views not counted, operators counted inside), those
 of decoding one token, megabytes kept for the backward pass and held at the peak of a training step, beyond parameters
-and input. Causal layers with all parts at B 1, T 4096, dim 512, 8 heads.
+and input. Causal layers with all parts at B 1, T 4096, dim 512, 8 heads. With -v also every operation, by the line that
+asks for it (autograd's own at `backward`), with the megabytes of its results and those held after it.
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ from femixer.kernels.decayed_linear.plain_blocks import (
     read_level,
     read_past,
     readers_of,
-    states_before,
-    written,
+    states_of,
 )
 from femixer.kernels.decayed_linear.plain_gradients import backward as backward
 from femixer.kernels.marks import is_padding
@@ -39,16 +38,18 @@ def forward(
     sizes, radix, chunk, padded = plan(length, gate)
     tokens = arranged(k, gate, v, beta, marks, padded, chunk)
     q = by_group(q, groups, padded)
-    parts = [read_level(pairs_of(q, tokens, size, radix, size == 1 and not exclusive)) for size in sizes]
+    total, energies = None, []
+    for size in sizes:
+        total, energy = read_level(pairs_of(q, tokens, size, radix, size == 1 and not exclusive), total)
+        energies.append(energy)
+    assert total is not None
     last, last_top = (q.new_empty(0, dtype=state_dtype(q.device)) for _ in range(2))
     if sums is not None or keep or padded > chunk:
-        chunks = tokens.grouped(-1, chunk)
-        states = states_before(chunks, written(chunks), sums, top)
-        parts.append(read_past(readers_of(q, tokens, chunk), states, width))
+        states, _ = states_of(tokens.grouped(-1, chunk), sums, top)
+        total, energy = read_past(readers_of(q, tokens, chunk), states, total)
+        energies.append(energy)
         if keep:
             last, last_top = (x.to(state_dtype(x.device)) for x in states.last(width)[:2])
-    read, energies = zip(*parts, strict=True)
-    total = torch.stack(read).sum(0)
     if marks is not None:
         padding = F.pad(is_padding(marks), (0, padded - length))[:, None, None, :, None]
         total = total.masked_fill(padding, 0)
@@ -61,10 +62,11 @@ def forward(
     def rows(x: Tensor) -> Tensor:
         return x[:, :, :, :length].permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype)
 
-    free = mean.new_empty(0, 0, 0, 0, dtype=dtype)
-    if beta is not None:
-        energy = torch.stack(energies).logsumexp(0) - log_total
-        free = torch.maximum(energy / beta.to(energy.dtype)[:, None, None], mean).masked_fill(empty, 0)
-        free = rows(free)
+    if beta is None:
+        free = mean.new_empty(0, 0, 0, 0, dtype=dtype)
+    else:
+        energy = torch.stack(energies).logsumexp(0) - log_total  # type: ignore[arg-type]
+        free = torch.maximum(energy / beta.to(energy.dtype)[:, None, None], mean)  # of nothing the mean, which is zero
+        free = rows(free if marks is None else free.masked_fill(empty, 0))
     exact = q.new_zeros(batch, heads, dtype=torch.bool)
     return rows(mean), free, rows(log_total.masked_fill(empty, -torch.inf))[..., 0], last, last_top, exact

@@ -25,12 +25,14 @@ from femixer.kernels.decayed_linear.plain_blocks import (
     by_group,
     pairs_of,
     plan,
+    plus_product,
+    readable,
     readers_of,
     recurrent,
-    states_before,
+    seen,
+    states_of,
     times,
     together,
-    written,
 )
 from femixer.kernels.marks import is_padding, is_start
 from femixer.kernels.operator import filled
@@ -48,12 +50,13 @@ class Cotangents(NamedTuple):
     def grouped(self, size: int) -> Cotangents:
         return Cotangents(*(None if x is None else x.unflatten(3, (-1, size)) for x in self))  # type: ignore[arg-type]
 
-    def reached(self, top: Tensor, far: Tensor) -> Tensor:
+    def reached(self, top: Tensor, far: Tensor | None) -> Tensor:
         """Gradients of sums of exponentials that are read times exp(top + far)."""
         assert self.slope is not None
         assert self.energy is not None
         most = 0.85 * math.log(torch.finfo(top.dtype).max)  # exponentials of more are of tokens that nobody sees
-        return (top - self.energy).add_(far).clamp_(max=most).exp_().mul_(self.slope)
+        exponent = top - self.energy
+        return (exponent if far is None else exponent.add_(far)).clamp_(max=most).exp_().mul_(self.slope)
 
 
 def _cotangents(
@@ -73,7 +76,7 @@ def _cotangents(
         temperature = temperature if repeats == 1 else temperature.repeat_interleave(repeats, 0)
         at_mean = free <= mean
         slope = (to_free / temperature).masked_fill(at_mean, 0)
-        to_mean = torch.where(at_mean, to_mean + to_free, to_mean)
+        to_mean = torch.addcmul(to_mean, to_free, at_mean)
         d_beta = (slope * free).sum((0, 1))
         d_beta = d_beta if repeats == 1 else d_beta.unflatten(0, (groups, -1)).sum(1)
         parts, falls = [slope, torch.addcmul(log_total, temperature, free)], torch.addcmul(slope, to_mean, mean)
@@ -89,36 +92,33 @@ def _cotangents(
 
 
 class Gradients(NamedTuple):
-    """Of q [B, G, R, T, E], k [B, G, 1, T, E], v and beta v [B, G, 1, T, D]."""
+    """Of q [B, G, R, T, E], k [B, G, 1, T, E], v and beta v [B, G, 1, T, D]; None for zeros."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    z: Tensor | None
-
-    def flat(self, dims: int) -> Gradients:
-        """T as one dimension, and of what heads share the sum."""
-        q, *shared = (None if x is None else x.flatten(3, 2 + dims) for x in self)
-        repeats = self.q.shape[2]
-        shared = [x if x is None or repeats == 1 else x.sum(2, keepdim=True) for x in shared]
-        return Gradients(q, *shared)  # type: ignore[arg-type]
-
-    def plus(self, others: Gradients | None) -> Gradients:
-        """Added to these."""
-        if others is not None:
-            for x, y in zip(self, others, strict=True):
-                if x is not None and y is not None:
-                    x.add_(y)
-        return self
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    z: Tensor | None = None
 
 
-def _level_gradients(p: Pairs, c: Cotangents) -> Gradients:
+def _plus(total: Tensor | None, x: Tensor) -> Tensor:
+    """x [B, G, R or 1, n, T / n, W], summed over the heads that share it, added to total."""
+    x = (x if x.shape[2] == 1 else x.sum(2, keepdim=True)).flatten(3, 4)
+    return x if total is None else total.add_(x)
+
+
+def _shared(x: Tensor) -> Tensor:
+    """[B, G, R, n, t, W] -> [B, G, 1, n, R t, W]: rows of all heads that share keys."""
+    return x.transpose(2, 3).flatten(3, 4)[:, :, None]
+
+
+def _level_gradients(p: Pairs, c: Cotangents, found: Gradients) -> Gradients:
+    """Added to those found."""
     q_factor, k_factor = p.factors
     block, (blocks, group, size) = p.block, p.scores.shape[-3:]
     c = c.grouped(group)
-    decay = (p.far if block.slow is None else p.far + block.slow.mT).exp()
-    d_scores = (c.stream @ p.stream.mT).unflatten(-1, (blocks, size)).transpose(-2, -3) * decay
-    d_v = together(p.scores * decay).mT @ c.stream[..., :-1]
+    decay = p.decay()
+    d_scores = times((c.stream @ p.stream.mT).unflatten(-1, (blocks, size)).transpose(-2, -3), decay)
+    d_v = plus_product(found.v, _shared(together(times(p.scores, decay))).mT, _shared(c.stream[..., :-1]))
     d_z = None
     if block.top is not None:
         reached = Cotangents(*(None if x is None else x[:, :, :, :, None] for x in c)).reached(block.top, p.far)  # type: ignore[arg-type]
@@ -127,41 +127,50 @@ def _level_gradients(p: Pairs, c: Cotangents) -> Gradients:
             d_scores = d_scores + reached.sum(-1, keepdim=True)
         else:
             d_scores, d_z = d_scores + reached @ block.x.mT, d_z * block.x
-        d_z = d_z.flatten(4, 5)
+        d_z = _plus(found.z, d_z.flatten(4, 5))
+    d_scores = seen(d_scores, p.hidden, 0.0) if p.far is None else d_scores
     if q_factor is None:
         rows = together(d_scores)
-        d_q, d_k = rows @ block.k.flatten(4, 5), rows.mT @ p.q
-        d_k = d_k if k_factor is None else d_k * k_factor.flatten(4, 5)
+        d_q = plus_product(found.q, rows, block.k.flatten(4, 5))
+        if k_factor is None:
+            d_k = plus_product(found.k, _shared(rows).mT, _shared(p.q))
+        else:
+            d_k = _plus(found.k, (rows.mT @ p.q) * k_factor.flatten(4, 5))
     else:
         # In place: these are the largest of all tensors, and nobody reads them any more.
-        d_q = (d_scores @ block.k).mul_(q_factor).sum(-3)
+        d_q = (d_scores @ block.k).mul_(q_factor).sum(-3).flatten(3, 4)
+        d_q = d_q if found.q is None else d_q.add_(found.q)
         readers = p.q[:, :, :, :, None]
         readers = q_factor.mul_(readers) if readers.shape[2] == 1 else readers * q_factor
-        d_k = times(d_scores.mT @ readers, k_factor).flatten(4, 5)
-    return Gradients(d_q, d_k, d_v, d_z).flat(2)
+        d_k = _plus(found.k, times(d_scores.mT @ readers, k_factor).flatten(4, 5))
+    return Gradients(d_q, d_k, d_v, d_z)
 
 
-def _read_gradients(readers: Readers, c: Cotangents, states: States) -> tuple[Tensor, Tensor]:
-    """Of what tokens read of the states before their chunks: gradients of q [..., T, E], and of the states' sums
-    [..., N, E, W]."""
-    sums, top, factor = (None if x is None else x[:, :, :, :-1] for x in states.readable())
-    assert sums is not None
-    cotangent = c.stream * readers.far.exp()
+def _read_gradients(readers: Readers, c: Cotangents, states: States, found: Gradients) -> tuple[Gradients, Tensor]:
+    """Of what tokens read of the states before their chunks: with that of q, and of the states' sums [..., N, E, W]."""
+    sums, top, factor = readable(states.sums, states.top)
+    cotangent = times(c.stream, None if readers.far is None else readers.far.exp())
     if top is not None:
         cotangent = torch.cat([cotangent, c.reached(top, readers.far)], -1)
     to_sums = readers.q.mT @ cotangent
     to_sums = to_sums.sum(2, keepdim=True) if to_sums.shape[2] > 1 else to_sums
-    return times(cotangent @ sums.mT, readers.factor), times(to_sums, factor)
+    if readers.factor is None:
+        d_q = plus_product(found.q, cotangent, sums.mT)
+    else:
+        assert found.q is not None
+        d_q = (cotangent @ sums.mT).mul_(readers.factor).flatten(3, 4).add_(found.q)
+    return found._replace(q=d_q), times(to_sums, factor)
 
 
-def _write_gradients(d_q: Tensor, by: Written, to: Tensor) -> Gradients:
-    """Of what tokens wrote into the states after their chunks, from the gradients of their sums; with that of q."""
+def _write_gradients(by: Written, to: Tensor, found: Gradients) -> Gradients:
+    """With those of what tokens wrote into the states after their chunks, from the gradients of the states' sums."""
     (block, factor, streams), (energetic, slow) = by, (by.block.top is not None, by.block.slow)
-    d_k, d_streams = streams @ to.mT, block.k @ to
+    d_streams = block.k @ to
+    d_k = plus_product(found.k, streams, to.mT) if factor is None else _plus(found.k, (streams @ to.mT) * factor)
     width = (streams.shape[-1] - 1) // (2 if energetic else 1)
-    d_v = d_streams[..., :width] if slow is None else d_streams[..., :width] * slow.exp()
-    d_z = d_streams[..., width + 1 :] * streams[..., width + 1 :] if energetic else None
-    return Gradients(d_q, times(d_k, factor), d_v, d_z)
+    d_v = _plus(found.v, times(d_streams[..., :width], None if slow is None else slow.exp()))
+    d_z = _plus(found.z, d_streams[..., width + 1 :] * streams[..., width + 1 :]) if energetic else None
+    return Gradients(found.q, d_k, d_v, d_z)
 
 
 def backward(
@@ -174,34 +183,33 @@ def backward(
     c, d_beta = _cotangents(grads, results, beta, groups, padded)
     tokens = arranged(k, gate, v, beta, marks, padded, chunk)
     q = by_group(q, groups, padded)
-    found = None
+    found = Gradients()
     for size in sizes:
-        found = _level_gradients(pairs_of(q, tokens, size, radix, size == 1 and not exclusive), c).plus(found)
-    assert found is not None
+        found = _level_gradients(pairs_of(q, tokens, size, radix, size == 1 and not exclusive), c, found)
     d_sums = end = None
     if sums is not None or keep or padded > chunk:
-        chunks = tokens.grouped(-1, chunk)
-        by, to_last = written(chunks), wide(torch.zeros_like(results[3]) if grads[3] is None else grads[3])
-        states = states_before(chunks, by, sums, top)
-        d_q, level = _read_gradients(readers_of(q, tokens, chunk), c.grouped(chunk), states)
-        after = (
-            times(to_last, states.last(width)[2])[:, :, None, None] if keep else torch.zeros_like(level[:, :, :, :1])
-        )
-        level = torch.cat([level, after], 3)[:, :, :, -states.decay.shape[3] :]
-        level = recurrent(states.decay, level, marks is not None, backwards=True)
-        found = (
-            _write_gradients(d_q, by, times(level[:, :, :, -by.streams.shape[3] :], states.scale)).flat(2).plus(found)
-        )
+        states, by = states_of(tokens.grouped(-1, chunk), sums, top)
+        found, level = _read_gradients(readers_of(q, tokens, chunk), c.grouped(chunk), states, found)
+        level = level if sums is not None else level[:, :, :, 1:]  # nothing is before the first chunk
+        if keep:
+            to_last = wide(torch.zeros_like(results[3]) if grads[3] is None else grads[3])
+            end = (to_last * wide(results[3])).sum(-1)[:, :, None, None]
+            level = torch.cat([level, times(to_last, states.last(width)[2])[:, :, None, None]], 3)
+        else:
+            level = F.pad(level, (0, 0, 0, 0, 0, 1))
+        level = recurrent(states.decay, level, marks is not None, states.pairs, backwards=True)
+        found = _write_gradients(by, times(level[:, :, :, -by.streams.shape[3] :], states.scale).contiguous(), found)
         d_sums = None if sums is None else level[:, :, 0, 0].to(sums.dtype)
-        end = (to_last * wide(results[3])).sum(-1)[:, :, None, None] if keep else None
     d_q, d_k, d_v, d_z = found
+    assert d_q is not None
+    assert d_k is not None
+    assert d_v is not None
     d_gate = None
     if gate is not None:
         over = (-1,) if gate.shape[3] == 1 else ()  # one gate for all key channels
-        shared = (2, *over) if q.shape[2] > 1 else over
-        left, right = q * d_q, tokens.k * d_k
-        left = left.sum(shared, keepdim=True) if shared else left
-        d_gate = (left - (right.sum(over, keepdim=True) if over else right)).flip(3).cumsum(3).flip(3)
+        left = q * d_q if q.shape[2] == 1 else (q * d_q).sum(2, keepdim=True)
+        flow = left.addcmul_(tokens.k, d_k, value=-1)
+        d_gate = (flow.sum(over, keepdim=True) if over else flow).flip(3).cumsum(3).flip(3)
         if end is not None:
             d_gate = d_gate + (end.sum(over, keepdim=True) if over else end)
         if marks is not None:

@@ -19,6 +19,9 @@ LEAST = -80.0
 # More numbers than this are not made of pairs.
 NUMBERS = 2**23
 
+# Log decays summed within chunks, and the decays of all pairs in them.
+Pairwise = list[Tensor]
+
 
 def scan(
     log_decay: Tensor,
@@ -28,12 +31,13 @@ def scan(
     resets: bool = False,
     spare: bool = False,
     backwards: bool = False,
+    pairs: Pairwise | None = None,
 ) -> Tensor:
     """h_t = exp(log_decay_t) h_{t-1} + x_t in `wide`: log_decay <= 0 and x [B, T, ...], initial [B, ...] or zero.
 
     log_decay broadcasts to x in the dimensions after T. resets: it may be -inf, and then exactly nothing is left of the
     past; that takes more operations. spare: neither log_decay nor x is needed any more. backwards, from no state:
-    h_t = x_t + exp(log_decay_{t+1}) h_{t+1}.
+    h_t = x_t + exp(log_decay_{t+1}) h_{t+1}. pairs: an empty list, or that of a call before with this log_decay.
     """
     log_decay, x = wide(log_decay), wide(x)
     if initial is not None:
@@ -45,7 +49,7 @@ def scan(
         decay = log_decay.exp_() if spare and log_decay.shape == x.shape else log_decay.exp()
         return _by_doubling(decay, x, spare, backwards)
     if levels is None and x.dtype != torch.float64:
-        return _by_pairs(log_decay.clamp_min(LEAST), x, backwards)
+        return _by_pairs(log_decay, x, backwards, [] if pairs is None else pairs)
     if resets:
         return _by_doubling(log_decay.exp(), x, spare, backwards)
     if backwards:  # the last decay, which comes first then, is used by none
@@ -58,7 +62,7 @@ def _is_summed_at_once(decay: Tensor, x: Tensor) -> bool:
     return x.dtype == torch.float64 or PAIRED_CHUNK * decay.numel() <= NUMBERS
 
 
-def _by_pairs(gates: Tensor, x: Tensor, backwards: bool) -> Tensor:
+def _by_pairs(gates: Tensor, x: Tensor, backwards: bool, kept: Pairwise) -> Tensor:
     """In chunks: what their own tokens add, by the decays D of all pairs, and what comes from their neighbours."""
     length, shape = x.shape[1], x.shape
     if gates.dim() == 4 and gates.shape[2] == 1:  # shared by all of a dimension
@@ -69,8 +73,10 @@ def _by_pairs(gates: Tensor, x: Tensor, backwards: bool) -> Tensor:
     chunk = max(1, min(length, PAIRED_CHUNK))
     if length % chunk:
         gates, x = F.pad(gates, (0, -length % chunk)), F.pad(x, (0, 0, 0, -length % chunk))
-    reach = gates.unflatten(-1, (-1, chunk)).cumsum(-1)
-    pairs = _decays(reach, reach, 0)
+    if not kept:
+        reach = gates.clamp_min(LEAST).unflatten(-1, (-1, chunk)).cumsum(-1)
+        kept += [reach, _decays(reach, reach, 0)]
+    reach, pairs = kept
     h = (pairs.mT if backwards else pairs) @ x.unflatten(2, (-1, chunk))
     if reach.shape[2] > 1:
         edge, end = (pairs[..., -1, :], h[..., 0, :]) if backwards else (pairs[..., 0], h[..., -1, :])
@@ -89,7 +95,7 @@ def _of_neighbours(reach: Tensor, end: Tensor, backwards: bool) -> Tensor:
         return (pairs.mT if backwards else pairs) @ end
     if backwards:  # from the first token of a chunk to that of the next
         over = (reach[..., -1] - first).roll(1, -1) + first
-    every = _by_pairs(over.clamp_min(LEAST).mT[:, :, None], end.permute(0, 2, 3, 1), backwards).permute(0, 3, 1, 2)
+    every = _by_pairs(over.mT[:, :, None], end.permute(0, 2, 3, 1), backwards, []).permute(0, 3, 1, 2)
     if backwards:
         return F.pad((every * first.exp()[..., None])[:, :, 1:], (0, 0, 0, 1))
     return F.pad(every[:, :, :-1], (0, 0, 1, 0)) * first.exp()[..., None]

@@ -14,6 +14,7 @@ Axes: B batch, H heads, T queries, S keys; q [B, H, T, E], k [B, H, S, E], v [B,
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -76,7 +77,7 @@ def attend_backward(
             grad, q, k, v, out, log_z, 0.0, causal, attn_mask=mask, scale=scale
         )
         return *grads, None
-    seed = torch.empty((), dtype=torch.long, device=q.device)  # of the dropout, which is zero
+    seed = _no_seed(q.device)
     if _by_flash(q, v, mask):
         ends = None, None, q.shape[2], k.shape[2]
         grads = aten._scaled_dot_product_flash_attention_backward(
@@ -89,6 +90,12 @@ def attend_backward(
     return aten._scaled_dot_product_efficient_attention_backward(
         grad, q, k, v, _aligned(mask, q, k), out, log_z.contiguous(), seed, seed, 0.0, wanted, causal, scale=scale
     )
+
+
+@functools.cache
+def _no_seed(device: torch.device) -> Tensor:
+    """Of the dropout, which is zero."""
+    return torch.empty((), dtype=torch.long, device=device)
 
 
 def _side_by_side(*tensors: Any) -> tuple[Any, ...]:
