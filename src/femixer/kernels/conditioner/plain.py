@@ -28,7 +28,7 @@ def forward(y: Tensor, marks: Tensor | None, initial: Tensor | None, causal: boo
         from_here = scan(later_gates.roll(1, 1), u, resets=marks is not None, backwards=True)
         later = later_gates.exp() * F.pad(from_here[:, 1:], (0, 0, 0, 1))
         h, sums = sums + later, torch.cat([sums, later], -1)
-    direction = F.normalize(F.softplus(_logits(y)), dim=-1)
+    direction = F.normalize(F.softplus(y.chunk(3, -1)[2]), dim=-1)
     features = F.silu(direction) * F.layer_norm(h.to(y.dtype), h.shape[-1:], eps=eps)
     return features.to(dtype), last, sums
 
@@ -44,10 +44,6 @@ def _gates(y: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     return gates.masked_fill(start, -torch.inf), gates.masked_fill(end, -torch.inf), u
 
 
-def _logits(y: Tensor) -> Tensor:
-    return y[..., y.shape[-1] // 3 * 2 :]
-
-
 def backward(
     grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
@@ -60,7 +56,7 @@ def backward(
     if to_features is None:
         to_h, to_a = torch.zeros_like(h), y.new_zeros(h.shape)
     else:
-        to_h, to_a = _through_features(to_features.to(y.dtype), _logits(y), h + later[0] if later else h, eps)
+        to_h, to_a = _through_features(to_features.to(y.dtype), y.chunk(3, -1)[2], h + later[0] if later else h, eps)
     gates, later_gates, u = _gates(y, marks)
     # e_t = d h_t + decay_{t+1} e_{t+1}
     to_sums = to_h if to_last is None else torch.cat([to_h[:, :-1], to_h[:, -1:] + to_last[:, None]], 1)

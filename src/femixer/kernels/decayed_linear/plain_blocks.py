@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -185,7 +185,8 @@ class States(NamedTuple):
     [B, G, 1, N, E or 1, D], a constant for gradients; `after` the last one, both of them.
 
     decay [B, G, 1, N or N + 1, E or 1, W or 1]: the logs of what was left of the one before, without the first state if
-    that is empty; scale [B, G, 1, N, E or 1, W]: what the sums of the chunks were multiplied by; pairs: of `recurrent`.
+    that is empty; scale [B, G, 1, N, E or 1, W]: what the sums of the chunks were multiplied by; pairs: of `recurrent`;
+    by: tokens of the chunks as blocks, the factors of their keys, and streams (v, 1, exp(beta v - top)) at their ends.
     """
 
     sums: Tensor
@@ -194,6 +195,7 @@ class States(NamedTuple):
     decay: Tensor
     scale: Tensor | None
     pairs: Pairwise
+    by: tuple[Block, Tensor | None, Tensor]
 
     def last(self, width: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Sums and top of the result, a channel's largest exponential one, and what the sums were multiplied by."""
@@ -230,20 +232,13 @@ def recurrent(decay: Tensor, x: Tensor, marked: bool, pairs: Pairwise, backwards
     return h.unflatten(0, x.shape[:3])
 
 
-class Written(NamedTuple):
-    """A chunk's tokens as blocks, the factors of their keys, and streams (v, 1, exp(beta v - top)) as the chunk's end
-    sees them."""
-
-    block: Block
-    factor: Tensor | None
-    streams: Tensor
-
-
-def states_of(chunks: Tokens, first: Tensor | None, first_top: Tensor | None) -> tuple[States, Written]:
+def states_of(chunks: Tokens, first: Tensor | None, first_top: Tensor | None) -> States:
     """The exponentials' top is the largest exponent so far, as it decays."""
     kept, given = kept_over(chunks), first is not None
     kept = F.pad(kept, (0, 0, 0, 0, 1, 0)) if given and kept is not None else kept
-    top = scale = None
+    top: Any = None
+    decay: Any = kept
+    scale = None
 
     def running(local: Tensor) -> Tensor:
         nonlocal top
@@ -259,15 +254,14 @@ def states_of(chunks: Tokens, first: Tensor | None, first_top: Tensor | None) ->
     if block.top is not None:
         streams = torch.cat([streams, torch.ones_like(block.top) if block.x is None else block.x], -1)
     sums = block.k.mT @ streams
-    decay = sums.new_zeros(1, 1, 1, sums.shape[3] + given, 1, 1) if kept is None and block.top is None else kept
+    if kept is None and block.top is None:
+        decay = sums.new_zeros(1, 1, 1, sums.shape[3] + given, 1, 1)
     if block.top is not None:
         if not one:
             scale = _with_ones((block.top - running(block.top.detach())).exp(), sums)
             sums = sums * scale
-        assert top is not None
         rise = F.pad(top[:, :, :, :-1] - top[:, :, :, 1:], (sums.shape[-1] - top.shape[-1], 0, 0, 0, 1, 0))
         decay = rise if kept is None else kept + rise
-    assert decay is not None
     if first is not None:
         sums = torch.cat([first.to(sums.dtype)[:, :, None, None], sums], 3)
     pairs: Pairwise = []
@@ -277,7 +271,7 @@ def states_of(chunks: Tokens, first: Tensor | None, first_top: Tensor | None) ->
     if first is None:
         sums = F.pad(sums, (0, 0, 0, 0, 1, 0))
         top = None if top is None else F.pad(top, (0, 0, 0, 0, 1, 0), value=LOWEST)
-    return States(sums, top, after, decay, scale, pairs), Written(block, factor, streams)
+    return States(sums, top, after, decay, scale, pairs, (block, factor, streams))
 
 
 def kept_over(chunks: Tokens) -> Tensor | None:
@@ -291,14 +285,10 @@ def kept_over(chunks: Tokens) -> Tensor | None:
     return None if kept is None else kept.clamp(min=WIPE)
 
 
-class Readers(NamedTuple):
-    """Tokens as readers of the state before their chunk: q and its factors [..., C, E], relative to the slowest key
-    channel, and the log of that one's decay since the chunk's beginning, NOTHING where a segment starts in between;
-    None for ones and zeros."""
-
-    q: Tensor
-    factor: Tensor | None
-    far: Tensor | None
+# Tokens as readers of the state before their chunk: q and its factors [..., C, E], relative to the slowest key channel,
+# and the log of that one's decay since the chunk's beginning, NOTHING where a segment starts in between; None for ones
+# and zeros.
+Readers = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def readers_of(q: Tensor, tokens: Tokens, chunk: int) -> Readers:
@@ -309,13 +299,13 @@ def readers_of(q: Tensor, tokens: Tokens, chunk: int) -> Readers:
         far = q.new_zeros(()) if far is None else far
         before = F.pad(segment[..., -1:, :], (0, 0, 0, 0, 1, 0))[:, :, :, :-1]
         far = far.masked_fill(segment != before, NOTHING)
-    return Readers(times(q, factor), factor, far)
+    return times(q, factor), factor, far
 
 
 def read_past(readers: Readers, states: States, sums: Tensor) -> tuple[Tensor, Tensor | None]:
     """`sums` of the streams, as `read_level` has them, with what tokens read of the states before their chunks."""
     before, top, _ = readable(states.sums, states.top)
-    read, far = readers.q @ before, readers.far
+    read, far = readers[0] @ before, readers[2]
     linear = read[..., : sums.shape[-1]].flatten(3, 4)
     sums = sums + linear if far is None else torch.addcmul(sums, linear, far.exp().flatten(3, 4))
     if top is None:

@@ -18,7 +18,6 @@ CHUNK, PAIRED_CHUNK = 16, 64
 LEAST = -80.0
 # More numbers than this are not made of pairs.
 NUMBERS = 2**23
-
 # Log decays summed within chunks, and the decays of all pairs in them.
 Pairwise = list[Tensor]
 
@@ -58,8 +57,8 @@ def scan(
 
 
 def _is_summed_at_once(decay: Tensor, x: Tensor) -> bool:
-    """Whether chunks are: in float64, or if there are not too many pairs."""
-    return x.dtype == torch.float64 or PAIRED_CHUNK * decay.numel() <= NUMBERS
+    """Whether chunks are: in float64, or if there are not too many pairs, of tokens and of chunks."""
+    return x.dtype == torch.float64 or (PAIRED_CHUNK * decay.numel() <= NUMBERS and x.shape[1] <= PAIRED_CHUNK**2)
 
 
 def _by_pairs(gates: Tensor, x: Tensor, backwards: bool, kept: Pairwise) -> Tensor:
@@ -80,25 +79,12 @@ def _by_pairs(gates: Tensor, x: Tensor, backwards: bool, kept: Pairwise) -> Tens
     h = (pairs.mT if backwards else pairs) @ x.unflatten(2, (-1, chunk))
     if reach.shape[2] > 1:
         edge, end = (pairs[..., -1, :], h[..., 0, :]) if backwards else (pairs[..., 0], h[..., -1, :])
-        h = torch.addcmul(h, edge[..., None], _of_neighbours(reach, end, backwards)[..., None, :])
+        # What has come to the first token of a chunk, or backwards to its last one.
+        until = reach[..., -1].clamp_min(LEAST).cumsum(-1)
+        chunks = _decays(F.pad(until[..., :-1], (1, 0)) + reach[..., 0], until, -1)
+        h = torch.addcmul(h, edge[..., None], ((chunks.mT if backwards else chunks) @ end)[..., None, :])
     h = h.flatten(2, 3)[:, :, :length]
     return h.permute(0, 2, 3, 1) if len(shape) == 4 and h.shape[3] > 1 else h.permute(0, 2, 3, 1).reshape(shape)
-
-
-def _of_neighbours(reach: Tensor, end: Tensor, backwards: bool) -> Tensor:
-    """Of the sums `end` [B, W, J, E] at the last token of every chunk, or backwards at the first, what has come to the
-    first token of the chunk, or to the last one."""
-    first, over = reach[..., 0], reach[..., -1].clamp_min(LEAST)
-    if over.shape[-1] <= PAIRED_CHUNK:
-        until = over.cumsum(-1)
-        pairs = _decays(F.pad(until[..., :-1], (1, 0)) + first, until, -1)
-        return (pairs.mT if backwards else pairs) @ end
-    if backwards:  # from the first token of a chunk to that of the next
-        over = (reach[..., -1] - first).roll(1, -1) + first
-    every = _by_pairs(over.mT[:, :, None], end.permute(0, 2, 3, 1), backwards, []).permute(0, 3, 1, 2)
-    if backwards:
-        return F.pad((every * first.exp()[..., None])[:, :, 1:], (0, 0, 0, 1))
-    return F.pad(every[:, :, :-1], (0, 0, 1, 0)) * first.exp()[..., None]
 
 
 def _decays(until: Tensor, since: Tensor, diagonal: int) -> Tensor:

@@ -46,13 +46,10 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     _, _, cos, sin, floor = arguments
     seen = [(g, y) for g, y in zip(grads, results, strict=True) if g is not None]
-    if floor is None:
-        parts = _rotated([g for g, _ in seen], cos, -sin)
-    else:
-        positive = [torch.ops.aten.threshold_backward(g, y, floor) for g, y in seen]
-        (both,) = _rotated([torch.cat(positive, 2)], cos, -sin)
-        parts = list(both.split([g.shape[2] for g, _ in seen], 2))
-    found = iter(parts)
+    given, heads = [g for g, _ in seen], seen[0][0].shape[2]
+    if floor is not None:
+        given = [torch.cat([torch.ops.aten.threshold_backward(g, y, floor) for g, y in seen], 2)]
+    found = (part for both in _rotated(given, cos, -sin) for part in both.split(heads, 2))
     return *(None if g is None else next(found).to(g.dtype) for g in grads), None, None
 
 

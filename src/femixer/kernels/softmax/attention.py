@@ -51,6 +51,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
     return out, log_z[:, :, : q.shape[2]]
 
 
+_seed = functools.cache(lambda device: torch.empty((), dtype=torch.long, device=device))  # of no dropout
+
+
 class Attended(NamedTuple):
     """A call of `attend` and its results."""
 
@@ -77,7 +80,7 @@ def attend_backward(
             grad, q, k, v, out, log_z, 0.0, causal, attn_mask=mask, scale=scale
         )
         return *grads, None
-    seed = _no_seed(q.device)
+    seed = _seed(q.device)
     if _by_flash(q, v, mask):
         ends = None, None, q.shape[2], k.shape[2]
         grads = aten._scaled_dot_product_flash_attention_backward(
@@ -90,12 +93,6 @@ def attend_backward(
     return aten._scaled_dot_product_efficient_attention_backward(
         grad, q, k, v, _aligned(mask, q, k), out, log_z.contiguous(), seed, seed, 0.0, wanted, causal, scale=scale
     )
-
-
-@functools.cache
-def _no_seed(device: torch.device) -> Tensor:
-    """Of the dropout, which is zero."""
-    return torch.empty((), dtype=torch.long, device=device)
 
 
 def _side_by_side(*tensors: Any) -> tuple[Any, ...]:
