@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from femixer.baselines.kernels.long_convolution import CHUNK
 from femixer.bench.measure import MixerOptions, no_garbage_collection, stopwatch, synchronize
+from femixer.kernels import reading
 from femixer.kernels.dispatch import use_backend
 from femixer.state import Growing
 from femixer.training import adamw
@@ -110,9 +111,22 @@ def flops(call: Callable[[], object], elementwise: bool = False) -> int:
     reads. Then no scan is free, however a compiled kernel carries it out.
     """
     counter, rest = FlopCounterMode(display=False, custom_mapping=_UNCOUNTED), _Elementwise()
-    with use_backend("plain"), counter, rest if elementwise else nullcontext(), _FusedAttention():
+    also = rest if elementwise else nullcontext()
+    with use_backend("plain"), _without_data_as_on_a_cpu(), counter, also, _FusedAttention():
         call()
     return counter.get_total_flops() + rest.total
+
+
+@contextmanager
+def _without_data_as_on_a_cpu() -> Iterator[None]:
+    """Plain torch takes the same form on meta tensors as on a CPU: that of other devices multiplies more numbers in
+    fewer operations."""
+    before = reading.FLOAT64
+    reading.FLOAT64 = (*before, "meta")
+    try:
+        yield
+    finally:
+        reading.FLOAT64 = before
 
 
 class _Elementwise(TorchDispatchMode):
