@@ -12,7 +12,7 @@ from femixer.cli import main
 from femixer.mixer import FreeEnergyMixer
 from femixer.models.named import fem
 from femixer.tasks.mad.model import build
-from femixer.tasks.mad.study import VARIANTS, Variant, average, begin, columns, learned, optimizer_of
+from femixer.tasks.mad.study import VARIANTS, Variant, average, begin, columns, learned, optimizer_of, tabulate
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32, "vocab_size": 13}
 
@@ -111,6 +111,15 @@ def test_learning_is_told_from_the_curve() -> None:
     assert average(record) == pytest.approx((0.1 + 0.56 + 0.945 + 0.975 + 6 * 0.98) / 10)
     record["evaluations"] = record["evaluations"][:2]
     assert learned(record) is None
+
+
+def test_variants_that_were_evaluated_at_other_steps_are_not_compared() -> None:
+    stored = json.loads((Path(__file__).parent.parent / "benchmarks" / "mad-study.json").read_text())["records"]
+    one, *rest = [record for record in stored if record["task"] == stored[0]["task"]]
+    assert tabulate([one, *rest])
+    other = {**one, "training": {**one["training"], "evaluate_every": one["training"]["evaluate_every"] + 1}}
+    with pytest.raises(ValueError, match="results mix different ways of training"):
+        tabulate([other, *rest])
 
 
 def test_a_study_is_run_shown_and_exported(tmp_path: Path, here: None, capsys: pytest.CaptureFixture[str]) -> None:

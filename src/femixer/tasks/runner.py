@@ -220,15 +220,16 @@ class Task:
             return 130
         if ran is None:
             return 0
-        if ran.records:
+        records, failed = ran
+        if records:
             try:
-                print(as_markdown(*command.tables(ran.records)))
+                print(as_markdown(*command.tables(records)))
             except ValueError as error:  # the jobs are done; that older ones do not fit is not their fault
                 print(f"no table: {error}")
         out = command.how.out
         again = shlex.join(["femixer", *self.name.split(), "table", "--results", str(out)])
         print(f"Results are in {out}/; `{again}` makes files of them")
-        return 1 if ran.failed else 0
+        return 1 if failed else 0
 
     def _table(self, args: Sequence[str]) -> int:
         command = parse(named(self.table or TableFiles), args, f"{self.name} table")

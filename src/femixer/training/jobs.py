@@ -329,16 +329,9 @@ class Jobs:
     """Only print the number of jobs."""
 
 
-@dataclass(frozen=True)
-class Ran:
-    """What a command has done: the records of its jobs, of this time and of earlier ones, and how many failed."""
-
-    records: Sequence[Record]
-    failed: int
-
-
-def run(everything: Sequence[SomeJob], kind: Kind, how: Jobs, resumable: bool) -> Ran | None:
-    """Carry out the jobs that are not in the store yet; None if that was not asked for.
+def run(everything: Sequence[SomeJob], kind: Kind, how: Jobs, resumable: bool) -> tuple[Sequence[Record], int] | None:
+    """Carry out the jobs that are not in the store yet: the records of all of them, also from earlier times, and how
+    many failed; None if that was not asked for.
 
     resumable: save checkpoints, so that a job which was stopped goes on. Not worth it for jobs of a minute.
     """
@@ -357,7 +350,7 @@ def run(everything: Sequence[SomeJob], kind: Kind, how: Jobs, resumable: bool) -
         print(f"failed: {job.name}", file=sys.stderr)
     if failed:
         print(f"{counted(len(failed))} failed; why is in {store.folder / ERRORS}/, and the same command tries again")
-    return Ran([store.record(job.name) for job in mine if store.finished(job.name)], len(failed))
+    return [store.record(job.name) for job in mine if store.finished(job.name)], len(failed)
 
 
 def carry_out(todo: Sequence[Job], store: Store, how: Jobs, resumable: bool) -> list[Job]:

@@ -31,7 +31,7 @@ from femixer.options import COUNT, Rule, check, check_all, model_first, parse
 from femixer.reporting import Column, Row, Table, as_markdown
 from femixer.reporting.figures import BLUE, GREY, figure, quiet, save
 from femixer.tasks.lm.data.tokenizer import labels
-from femixer.tasks.lm.model import Placement, check_positions, given_text, load
+from femixer.tasks.lm.model import Placement, check_positions, load
 from femixer.training import atomic
 from femixer.training.results import check_no_run, model_folder, name_of
 
@@ -266,7 +266,7 @@ def main(args: Sequence[str]) -> int:
     command = parse(Command, model_first(args), "inspect")
     command.validate()
     model_folder(command.checkpoint)  # says what is wrong before anything slow
-    text = given_text(command.text, command.file, "text", "file", errors="replace")
+    text = given_text(command.text, command.file)
     model, tokenizer = load(command.checkpoint, command.placement, writes=False)
     if command.summary:
         print(summarize(model, tokenizer(text)["input_ids"], command.max_tokens, command.out).read_text("utf-8"))
@@ -276,6 +276,18 @@ def main(args: Sequence[str]) -> int:
     print((command.out / SUMMARY).read_text(encoding="utf-8"))
     print(f"Open {command.out / PAGE} ({size / 1e6:.1f} MB) in a browser; figures are in {command.out / FIGURES}/")
     return 0
+
+
+def given_text(text: str | None, file: Path | None) -> str:
+    """The text itself, that of a file, or that of standard input (-)."""
+    check(text is None or file is None, "text", text, "either --text or --file")
+    if text is not None:
+        return text
+    if file is not None and str(file) != "-":
+        return file.read_text(encoding="utf-8", errors="replace")
+    if file is None and sys.stdin.isatty():
+        raise ValueError("text=None is not allowed; choose a --text, a --file or text on standard input")
+    return sys.stdin.read()
 
 
 def run(command: Command, model: Any, tokenizer: Any, text: str) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from femixer.damage import read_text, watch_logits
+from femixer.damage import watch_logits
 from femixer.models import PRESETS, FEMConfig, FEMForCausalLM, preset
 from femixer.models.config import plain_refusals
 from femixer.models.named import Mixing, Rivals, parameter_count
@@ -179,18 +179,6 @@ class Placement:
     def validate(self) -> None:
         check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         self.torch_device()
-
-
-def given_text(text: str | None, file: Path | None, name: str, file_name: str, errors: str = "strict") -> str:
-    """The text itself, that of a file, or that of standard input (-); name, file_name: of the options."""
-    check(text is None or file is None, name, text, f"either --{name} or --{file_name}")
-    if text is not None:
-        return text
-    if file is not None and str(file) != "-":
-        return read_text(file) if errors == "strict" else file.read_text(encoding="utf-8", errors=errors)
-    if file is None and sys.stdin.isatty():
-        raise ValueError(f"{name}=None is not allowed; choose a --{name}, a --{file_name} or text on standard input")
-    return sys.stdin.read()
 
 
 def load_tokenizer(folder: Path) -> Any:

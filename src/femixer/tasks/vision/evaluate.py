@@ -192,17 +192,11 @@ class Renamed:
         return picture, self.labels[label]
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """Pictures to evaluate a model on."""
-
-    images: Images
-    split: str
-    views: Views
-
-
-def choose(classifier: Classifier, data: str, reading: Reading, split: Split | None = None) -> Chosen:
-    """Of pictures that the model was trained on, the parts are those of its training."""
+def choose(
+    classifier: Classifier, data: str, reading: Reading, split: Split | None = None
+) -> tuple[Images, str, Views]:
+    """Pictures to evaluate a model on: all, the part, and what the model sees of it. Of pictures that the model was
+    trained on, the parts are those of its training."""
     trained = classifier.preparation
     given = reading.validation
     share = trained.validation if given is None else given
@@ -214,7 +208,7 @@ def choose(classifier: Classifier, data: str, reading: Reading, split: Split | N
     there = [each for each, pictures in images.splits.items() if len(pictures) > 0]
     check(name in (*there, "all"), "split", name, f"one that data={data!r} has: {', '.join(there)} or all")
     parts = [images.splits[each] for each in (there if name == "all" else [name])]
-    return Chosen(images, name, Views(renamed(images, classifier.classes, Joined(parts)), trained))
+    return images, name, Views(renamed(images, classifier.classes, Joined(parts)), trained)
 
 
 def renamed(images: Images, classes: Sequence[str], pictures: Pictures) -> Pictures:
@@ -226,7 +220,8 @@ def renamed(images: Images, classes: Sequence[str], pictures: Pictures) -> Pictu
     return Renamed(pictures, [known[name] for name in images.classes])
 
 
-def evaluated(command: Evaluate) -> tuple[Predictions, Views]:
+def evaluate(args: Sequence[str]) -> int:
+    command = parse(Evaluate, model_named(args), "vision eval", Evaluate())
     check_positive(batch=command.batch)
     check_threads(command.threads)
     check_no_run(command.out)
@@ -234,15 +229,15 @@ def evaluated(command: Evaluate) -> tuple[Predictions, Views]:
         torch.set_num_threads(command.threads)
     classifier = Classifier.load(command.model)
     told(command.data, ABOUT_DIGITS)
-    chosen = choose(classifier, command.data, command.reading, command.split)
-    images, views = chosen.images, chosen.views
-    predictions = predicted(classifier.model, views, command.batch, chosen.split)
-    broken = [*empty_files(images, chosen.split), *views.broken.values()]
-    title = f"{command.model.name} on {images.name}, {chosen.split}"
+    images, split, views = choose(classifier, command.data, command.reading, command.split)
+    predictions = predicted(classifier.model, views, command.batch, split)
+    broken = [*empty_files(images, split), *views.broken.values()]
+    title = f"{command.model.name} on {images.name}, {split}"
     write(command, predictions, views, classifier.classes, title, len(broken))
     for each in broken:
         print(f"skipped: {each.name}: {each.reason}", file=sys.stderr)
-    return predictions, views
+    print(f"Results are in {command.out}/")
+    return 0
 
 
 def empty_files(images: Images, split: str) -> list[Broken]:
@@ -265,13 +260,6 @@ def write(
     print(f"{title}: {scores['pictures']:,} pictures, {scores['broken']} that cannot be read\n")
     print("| accuracy | top 5 | loss |\n|---:|---:|---:|")
     print(f"| {scores['top1']:.2%} | {scores['top5']:.2%} | {scores['loss']:.4f} |\n")
-
-
-def evaluate(args: Sequence[str]) -> int:
-    command = parse(Evaluate, model_named(args), "vision eval", Evaluate())
-    evaluated(command)
-    print(f"Results are in {command.out}/")
-    return 0
 
 
 MAPS = "maps.png"
@@ -383,7 +371,8 @@ def caption(classifier: Classifier, predicted: int, label: int | None) -> str:
     return f"✓ {names[label]}" if predicted == label else f"✗ {names[predicted]}\nis {names[label]}"
 
 
-def drawn(command: Maps) -> None:
+def maps(args: Sequence[str]) -> int:
+    command = parse(Maps, model_named(args), "vision maps", Maps())
     classifier = Classifier.load(command.model)
     preparation = classifier.preparation
     check_positive(count=command.count)
@@ -395,7 +384,7 @@ def drawn(command: Maps) -> None:
         )
     else:
         told(command.data, ABOUT_DIGITS)
-        views = choose(classifier, command.data, command.reading).views
+        _, _, views = choose(classifier, command.data, command.reading)
         count = min(command.count, len(views))
         # Evenly over the pictures, which folders have class by class; of a stream the first.
         step = len(views) / max(count, 1) if views.pictures.blocks is None else 1
@@ -408,6 +397,8 @@ def drawn(command: Maps) -> None:
         labels = right.tolist()
     command.out.parent.mkdir(parents=True, exist_ok=True)
     save(map_figure(classifier, pixels, labels, command.model.name, command.choice), command.out)
+    print(f"The figure is {command.out}")
+    return 0
 
 
 def opened(path: Path, channels: int) -> Any:
@@ -415,10 +406,3 @@ def opened(path: Path, channels: int) -> Any:
         return decoded(path, channels)
     except Unreadable as problem:
         raise ValueError(f"images={str(path)!r} cannot be read: {problem}") from problem
-
-
-def maps(args: Sequence[str]) -> int:
-    command = parse(Maps, model_named(args), "vision maps", Maps())
-    drawn(command)
-    print(f"The figure is {command.out}")
-    return 0
