@@ -77,6 +77,7 @@ def test_counters_count_what_can_be_worked_out_by_hand() -> None:
         del z
     assert operations.count == 3
     assert operations.names == ["aten.add.Tensor", "aten.mul.Tensor", "aten.cat.default"]
+    assert operations.lines == {"autograd": ["add", "mul", "cat"]}  # no line of the package
     assert memory.peak == 12000
     assert memory.live == 8000
     del w
