@@ -96,13 +96,13 @@ def _decays(until: Tensor, since: Tensor, diagonal: int) -> Tensor:
 
 
 def _by_doubling(decay: Tensor, x: Tensor, spare: bool, backwards: bool) -> Tensor:
-    """Sums of 2, 4, 8 ... tokens up to each. Only products of decays are formed, so a decay of zero stays that. spare:
-    neither is needed any more."""
+    """Sums of 2, 4, 8 ... tokens up to each. Only products of decays are formed, so a decay of zero stays that. They
+    are not needed any more, nor is x if it is `spare`."""
     if backwards:
         return _by_doubling(decay.expand_as(x).flip(1).roll(1, 1), x.flip(1), True, False).flip(1)
     if not is_followed():
-        decay, x = decay.expand_as(x), x if spare else x.clone(memory_format=torch.contiguous_format)
-        _in_place(decay.contiguous() if spare else decay.clone(memory_format=torch.contiguous_format), x)
+        x = x if spare else x.clone(memory_format=torch.contiguous_format)
+        _in_place(decay.expand_as(x).contiguous(), x)
         return x
     distance = 1
     while distance < x.shape[1]:
@@ -174,7 +174,8 @@ def forward(decay: Tensor, inputs: Tensor, initial: Tensor, resets: bool) -> tup
         x = wide(inputs)
         first = torch.addcmul(x[:, :1], wide(decay[:, :1]), wide(initial)[:, None])
         x = torch.cat([first, x[:, 1:]], 1)
-        return (_by_doubling(wide(decay), x, False, False).to(inputs.dtype),)
+        own = wide(decay) if is_followed() else wide(decay).clone()
+        return (_by_doubling(own, x, True, False).to(inputs.dtype),)
     # Not the logarithm of zero, whose gradient is infinite.
     log_decay = torch.where(decay == 0, -torch.inf, wide(decay).clamp_min(math.exp(LEAST)).log())
     return (scan(log_decay, inputs, initial, resets=resets).to(inputs.dtype),)
