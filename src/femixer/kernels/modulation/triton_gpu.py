@@ -264,7 +264,8 @@ def _backward(
 
 @triton.jit(do_not_specialize=["parts", "sums", "count", "tiles"])
 def _finish(PARTS, TOTAL, ADDED, CAST, parts, sums, count, tiles, BLOCK: tl.constexpr):
-    program = tl.program_id(0)
+    """TOTAL: sums of PARTS [parts, sums], by the first programs; CAST: of what was ADDED [count], by the others."""
+    program = tl.program_id(0).to(tl.int64)
     if program < tiles:
         place = program * BLOCK + tl.arange(0, BLOCK)
         total = tl.zeros([BLOCK], tl.float32)
@@ -272,5 +273,5 @@ def _finish(PARTS, TOTAL, ADDED, CAST, parts, sums, count, tiles, BLOCK: tl.cons
             total += tl.load(PARTS + tl.cast(i, tl.int64) * sums + place, mask=place < sums, other=0)
         tl.store(TOTAL + place, total, mask=place < sums)
     else:
-        place = (program - tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        place = (program - tiles) * BLOCK + tl.arange(0, BLOCK)
         tl.store(CAST + place, tl.load(ADDED + place, mask=place < count), mask=place < count)
