@@ -16,7 +16,7 @@ LOWEST = -1e37
 # A total below this is nothing; gradients divide by its square. In float32 a sum of exponentials below its own is.
 TINY, TINY32 = 1e-140, 1e-28
 # Devices whose float64 is good for anything. Others have little of it or, as Apple's GPUs, none.
-FLOAT64 = ("cpu",)
+FLOAT64: tuple[str, ...] = ("cpu",)
 
 
 def state_dtype(device: torch.device) -> torch.dtype:
