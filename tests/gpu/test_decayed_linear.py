@@ -66,6 +66,16 @@ def test_results_and_gradients_are_the_definitions(name: str) -> None:
     assert_exact(EXAMPLES[name] if name.startswith("values") else one_head(EXAMPLES[name], b=1, g=2))
 
 
+WALKS = ("no gate", "marks", "gates of channels", "marks, grouped heads, exclusive, kept", "values of any size")
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_a_program_walks_through_several_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in long sequences, here because few programs are wanted."""
+    monkeypatch.setattr("femixer.kernels.decayed_linear.triton_gpu.PROGRAMS", 1)
+    assert_exact(EXAMPLES[name] if name.startswith("values") else one_head(EXAMPLES[name], b=1, g=2))
+
+
 def test_several_sequences_and_heads() -> None:
     q, k, gate, v, beta, marks, sums, top, exclusive, keep = EXAMPLES["19 from a state, one gate"]
     q, k, gate, v = (x[:, :, :2] for x in (q, k, gate, v))
