@@ -1,14 +1,16 @@
-"""What a layer asks of a device in plain torch: `python benchmarks/launches.py [priors]`, on tensors without data.
+"""What a layer asks of a device in plain torch: `python benchmarks/launches.py [-v] [priors]`, on tensors without data.
 
 Columns: torch operations of the forward and of the backward pass (views not counted, operators counted inside), those
 of decoding one token, megabytes kept for the backward pass and held at the peak of a training step, beyond parameters
-and input. Causal layers with all parts at B 1, T 4096, dim 512, 8 heads.
+and input. Causal layers with all parts at B 1, T 4096, dim 512, 8 heads. With -v also the operations of every line,
+file by file: how many in the forward and in the backward pass, and which.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -76,19 +78,46 @@ def decode(mixer: nn.Module) -> int:
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations of torch that make tensors and are no views."""
+    """Counts operations of torch that make tensors and are no views; `lines` has them by the line that asked."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
         self.names: list[str] = []
+        self.lines: dict[str, list[str]] = defaultdict(list)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not _is_view(func) and any(isinstance(x, Tensor) for x in tree_leaves(result)):
             self.count += 1
             self.names.append(str(func))
+            self.lines[_line()].append(str(func).split(".")[1])
         return result
+
+
+def _line() -> str:
+    """The innermost line of the package that is running; autograd's own operations have none."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        _, found, path = frame.f_code.co_filename.rpartition("/src/femixer/")
+        if found:
+            return f"{path}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "autograd"
+
+
+def listing(kind: str) -> Iterator[str]:
+    """The operations of a layer by the lines that ask for them."""
+    mixer, x = layer(kind), torch.empty(1, LENGTH, DIM, device="meta", requires_grad=True)
+    with Operations() as forward:
+        y = mixer(x)
+    gradient = torch.empty_like(y)
+    with Operations() as backward:
+        y.backward(gradient)
+    yield f"{kind}: {forward.count} + {backward.count}"
+    for line in sorted({*forward.lines, *backward.lines}):
+        there, back = forward.lines.get(line, []), backward.lines.get(line, [])
+        yield f"{len(there):>6}{len(back):>5}  {line:<60} {' '.join(dict.fromkeys(there + back))}"
 
 
 def _is_view(func: Any) -> bool:
@@ -142,5 +171,9 @@ def rows(kinds: list[str], cost: Callable[[str], Cost] = measure) -> Iterator[st
 
 
 if __name__ == "__main__":
-    for row in rows(sys.argv[1:] or list(KINDS)):
+    asked = [kind for kind in sys.argv[1:] if kind != "-v"] or list(KINDS)
+    for row in rows(asked):
         print(row, flush=True)
+    if "-v" in sys.argv:
+        for row in (row for kind in asked for row in listing(kind)):
+            print(row)

@@ -48,9 +48,9 @@ def little_garbage() -> Iterator[None]:
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Jobs are carried out in this process."""
-    from femixer.training.jobs import engines
+    from femixer.training import jobs
 
-    monkeypatch.setattr(engines, "local", lambda assignments, jobs: (engines.attempt(each) for each in assignments))
+    monkeypatch.setattr(jobs, "local", lambda assignments, _: (jobs.attempt(each) for each in assignments))
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

@@ -11,8 +11,8 @@ from matrix import assert_close, noise, outcome, stir, tokens
 from torch import Tensor
 
 from femixer.baselines import KDA, Attention, FoX, GatedAttention, PaTH
+from femixer.baselines.attention import CHUNK
 from femixer.baselines.kernels.chunks import delta_rule
-from femixer.baselines.token_positions import CHUNK
 
 EXACT = 1e-10
 
@@ -138,7 +138,7 @@ def test_an_open_gate_is_attention_and_its_start_halves_it():
 
 def test_a_reflection_turns_a_key_over():
     """By hand: with beta = 2 and w along a key, one step in between makes its score the negative."""
-    from femixer.baselines.token_positions import path_attention
+    from femixer.baselines.attention import path_attention
 
     e = torch.tensor([1.0, 0.0], dtype=torch.float64)
     q = k = w = e.view(1, 1, 1, 2).expand(1, 1, 3, 2)

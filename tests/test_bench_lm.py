@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from femixer import bench
 from femixer.bench import measure
+from femixer.bench.calls import Clock, cache_bytes
 from femixer.bench.lm import (
     DECODE_SIZE,
     TRAINING_SIZE,
@@ -28,7 +29,6 @@ from femixer.bench.lm import (
     tables,
     training_of,
 )
-from femixer.bench.models import Clock, cache_bytes
 from femixer.models import FEMCache, preset
 
 TINY = Options(

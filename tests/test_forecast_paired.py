@@ -82,10 +82,7 @@ def test_jobs_stored_before_have_no_difference_and_the_table_says_so():
     assert len(tabulate([record("DLinear"), record("GLA")])) == 2  # no pair
 
 
-def test_a_job_keeps_the_errors_of_its_windows(tmp_path, monkeypatch):
-    from femixer.training.jobs import engines
-
-    monkeypatch.setattr(engines, "local", lambda assignments, jobs: (engines.attempt(each) for each in assignments))
+def test_a_job_keeps_the_errors_of_its_windows(tmp_path, here):
     lines = "\n".join(f"2016-07-{1 + i // 24:02d} {i % 24:02d}:00,{np.sin(i)},{i % 7}" for i in range(211))
     (tmp_path / "waves.csv").write_text("date,a,b\n" + lines.replace(",3\n", ",\n"))  # with missing values
     run = ["forecast", "run", "--models", "LastValue", "--data", str(tmp_path / "waves.csv"), "--horizons", "5"]

@@ -10,7 +10,7 @@ from femixer.reporting import Cell, as_csv, as_latex, as_markdown
 from femixer.tasks.forecast import TASK
 from femixer.tasks.forecast.data import LOOKBACKS
 from femixer.tasks.forecast.table import COLUMNS, MEANS, NO_SEASON, PER_HORIZON, tabulate
-from femixer.training.jobs import export
+from femixer.training.store import export
 
 
 def record(model="FEM-SM", dataset="ETTh1", horizon=96, mse=0.4, **fields):

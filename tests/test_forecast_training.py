@@ -16,7 +16,7 @@ from femixer.tasks.forecast.data.windows import borders, counted, scaling_of, wi
 from femixer.tasks.forecast.fit import fitted, score
 from femixer.tasks.forecast.model import Sizes, Training, specified
 from femixer.training import Part, Results, RunOptions, loop
-from femixer.training.optimizer import one_cycle
+from femixer.training.loop import one_cycle
 from femixer.training.seeding import Epochs
 
 # Windows and splits

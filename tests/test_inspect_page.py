@@ -63,7 +63,7 @@ class Parsed(HTMLParser):
 
 
 class Decoded:
-    """The numbers of one layer of a page, decoded as documented in packing.py."""
+    """The numbers of one layer of a page, decoded as documented in page.py."""
 
     def __init__(self, parsed: Parsed, number: int = 0) -> None:
         self.about = json.loads(parsed.scripts["page"])["layers"][number]

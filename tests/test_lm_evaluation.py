@@ -14,9 +14,9 @@ from lm_eval.tasks import TaskManager
 from femixer.cli import main
 from femixer.models import FEMConfig, FEMForCausalLM
 from femixer.tasks.lm import harness
-from femixer.tasks.lm.checkpoint import load
 from femixer.tasks.lm.data.tokenizer import byte_tokenizer
 from femixer.tasks.lm.harness import COLUMNS, EXAMPLES, SUITES, Catalog, Request
+from femixer.tasks.lm.model import load
 
 FACTS = json.loads((EXAMPLES / "facts.json").read_text())
 

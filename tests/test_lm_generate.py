@@ -17,10 +17,10 @@ from femixer.models import FEMConfig, FEMForCausalLM
 from femixer.surgery import upgrade
 from femixer.tasks.lm import generate as command
 from femixer.tasks.lm import generate as prompts
-from femixer.tasks.lm.checkpoint import Placement, fingerprint, load
 from femixer.tasks.lm.data import sources
 from femixer.tasks.lm.data.tokenizer import byte_tokenizer
 from femixer.tasks.lm.generate import UNFINISHED, TextStream
+from femixer.tasks.lm.model import Placement, fingerprint, load
 from femixer.training.results import model_folder, name_of
 
 TOKENIZER = byte_tokenizer()

@@ -7,13 +7,13 @@ import pytest
 from femixer.cli import main
 from femixer.models import PRESETS, preset
 from femixer.models.named import parameter_count
-from femixer.options import parse
+from femixer.options import parse, with_recipe
 from femixer.tasks.lm import model
 from femixer.tasks.lm.data import DataOptions
 from femixer.tasks.lm.fit import Experiment
 from femixer.tasks.lm.model import ModelOptions
 from femixer.tasks.lm.task import Comparison, Train
-from femixer.training import EngineOptions, RunOptions, recipe
+from femixer.training import EngineOptions, RunOptions
 
 
 def test_models_of_the_paper_have_the_parameters_of_attention():
@@ -44,7 +44,7 @@ def test_durations_in_tokens_are_rounded_up_to_batches():
 @pytest.mark.parametrize("name", ["paper-340m", "paper-1.3b"])
 def test_the_recipes_are_the_papers(name):
     nothing = Train(Experiment(), DataOptions(), EngineOptions(), RunOptions(Path("out")))
-    default, rest = recipe.with_recipe(nothing, ["--recipe", name, "--seed", "3"])
+    default, rest = with_recipe(nothing, ["--recipe", name, "--seed", "3"])
     command = parse(Train, rest, "lm train", default)
     experiment = command.experiment
     experiment.validate()

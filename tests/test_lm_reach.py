@@ -10,7 +10,7 @@ import torch
 from femixer.cli import main
 from femixer.models import FEMForCausalLM
 from femixer.tasks.lm.data.shards import IGNORED, Batch
-from femixer.tasks.lm.reach import bounds, losses, places_of
+from femixer.tasks.lm.runs import bounds, losses, places_of
 
 WORDS = "abc abd abe xyz. "
 COMPARE = ("--hidden-size", 8, "--layers", 1, "--heads", 1, "--context", 24, "--batch-tokens", 48, "--threads", 1)

@@ -23,10 +23,9 @@ from femixer.tasks.mad.fit import Batches, Examples, MadJob, macro_accuracy, sco
 from femixer.tasks.mad.model import build, positions
 from femixer.tasks.mad.protocol import PROTOCOLS, Plan, Protocol
 from femixer.tasks.mad.task import Experiment
-from femixer.training import Part, RunOptions
-from femixer.training.jobs import Store, divided, engines, store
-from femixer.training.jobs.engines import Assignment, attempt
-from femixer.training.processes import carried_out
+from femixer.training import Part, RunOptions, jobs, store
+from femixer.training.distributed import carried_out
+from femixer.training.jobs import Assignment, attempt, divided
 
 SIZES = {"width": 12, "heads": 2, "layers": 1, "inner": 11, "validation": 5, "test": 7, "resumable": False}
 TINY = Protocol(
@@ -42,13 +41,9 @@ RUN = ("mad", "run", "--protocol", "tiny", "--tasks", "recall", "--models", "SMA
 
 
 @pytest.fixture(autouse=True)
-def tiny(monkeypatch):
+def tiny(monkeypatch, here):
     """A protocol of jobs that take no time, carried out in this process unless a test asks for others."""
     monkeypatch.setitem(PROTOCOLS, "tiny", TINY)
-    monkeypatch.setattr(engines, "local", lambda assignments, jobs: (attempt(each) for each in assignments))
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(out, *options):
@@ -171,10 +166,10 @@ def test_options_that_change_a_protocol_change_its_name():
 
 
 def test_parts_are_all_jobs_once():
-    jobs = Experiment(tuple(NAMED), seeds=2).jobs()
-    parts = [divided(jobs, f"{i}/7") for i in range(1, 8)]
-    assert sorted(job.name for part in parts for job in part) == sorted(job.name for job in jobs)
-    assert max(map(len, parts)) - min(map(len, parts)) == 1 - (len(jobs) % 7 == 0)
+    all_jobs = Experiment(tuple(NAMED), seeds=2).jobs()
+    parts = [divided(all_jobs, f"{i}/7") for i in range(1, 8)]
+    assert sorted(job.name for part in parts for job in part) == sorted(job.name for job in all_jobs)
+    assert max(map(len, parts)) - min(map(len, parts)) == 1 - (len(all_jobs) % 7 == 0)
     assert all(len({job.model for job in part}) > len(NAMED) / 2 for part in parts)
 
 
@@ -312,18 +307,18 @@ def test_a_failing_job_stops_no_other_and_is_named(tmp_path, capsys, monkeypatch
 def test_a_job_that_another_process_is_at_is_left_to_it(tmp_path):
     from filelock import FileLock
 
-    assignment = Assignment(tiny_job(), Store(tmp_path, TASK.kind).folder, False, "cpu", 1)
+    assignment = Assignment(tiny_job(), store.Store(tmp_path, TASK.kind).folder, False, "cpu", 1)
     (tmp_path / "running").mkdir()
     with FileLock(tmp_path / "running" / f"{assignment.job.name}.lock"):
-        assert attempt(assignment) == engines.Outcome(assignment.job)
+        assert attempt(assignment) == jobs.Outcome(assignment.job)
     assert attempt(assignment).record is not None
     # A command that began before another one finished the job has it still on its list.
-    assert attempt(assignment) == engines.Outcome(assignment.job)
+    assert attempt(assignment) == jobs.Outcome(assignment.job)
     assert len(TASK.load(tmp_path)) == 1 and not [*(tmp_path / "running").iterdir()]
 
 
 def test_a_machine_that_does_not_see_the_store_works_on_its_own_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(engines.tempfile, "gettempdir", lambda: str(tmp_path / "disk"))
+    monkeypatch.setattr(jobs.tempfile, "gettempdir", lambda: str(tmp_path / "disk"))
     outcome = attempt(Assignment(tiny_job(), tmp_path / "elsewhere", False, "cpu", 1))
     assert outcome.record is not None and (tmp_path / "disk").exists() and not (tmp_path / "elsewhere").exists()
 
@@ -403,8 +398,8 @@ def test_ray_gives_the_numbers_of_this_process(tmp_path, capsys):
 
 
 def test_a_ray_cluster_that_does_not_answer_is_an_error_within_seconds(tmp_path, capsys, monkeypatch):
-    original = engines.check_reachable
-    monkeypatch.setattr(engines, "check_reachable", lambda address: original(address, 0.2))
+    original = jobs.check_reachable
+    monkeypatch.setattr(jobs, "check_reachable", lambda address: original(address, 0.2))
     began = time.monotonic()
     assert run(tmp_path / "out", "--engine", "ray", "--address", "127.0.0.1:1") == 2
     assert "error: address='127.0.0.1:1': no Ray cluster answers there" in capsys.readouterr().err

@@ -12,9 +12,7 @@ from femixer.cli import main
 from femixer.mixer import FreeEnergyMixer
 from femixer.models.named import fem
 from femixer.tasks.mad.model import build
-from femixer.tasks.mad.study import VARIANTS, Variant, average, begin, columns, learned, optimizer_of
-from femixer.training.jobs import engines
-from femixer.training.jobs.engines import attempt
+from femixer.tasks.mad.study import VARIANTS, Variant, average, begin, columns, learned, optimizer_of, tabulate
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32, "vocab_size": 13}
 
@@ -115,18 +113,23 @@ def test_learning_is_told_from_the_curve() -> None:
     assert learned(record) is None
 
 
-def test_a_study_is_run_shown_and_exported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(engines, "local", lambda assignments, jobs: (attempt(each) for each in assignments))
-    threads, store, file = torch.get_num_threads(), tmp_path / "study", tmp_path / "study.json"
+def test_variants_that_were_evaluated_at_other_steps_are_not_compared() -> None:
+    stored = json.loads((Path(__file__).parent.parent / "benchmarks" / "mad-study.json").read_text())["records"]
+    one, *rest = [record for record in stored if record["task"] == stored[0]["task"]]
+    assert tabulate([one, *rest])
+    other = {**one, "training": {**one["training"], "evaluate_every": one["training"]["evaluate_every"] + 1}}
+    with pytest.raises(ValueError, match="results mix different ways of training"):
+        tabulate([other, *rest])
+
+
+def test_a_study_is_run_shown_and_exported(tmp_path: Path, here: None, capsys: pytest.CaptureFixture[str]) -> None:
+    store, file = tmp_path / "study", tmp_path / "study.json"
     asked = ["--variants", "attention", "CLTG-torch", "--tasks", "fuzzy-recall", "--seeds", "1"]
     short = ["--steps", "2", "--evaluate-every", "1", "--out", str(store)]
     assert main(["mad", "study", "run", *asked, *short]) == 0
     assert "0 of them finished before" in capsys.readouterr().err
     assert main(["mad", "study", "run", *asked, *short]) == 0
     assert "2 of them finished before" in capsys.readouterr().err
-    torch.set_num_threads(threads)
     assert main(["mad", "study", "export", "--results", str(store), "--out", str(file)]) == 0
     assert len(json.loads(file.read_text())["records"]) == 2
     assert main(["mad", "study", "table", "--results", str(file), "--out", str(tmp_path / "table")]) == 0

@@ -12,7 +12,7 @@ from femixer.cli import main
 from femixer.reporting import as_csv, as_latex, as_markdown
 from femixer.tasks.mad import TASK, TASKS
 from femixer.tasks.mad.table import FIGURES, GROUPS, average, rows, sizes, tabulate
-from femixer.training.jobs import export
+from femixer.training.store import export
 
 
 def evaluation(step: int, validation: tuple[float, float], test: tuple[float, float]) -> dict:

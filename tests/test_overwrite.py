@@ -133,11 +133,11 @@ def test_tokens_are_replaced_when_the_new_ones_are_complete(tmp_path, bytes_toke
     prepared("old")
     before, original, made = content(folder), building.Tokenization.make, []
 
-    def failing(job, number, part, stop=None):
+    def failing(job, number, part):
         if len(made) == 2:
             raise Crash
         made.append(number)
-        return original(job, number, part, stop)
+        return original(job, number, part)
 
     with monkeypatch.context() as patch:
         patch.setattr(building.Tokenization, "make", failing)

@@ -10,7 +10,7 @@ from femixer import paper
 from femixer.bench import speed
 from femixer.cli import main
 from femixer.models import preset
-from femixer.models.named import NAMED
+from femixer.models.named import NAMED, Rivals
 from femixer.options import expanded, parse
 from femixer.tasks.forecast.model import MODELS as FORECASTERS
 from femixer.tasks.forecast.task import ForecastRun
@@ -18,7 +18,6 @@ from femixer.tasks.lm.fit import Experiment
 from femixer.tasks.lm.task import MODELS, ROWS, Comparison, model_arguments
 from femixer.tasks.mad.table import FIGURES
 from femixer.tasks.mad.task import MadRun
-from femixer.tasks.mixing import Rivals
 from femixer.tasks.vision.model import ENCODERS
 from femixer.tasks.vision.task import VisionRun
 

@@ -7,8 +7,7 @@ from typing import Literal
 
 import pytest
 
-from femixer.options import parse
-from femixer.training.recipe import with_recipe
+from femixer.options import parse, with_recipe
 
 
 @dataclass(frozen=True)

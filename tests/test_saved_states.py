@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -73,7 +74,8 @@ def test_saved_states_go_on_in_another_process_with_the_same_weights_only(tmp_pa
     expected = lm(ids).logits[:, 1:]
     saved["cache"] = lm(ids[:, :1], use_cache=True).past_key_values
     torch.save(saved, tmp_path / "saved.pt")
-    subprocess.run([sys.executable, __file__, str(tmp_path)], check=True, timeout=120)
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}  # helpers of the tests too
+    subprocess.run([sys.executable, __file__, str(tmp_path)], check=True, timeout=120, env={**os.environ, **paths})
     found = torch.load(tmp_path / "found.pt", weights_only=True)
     assert torch.allclose(found.pop("cache"), expected, atol=1e-5)
     assert "past_key_values was saved with other weights" in found.pop("other model")

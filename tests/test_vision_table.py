@@ -8,7 +8,7 @@ from femixer.cli import main
 from femixer.reporting import as_csv, as_latex, as_markdown
 from femixer.tasks.vision import TASK
 from femixer.tasks.vision.table import tabulate
-from femixer.training.jobs import export
+from femixer.training.store import export
 
 
 def record(model="FEM-SM", dataset="imagenet-1k", top1=0.76, **fields):

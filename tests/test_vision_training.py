@@ -27,9 +27,8 @@ from femixer.tasks.vision import TASK
 from femixer.tasks.vision.data import Arrays, Files, Images, Preparation, read
 from femixer.tasks.vision.data import views as views_module
 from femixer.tasks.vision.data.views import Batches, Views, spread, stacked
-from femixer.tasks.vision.evaluate import confusion, samples
+from femixer.tasks.vision.evaluate import confusion, map_figure, samples
 from femixer.tasks.vision.fit import Fitting, Predictions, averaged, averages, averaging, error, predicted
-from femixer.tasks.vision.maps import map_figure
 from femixer.tasks.vision.model import ENCODERS, Classifier, config_of, specified
 from femixer.tasks.vision.task import Train, VisionRun, with_recipe_of_data, within_epochs
 from femixer.training import adamw

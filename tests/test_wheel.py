@@ -183,7 +183,7 @@ def test_models_and_tasks_need_their_extras(built: tuple[Path, Path], tmp_path: 
 
 
 def test_the_other_extras_have_their_import_paths(built: tuple[Path, Path], tmp_path: Path) -> None:
-    programs = environment(tmp_path / "others", built[1], {"series", "vision", "onnx", "eval"})
+    programs = environment(tmp_path / "others", built[1], {"forecast", "vision", "onnx", "eval"})
     modules = [
         "tasks.forecast.task",
         "tasks.vision.task",

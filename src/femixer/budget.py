@@ -1,11 +1,11 @@
-"""Widths for a parameter budget: every mixer gets the parameters of standard attention, whatever its prior and parts.
+"""Widths for a parameter budget: every mixer has as many parameters as standard attention, for any prior and parts.
 
 With n = [T] + [G] gates and r = kv_heads / heads (1 without grouping), standard attention has 2 (1 + r) dim columns:
 queries and output 1 each, keys and values r each. A mixer with values, output and gates of width d has
 
     (1 + r) * key width + (1 + n + r) * d
 
-of them; equating the two gives d. Without grouping that is (2 + n) d + 2 * key width = 4 dim.
+columns; equating the two gives d. Without grouping that is (2 + n) d + 2 * key width = 4 dim.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ def solve_widths(
     rope: bool,
     own_columns: tuple[float, float] | None = None,
 ) -> Widths:
-    """Widths per head. attention: queries and keys at dim. balanced: at d. value_dim given: they take what is left.
+    """Widths per head. budget="attention": queries and keys have width dim; "balanced": width d. With value_dim given,
+    they get the remaining columns.
 
-    own_columns: of a prior without queries and keys, in all and per value channel; there the budgets are one.
+    own_columns: columns of a prior without queries and keys, (in total, per value channel); `budget` makes no
+    difference there.
     """
     if budget not in BUDGETS:
         raise ValueError(f"budget={budget!r} is unknown; choose one of {', '.join(BUDGETS)}")
@@ -36,7 +38,7 @@ def solve_widths(
 
     if own_columns is not None:
         in_all, per_channel = own_columns
-        # A dim so small that the prior's own columns leave nothing still gets one value channel per head.
+        # At least one value channel per head, even if the prior's columns use up the budget of a small dim.
         fitting = max(1, round((total - in_all) / (per_value + per_channel) / heads))
         if value_dim is None:
             return Widths(0, fitting)

@@ -13,18 +13,18 @@ from femixer.kernels.dispatch import BackendError
 from femixer.optional import MissingExtra
 from femixer.options import dispatch, running
 from femixer.tasks import TASKS
-from femixer.training.processes import Interrupted
+from femixer.training.distributed import Interrupted
 
 COMMANDS = {
     "generate": ("femixer.tasks.lm.generate", "continue a prompt with a trained model"),
     "eval": ("femixer.tasks.lm.evaluate", "lm-evaluation-harness on a trained model"),
     "upgrade": ("femixer.surgery.command", "put FEM into a transformers model that you already have"),
-    "inspect": ("femixer.tasks.lm.inspect", "what a trained model reads: figures and a page to look around in"),
+    "inspect": ("femixer.tasks.lm.inspect", "where a trained model reads: figures and an interactive page"),
     "evidence": ("femixer.tasks.evidence", "what FEM gains over its priors: paired differences of recorded results"),
     "bench": ("femixer.bench", "speed and memory, as ratios measured in one run"),
     "paper": ("femixer.paper", "every table and figure of the paper: its command, its cost, what has been run"),
-    "theory": ("femixer.theory.command", "what the paper proves, in numbers: tangent kernels, capacities, costs"),
-    "doctor": ("femixer.doctor", "versions, backends, and whether every operator computes what its definition says"),
+    "theory": ("femixer.theory.command", "the paper's proofs in numbers: tangent kernels, capacities, costs"),
+    "doctor": ("femixer.doctor", "versions, backends, and a check of every operator against its definition"),
 }
 """Besides the tasks."""
 

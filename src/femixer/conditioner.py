@@ -1,4 +1,4 @@
-"""Time-decay conditioner (paper appendix "Low-rank Convolution", part C): local context for prior and gates."""
+"""Time-decay conditioner (part C; paper appendix "Low-rank Convolution"): local context for prior and gates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHORTEST_SPAN, LONGEST_SPAN = 2.0, 1000.0
 
 
 def memory_spans(count: int) -> Tensor:
-    """Numbers of tokens, spread evenly in log from 2 to 1000, float64; one alone lies in their middle."""
+    """`count` spans in tokens, evenly spaced in log from 2 to 1000, float64; a single one is their geometric mean."""
     if count == 1:
         return torch.tensor([math.sqrt(SHORTEST_SPAN * LONGEST_SPAN)], dtype=torch.float64)
     return torch.logspace(math.log10(SHORTEST_SPAN), math.log10(LONGEST_SPAN), count, dtype=torch.float64)
@@ -29,7 +29,7 @@ def inverse_softplus(x: Tensor) -> Tensor:
 
 
 def spread_decay_(bias: Tensor) -> Tensor:
-    """Fill a bias b so that softplus(b) = 1 / span with spans spread evenly in log from 2 to 1000 tokens."""
+    """Fill a bias b in place so that softplus(b) = 1 / span, with the spans of `memory_spans`."""
     with torch.no_grad():
         return bias.copy_(inverse_softplus(1 / memory_spans(bias.numel())).view_as(bias))
 
@@ -38,7 +38,7 @@ class TimeDecayConditioner(nn.Module):
     """SiLU(a_t / |a_t|) * LN(h_t), with h_t = sum_{i<=t} exp(-sum_{tau=i+1..t} s_tau) u_i: C features per token.
 
     s = softplus(LN(x) W_f + b), u = LN(x) W_x, a = softplus(LN(x) W_s). Encoder mode adds the same sum over later
-    tokens, with the gates t..i-1. The projections map the features to what they modulate (femixer.projection).
+    tokens, with the gates t..i-1. femixer.projection maps the features to the factors 1 + eta of each projection.
     """
 
     def __init__(

@@ -133,12 +133,13 @@ def _check(value: Any, kind: Any, where: Any, name: str) -> None:
             _check(one, kind[0], where, f"{name}[{number}]")
     else:
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        if not any(_fits(value, one) for one in kinds):
+        if not any(fits(value, one) for one in kinds):
             allowed = " or ".join(KINDS[type(None) if one is None else one] for one in kinds)
             raise Damaged(f"{place} is not allowed; expected {allowed}")
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of one kind; None is that of None."""
     if kind is None:
         return value is None
     if kind == "number":

@@ -15,18 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from femixer import reporting
 from femixer.kernels import check, dispatch
 from femixer.kernels.operator import Operator
-from femixer.optional import require
 from femixer.options import check as check_option
 from femixer.options import parse
-from femixer.reporting.writers import progress
 
 PACKAGES = ("femixer.kernels", "femixer.baselines.kernels")
 VERSIONS = ("torch", "numpy", "numba", "triton", "transformers", "femixer")
 FLOATS = (torch.float32, torch.float64)
-# Where there is no terminal there is no width to keep to.
-WIDTH_OF_A_FILE = 120
 SECONDS_BETWEEN_LINES = 30
 
 
@@ -41,7 +38,7 @@ class Options:
     warm: bool = False
     """Compile all kernels first. They are kept on disk; without this, each is compiled when it is first used."""
     operators: tuple[str, ...] = ()
-    """Look at these operators only; at all of them if none is named."""
+    """Check only these operators (default: all)."""
     compile: bool = False
     """Compile the Triton kernels of all layers ahead of time instead, for GPUs that need not be here: registers,
     spills and shared memory of each. What was compiled before is not compiled again, so a run that was stopped goes on.
@@ -81,14 +78,13 @@ def main(args: Sequence[str]) -> int:
         check_option(name in names, "operators", name, f"one of {', '.join(names)}")
     chosen = [operator for operator in operators if operator.name in (options.operators or names)]
     dispatch.check(dispatch.asked(), dispatch.VARIABLE)
-    console = _console()
     for line in surroundings():
-        console.print(line, highlight=False, soft_wrap=True)
+        print(line)
     if options.compile:
         return compile_kernels(options)
     if options.warm:
         print(warm(chosen, layers=not options.operators))
-    show_table(chosen, console)
+    show_backends(chosen)
     start = time.perf_counter()
     cases = list(served(chosen))
     wrong = examine(cases)
@@ -172,7 +168,7 @@ def examine(cases: Sequence[Case]) -> list[str]:
     return wrong
 
 
-def show_table(operators: Sequence[Operator], console: Any) -> None:
+def show_backends(operators: Sequence[Operator]) -> None:
     """Operators x backends, and below it why a backend is not used."""
     shown = columns()
     serves: dict[tuple[str, Column], list[bool]] = {}
@@ -185,13 +181,12 @@ def show_table(operators: Sequence[Operator], console: Any) -> None:
         if why is not None and dispatch.unavailable(column.backend) is None:
             found = reasons.setdefault(f"{column.backend}, {operator.name}", [])
             found += [why] if why not in found else []
-    table = require("rich.table", "cli").Table(title="Backends by operator, on its examples", title_justify="left")
-    for title in ("operator", *map(str, shown)):
-        table.add_column(title)
-    for operator in operators:
-        cells = (_cell(operator, c, serves[operator.name, c], (operator.name, c) in used) for c in shown)
-        table.add_row(operator.name, *cells)
-    console.print(table)
+    rows = [
+        [operator.name, *(_cell(operator, c, serves[operator.name, c], (operator.name, c) in used) for c in shown)]
+        for operator in operators
+    ]
+    titles = [reporting.Column(title) for title in ("operator", *map(str, shown))]
+    reporting.show(reporting.Table.of(titles, rows, "Backends by operator, on its examples"))
     for name in dispatch.FILES:
         if (why := dispatch.unavailable(name)) is not None:
             reasons[name] = [why]
@@ -199,7 +194,7 @@ def show_table(operators: Sequence[Operator], console: Any) -> None:
         reasons["triton"] = ["torch sees no GPU here"]
     for where, (first, *others) in sorted(reasons.items()):
         more = f" (and {len(others)} more of this kind)" if others else ""
-        console.print(f"- {where}: {first}{more}", highlight=False, markup=False)
+        print(f"- {where}: {first}{more}")
 
 
 def _chosen(operator: Operator, arguments: tuple[Any, ...]) -> object:
@@ -316,11 +311,7 @@ def run_layers() -> None:
 
 
 def _bar(what: str, total: int) -> Any:
-    return progress(what, total) if sys.stderr.isatty() else nullcontext(lambda: None)
-
-
-def _console() -> Any:
-    return require("rich.console", "cli").Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)
+    return reporting.progress(what, total) if sys.stderr.isatty() else nullcontext(lambda: None)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -1,9 +1,9 @@
-"""The read: what is taken from the values under a distribution over positions.
+"""The read: mean, free energy and posterior of values under a distribution over positions.
 
-Axes: T positions that read, S positions that are read, D channels; leading dimensions broadcast.
+Axes: T reading positions, S positions that are read, D channels; leading dimensions broadcast.
 
-    p     [..., T, S]      the prior, a distribution over the S positions for every t, the same for all channels,
-          [..., T, S, D]   or one distribution per channel: this is meant exactly when p.dim() == v.dim() + 1
+    p     [..., T, S]      the prior: for every t a distribution over the S positions, the same for all channels,
+          [..., T, S, D]   or one per channel; chosen exactly when p.dim() == v.dim() + 1
     v     [..., S, D]      the values
     beta  inverse temperature: a number, [D], or anything broadcastable to [..., T, D]; 0 is the mean, inf the max
 
@@ -11,11 +11,11 @@ Axes: T positions that read, S positions that are read, D channels; leading dime
     F(beta) = log(sum_s p_s exp(beta v_s)) / beta,  F(0) = mu       the free energy, mu <= F <= max v
     q_s     = p_s exp(beta v_s) / sum_r p_r exp(beta v_r)           the posterior, the gradient of F in v
 
-Positions with p = 0 are outside the support, whatever their value: their posterior is exactly 0 and they receive no
-gradient, neither in p nor in v. A row without support (padding) has F = 0 and q = 0.
+Positions with p = 0 are outside the support, whatever their value: their posterior is exactly 0, and neither p nor v
+receives a gradient there. A row without support (padding) has F = 0 and q = 0.
 
-This module is the definition that fast paths are compared with. It works on dense [..., T, S, D] tensors, in float64
-whatever the inputs are, and returns the inputs' dtype.
+This module is the definition that fast paths are compared with. It computes on dense [..., T, S, D] tensors in float64
+for inputs of any dtype, and returns the inputs' dtype.
 """
 
 import math
@@ -74,9 +74,9 @@ def posterior_mean(p: Tensor, v: Tensor, beta: float | Tensor) -> Tensor:
 def hidden_temperature(p: Tensor, v: Tensor, beta_max: float | Tensor, lam: float | Tensor) -> Tensor:
     """The unique beta* in [0, beta_max] with F(beta*) = (1 - lam) mu + lam F(beta_max) -> [..., T, D].
 
-    Where v is constant on the support every temperature reads the same; the answer there is lam * beta_max, the limit
-    of vanishing variance. p is normalized first: without a distribution F has no limit at beta = 0.
-    Differentiable, twice, in all four arguments.
+    Where v is constant on the support, all temperatures give the same read; the result is then lam * beta_max, the
+    limit of vanishing variance. p is normalized first: otherwise F has no limit at beta = 0.
+    Twice differentiable in all four arguments.
     """
     rows = _rows(p, v)
     beta_max = _control("beta_max", beta_max, rows, positive=True, finite=True)
@@ -97,11 +97,11 @@ def hidden_temperature(p: Tensor, v: Tensor, beta_max: float | Tensor, lam: floa
 def temperature_for_budget(p: Tensor, v: Tensor, kl: float | Tensor) -> Tensor:
     """The beta whose posterior spends the budget, KL(q_beta || p) = kl -> [..., T, D].
 
-    q_beta is then the best distribution within the budget: it maximizes E_q[v] over KL(q || p) <= kl. The answer is 0
-    at kl = 0, and inf where kl >= -log p(argmax v): the maximum itself can be afforded. Constant v (every position is
-    a maximum) and an empty support are such a case for every kl > 0. p is normalized first.
-    Differentiable, twice, in all three arguments where the answer is positive and finite (at kl = 0 the slope in kl is
-    infinite); the other answers carry no gradient.
+    q_beta is then the best distribution within the budget: it maximizes E_q[v] over KL(q || p) <= kl. The result is 0
+    at kl = 0, and inf where kl >= -log p(argmax v), because the budget suffices for the maximum itself. With constant v
+    (every position is a maximum) or an empty support it is inf for every kl > 0. p is normalized first.
+    Twice differentiable in all three arguments where the result is positive and finite (at kl = 0 the slope in kl is
+    infinite); other results carry no gradient.
     """
     rows = _rows(p, v)
     kl = _control("kl", kl, rows).expand_as(rows.top)
@@ -113,7 +113,7 @@ def temperature_for_budget(p: Tensor, v: Tensor, kl: float | Tensor) -> Tensor:
         largest_kl = -_sum(torch.where(rows.below == 0, rows.weights, 0.0)).log().clamp(max=0.0)
         gap = -torch.where(rows.below < 0, rows.below, -torch.inf).amax(-2, keepdim=True)
         solvable = (kl > 0) & (kl < largest_kl) & gap.isfinite()
-        # From here on every position below the maximum weighs less than rounding.
+        # From this beta on, the weight of every position below the maximum is below rounding.
         saturated = torch.where(solvable, (largest_kl + 60.0) / gap, 1.0)
         small_kl_guess = (2.0 * kl / _variance(rows, rows.weights)).sqrt()
         start = torch.where(solvable & (small_kl_guess < saturated), small_kl_guess, saturated)
@@ -137,8 +137,8 @@ def effective_weights(p: Tensor, v: Tensor, beta_max: float | Tensor, lam: float
 def kl_divergence(q: Tensor, p: Tensor) -> Tensor:
     """KL(q || p) = sum_s q_s log(q_s / p_s) over [..., T, S, D] -> [..., T, D], with 0 log 0 = 0.
 
-    Either argument may be [..., T, S], one dimension less than the other: the same distribution for all channels.
-    inf where q leaves the support of p.
+    Either argument may be [..., T, S], one dimension fewer than the other: the same distribution for all channels.
+    inf where q is positive outside the support of p.
     """
     _check_floating("q", q)
     _check_floating("p", p)
@@ -159,9 +159,9 @@ def kl_divergence(q: Tensor, p: Tensor) -> Tensor:
 
 
 class _Rows(NamedTuple):
-    """The problem of every (t, channel): a distribution over S positions and values measured from their maximum.
+    """For every (t, channel): a distribution over S positions, and the values relative to their maximum.
 
-    Sums over S are kept as an axis of length one, so that everything here broadcasts to [..., T, S, D].
+    Sums over S keep an axis of length one, so that all fields broadcast to [..., T, S, D].
     """
 
     support: Tensor  # bool [..., T, S, 1 or D]: p > 0
@@ -202,7 +202,7 @@ def _rows(p: Tensor, v: Tensor) -> _Rows:
     present = mass > 0
     mass = torch.where(present, mass, 1.0)
     weights = weights / mass
-    # The shift is a constant: every result is the same function of p and v whatever it is.
+    # The shift is detached: the results do not depend on it.
     top = torch.where(support, values.detach(), -torch.inf).amax(-2, keepdim=True)
     top = torch.where(present, top, 0.0)
     below = torch.where(support, values - top, 0.0)
@@ -213,7 +213,7 @@ def _reads(rows: _Rows, beta: Tensor) -> _Reads:
     near = beta * -rows.mean_below <= 30.0
     if near.all():
         return _reads_near_mean(rows, beta)
-    # Each formula gets a harmless beta where the other one is chosen: a NaN not chosen still has a NaN gradient.
+    # Each formula gets a harmless beta where the other is chosen: a NaN that `where` discards still has a NaN gradient.
     from_mean = _reads_near_mean(rows, torch.where(near, beta, 0.0))
     from_top = _reads_near_top(rows, torch.where(near, 1.0, beta))
     return _Reads(*(torch.where(near, x, y) for x, y in zip(from_mean, from_top, strict=True)))
@@ -227,7 +227,7 @@ def _reads_near_mean(rows: _Rows, beta: Tensor) -> _Reads:
         Z - 1 = beta^2 A,   A = E_p[d^2 phi(y)],   phi(y) = (exp(y) - 1 - y) / y^2
         F - mu = beta A L,  L = log(1 + x) / x at x = beta^2 A
         dF/dbeta = (E_q[d] - (F - mu)) / beta = E_p[d^2 (1 + y phi(y))] / Z - A L
-    so beta = 0 is no special case, in the derivatives either.
+    so beta = 0 needs no special case, not even for derivatives.
     """
     distance = rows.below - rows.mean_below
     y = beta * distance
@@ -250,7 +250,7 @@ def _reads_near_top(rows: _Rows, beta: Tensor) -> _Reads:
 
 
 def _exponent(rows: _Rows, beta: Tensor) -> Tensor:
-    """log p + beta (v - top) on the support; elsewhere a number that is finite, so that an empty row has no NaN."""
+    """log p + beta (v - top) on the support; elsewhere a finite number, so that an empty row has no NaN."""
     log_weights = torch.where(rows.support, rows.weights, 1.0).log()
     return torch.where(rows.support, log_weights + beta * rows.below, torch.finfo(rows.below.dtype).min)
 
@@ -261,7 +261,7 @@ def _tilted(rows: _Rows, beta: Tensor) -> Tensor:
 
 
 def _limit_of_infinite(rows: _Rows, beta: Tensor) -> tuple[_Rows, Tensor]:
-    """Replace beta = inf by beta = 0 on the prior restricted to the maximum, which reads the same."""
+    """Replace beta = inf by beta = 0 on the prior restricted to the maximum, which gives the same read."""
     infinite = beta.isinf()
     if not infinite.any():
         return rows, beta
@@ -275,13 +275,13 @@ def _limit_of_infinite(rows: _Rows, beta: Tensor) -> tuple[_Rows, Tensor]:
 
 
 def _mass_term(rows: _Rows, beta: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the free energy of p has beyond that of p / sum(p): log(sum(p)) / beta, or (sum(p) - 1) mu at beta = 0."""
+    """F of p minus F of p / sum(p): log(sum(p)) / beta, or (sum(p) - 1) mu at beta = 0."""
     size = rows.support.shape[-2]
     epsilon = torch.finfo(dtype).eps
     mass = rows.mass.detach()
     is_one = (mass - 1.0).abs() <= (16.0 + math.sqrt(size)) * epsilon
     mass = torch.where(is_one, rows.mass - mass + 1.0, rows.mass)
-    # 1 / beta in the gradient of p cancels exactly on the simplex; for a tiny beta it would leave only rounding.
+    # On the simplex the terms 1 / beta in the gradient of p cancel; for a tiny beta only rounding errors would remain.
     as_mean = (beta == 0) | is_one & (beta < math.sqrt(epsilon))
     mean = rows.top + rows.mean_below
     return torch.where(as_mean, (mass - 1.0) * mean, mass.log() / torch.where(as_mean, 1.0, beta))
@@ -310,7 +310,7 @@ def _log1p_ratio(x: Tensor) -> Tensor:
 
 
 def _increasing_root(curve: Curve, start: Tensor, low: Tensor, high: Tensor, size: Tensor) -> Tensor:
-    """The root in [low, high] of an increasing curve; `size` is the magnitude of the terms that cancel there.
+    """The root in [low, high] of an increasing curve; `size` is the magnitude of the terms that cancel at the root.
 
     Newton's method, with a bisection step wherever Newton leaves the bracket or fails to halve the previous step.
     """
@@ -324,7 +324,7 @@ def _increasing_root(curve: Curve, start: Tensor, low: Tensor, high: Tensor, siz
         newton = -value / slope
         inside = (root + newton >= low) & (root + newton <= high)
         exact = ~(value.abs() > 2.0 * epsilon * size) | (high - low <= 2.0 * epsilon * root)
-        # Newton squares the relative error: this step is the last one.
+        # Newton squares the relative error, so this step is the last.
         close = inside & (newton.abs() <= math.sqrt(epsilon) * root)
         trusted = inside & (2.0 * newton.abs() <= previous.abs()) | close
         step = torch.where(trusted, newton, 0.5 * (low + high) - root)
@@ -338,9 +338,9 @@ def _increasing_root(curve: Curve, start: Tensor, low: Tensor, high: Tensor, siz
 
 
 def _implicit(curve: Curve, root: Tensor) -> Tensor:
-    """The root as a function of what the curve depends on: same value, with first and second derivatives.
+    """The root as a differentiable function of the curve's parameters: same value, first and second derivatives.
 
-    A Newton step from a constant root is exact to first order in everything else, two of them to second order.
+    One Newton step from a constant root is exact to first order in the parameters, two are exact to second order.
     """
     for _ in range(2):
         value, slope = curve(root)

@@ -11,20 +11,20 @@ from torch import Tensor
 from femixer.kernels.gates import gated
 from femixer.kernels.operator import handed_dtype
 
-# Added to the mean square that the outer gate is divided by.
+# Added to the mean square in the outer gate's rms.
 EPS = 1e-6
-# softplus underflows to zero for a parameter far below zero, and a temperature is divided by.
+# softplus underflows to zero for a parameter far below zero, but the free energy divides by beta.
 LEAST_BETA = 1e-6
-# Odds of lambda that have come to zero: far below, no gradient would lead back.
+# Added to |odds| of lambda, so that odds of zero still have a finite logarithm and a gradient.
 LEAST_ODDS = 1e-6
-# How a layer starts that is to begin as its prior's mean read to 1e-3: lambda, and beta_max where there is no lambda.
-# F - mu is about beta_max * variance / 2. It is lambda that starts small and not beta_max, because a small beta_max
-# loses digits of F and leaves its start slowly: one number per channel, while lambda has a map of the whole token.
+# Initial lambda with start="prior", and initial beta_max where there is no lambda: the layer starts as its prior's mean
+# read to 1e-3. F - mu is about beta_max * variance / 2, so a small beta_max would do as well. But it loses digits of F
+# and grows slowly: it is one number per channel, while lambda has a projection of the whole token.
 SMALL_LAM, SMALL_BETA = 1e-4, 1e-3
 
 
 def inverse_temperature(parameter: Tensor) -> Tensor:
-    """beta_max = softplus(parameter + 1.8), positive; 1.95 where the parameter starts, at zero."""
+    """beta_max = softplus(parameter + 1.8) > 0; the parameter starts at zero, beta_max at 1.95."""
     return F.threshold(F.softplus(parameter + 1.8), LEAST_BETA, LEAST_BETA)
 
 
@@ -39,13 +39,13 @@ def temperature_gate(logits: Tensor) -> Tensor:
 
 
 def lam_logits(logits: Tensor, odds: Tensor) -> Tensor:
-    """a + log |odds|, of which lam = |odds| e^a / (1 + |odds| e^a): logits a [B, T, H, D], odds [H, D].
+    """a + log |odds|, so that lam = |odds| e^a / (1 + |odds| e^a): logits a [B, T, H, D], odds [H, D].
 
-    The odds are learned as themselves, on a linear scale. A bias would do the same to lam, but steps of Adam have one
-    length: from the logit of 1e-4 they need thousands to arrive where lam matters, from odds of 1e-4 about a hundred at
-    a learning rate of 2e-3. The sign makes no difference, so that zero is no end of the way.
+    The odds are learned on a linear scale. A bias has the same effect on lam, but Adam's steps have a fixed length:
+    from the logit of 1e-4 they need thousands to reach a lam that matters, from odds of 1e-4 about a hundred at a
+    learning rate of 2e-3. Only the absolute value counts, so the odds can cross zero.
     """
-    size = torch.where(odds < 0, -odds, odds)  # unlike that of abs, its slope is not zero at zero
+    size = torch.where(odds < 0, -odds, odds)  # abs, but with a nonzero slope at zero
     return logits + (size + LEAST_ODDS).log().to(logits.dtype)
 
 
@@ -58,8 +58,11 @@ def outer_gate(logits: Tensor, eps: float = EPS) -> Tensor:
 def gated_read(
     mean: Tensor, free: Tensor | None, lam_logits: Tensor | None, gate_logits: Tensor | None, eps: float = EPS
 ) -> Tensor:
-    """Each [B, T, H, D]. Without `free` the read is the mean; without lam_logits it is the free energy. The logits may
-    have fewer digits; a gated read has theirs."""
+    """o = g * ((1 - lam) mean + lam free), each [B, T, H, D].
+
+    Without `free` the read is the mean, without lam_logits the free energy; without gate_logits g = 1. The result has
+    the dtype of the logits, which may be lower than that of the reads.
+    """
     if free is None or lam_logits is None:
         mean, free, lam_logits = mean if free is None else free, None, None
     logits = gate_logits if lam_logits is None else lam_logits

@@ -1,5 +1,4 @@
-"""What every mixer shares: checked inputs, states that belong to the mixer that made them, and long sequences a stretch
-at a time."""
+"""Base of every mixer: checks of the inputs, ownership of states, and processing of long sequences in stretches."""
 
 from __future__ import annotations
 
@@ -13,13 +12,13 @@ from torch import Tensor, nn
 from femixer.layout import Past
 from femixer.state import State, check_made_by, new_number
 
-# Numbers of x in a stretch: what a layer makes of more of them no longer fits into a CPU's caches.
+# Numbers of x in a stretch: the intermediates of a longer one no longer fit into a CPU's caches.
 STRETCH = 2**21
 
 
 class MixerLayer(nn.Module):
-    """Base of layers [B, T, dim] -> [B, T, dim] with mask, segments and a streaming state; the last step of all of them
-    is the output projection."""
+    """Base of layers [B, T, dim] -> [B, T, dim] with mask, segments and a streaming state. All end in an output
+    projection."""
 
     out_proj: nn.Linear
 
@@ -41,12 +40,12 @@ class MixerLayer(nn.Module):
     def check_inputs(
         self, x: Tensor, mask: Tensor | None, segments: Tensor | None, state: State | None, return_state: bool
     ) -> None:
-        """Raise an error that names the argument, unless the inputs of `forward` fit."""
+        """Raise an error that names the argument if an input of `forward` is invalid."""
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise TypeError(f"x must be a floating-point tensor, not {getattr(x, 'dtype', type(x).__name__)}")
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x has shape {tuple(x.shape)}; allowed is [batch, tokens, {self.dim}]")
-        # A replaced layer, as torch's quantize_dynamic makes them, may have no tensor there and takes what it takes.
+        # A replaced layer (torch's quantize_dynamic, for example) may have no tensor there; its dtype is unknown.
         dtype = getattr(self.out_proj.weight, "dtype", x.dtype)
         if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"x has dtype {x.dtype}; allowed is the mixer's own, {dtype}, or any under autocast")
@@ -81,8 +80,8 @@ class MixerLayer(nn.Module):
             raise ValueError(f"state is on {state.device}; x is on {x.device}")
 
     def before(self, x: Tensor, state: State | None) -> State:
-        """The state before x: `state`, or that before the first token. One that was loaded from a file becomes this
-        mixer's, if weights like these made it."""
+        """The state before x: `state`, or the initial one. A state loaded from a file becomes this mixer's if its
+        fingerprint matches."""
         if state is None:
             return State(self._owner, x.shape[0], x.device, Past(), None, None)
         if isinstance(state.owner, str):
@@ -91,7 +90,7 @@ class MixerLayer(nn.Module):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copied or unpickled mixer is another one: it does not take the original's states."""
+        """A copied or unpickled mixer is a new owner: it does not accept the original's states."""
         super().__setstate__(state)
         self._owner = new_number(self)
 
@@ -102,10 +101,10 @@ Mix = Callable[[Tensor, Tensor | None, Tensor | None, State, bool], tuple[Tensor
 def in_stretches(
     mix: Mix, x: Tensor, mask: Tensor | None, segments: Tensor | None, state: State, keep: bool
 ) -> tuple[Tensor, State]:
-    """mix(x, mask, segments, state, keep) -> (y, next state), some tokens at a time where no gradients are wanted: the
-    layer needs memory for a stretch and not for the sequence.
+    """mix(x, mask, segments, state, keep) -> (y, next state). Without gradients, x is processed in stretches, so that
+    memory is that of a stretch and not of the sequence.
 
-    For layers that go on from a state of constant size as fast as they read a whole sequence.
+    For layers that continue from a state of constant size as fast as they read a whole sequence.
     """
     step = max(1, STRETCH // max(1, x.shape[0] * x.shape[2]))
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.device.type != "cpu" or x.shape[1] <= step:

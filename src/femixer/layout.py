@@ -1,4 +1,4 @@
-"""Which tokens are real, where segments start, and at which position of its segment a token stands."""
+"""Layout of a batch: which tokens are real, where segments start, and the position of each token in its segment."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from femixer.kernels.marks import END, PADDING, START
 
 
 class Past(NamedTuple):
-    """What a stream remembers of its tokens. `seen` counts them; the tensors [B] exist once padding or segments did.
+    """What a stream remembers about the layout of its past. `seen` counts all tokens; the tensors [B] exist once there
+    was padding or segments.
 
     identity: segment id of the last real token (-1: none yet); segment: number of its segment (-1: none yet);
-    tokens: how many real tokens that segment has so far.
+    tokens: real tokens of that segment so far.
     """
 
     seen: int = 0
@@ -24,10 +25,11 @@ class Past(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """segment [B, T]: number of the token's segment, -1 for padding; position [B, T] or [1, T]: real tokens before it.
+    """segment [B, T]: number of the token's segment, -1 for padding. position [B, T] or [1, T]: number of real tokens
+    before it in its segment. padding: bool [B, T].
 
-    segment is None where every token is real and of one segment, and then so is padding, bool [B, T]. following [B]:
-    segment of the first real token behind this layout, where more of the sequence is known to come.
+    segment and padding are None if every token is real and of one segment. following [B]: segment of the first real
+    token after this layout, if the sequence is known to continue.
     """
 
     segment: Tensor | None
@@ -46,7 +48,7 @@ class Layout(NamedTuple):
         if self.segment is None:
             return None
         segment, none = self.segment, torch.iinfo(self.segment.dtype).max
-        # The next real token's segment, looking back from the end; padding is skipped by the running minimum.
+        # Segment of the next real token, computed from the end; the running minimum skips padding.
         later = segment.masked_fill(segment < 0, none)
         behind = torch.full_like(later[:, :1], none) if self.following is None else self.following[:, None]
         later = torch.cat([later[:, 1:], behind], 1)
@@ -54,7 +56,7 @@ class Layout(NamedTuple):
         return (segment >= 0) & (following != segment)
 
     def marks(self) -> Tensor | None:
-        """int8 [B, T], bits of femixer.kernels.marks; None where every token is real and of one segment."""
+        """int8 [B, T], bits of femixer.kernels.marks; None if every token is real and of one segment."""
         if self.segment is None:
             return None
         padding, starts, ends = self.padding, self.starts, self.ends
@@ -63,9 +65,9 @@ class Layout(NamedTuple):
 
 
 def segments_together(before: Tensor | None, seen: int, segment: Tensor | None, x: Tensor) -> Tensor | None:
-    """Segments [B, seen + T] of `seen` earlier tokens and of the tokens x [B, T, ...].
+    """Concatenated segments [B, seen + T] of `seen` earlier tokens and of the tokens x [B, T, ...].
 
-    Either is None where all its tokens are real and of one segment, and so is the result if both are.
+    None stands for "all real and of one segment"; the result is None if both are.
     """
     if before is None and segment is None:
         return None
@@ -78,10 +80,10 @@ def segments_together(before: Tensor | None, seen: int, segment: Tensor | None, 
 
 
 def arrange(x: Tensor, mask: Tensor | None, segments: Tensor | None, past: Past) -> tuple[Layout, Past]:
-    """Layout of the tokens x [B, T, ...] that follow `past`, and the past of what follows them.
+    """Layout of the tokens x [B, T, ...] that follow `past`, and the past including them.
 
     mask [B, T] bool: False is padding. segments [B, T] int: a change of id between real tokens starts a segment,
-    negative is padding. Tokens without either have id 0.
+    negative is padding. Without either, all tokens have id 0.
     """
     batch, length = x.shape[:2]
     if mask is None and segments is None and past.identity is None:
@@ -97,7 +99,7 @@ def arrange(x: Tensor, mask: Tensor | None, segments: Tensor | None, past: Past)
         ids = mask.long() - 1
     else:
         ids = torch.zeros(batch, length, dtype=torch.long, device=x.device)
-    # Put what came before in front, so that one rule serves every token.
+    # Prepend the last real token of the past, so that one rule holds for every token.
     ids = torch.cat([identity[:, None], ids], 1)
     real = ids >= 0
     index = torch.arange(length + 1, device=x.device).expand_as(ids)

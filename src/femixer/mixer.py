@@ -27,8 +27,8 @@ TEMPERATURES = ("learned", "fixed")
 
 
 class Projected(NamedTuple):
-    """Projections of the tokens, conditioned: the prior's by name [B, T, width]; v [B, T, kv_heads, d_v]; logits of the
-    gates [B, T, heads, d_v] where the mixer has them; the conditioner's next state."""
+    """Modulated projections of the tokens: the prior's inputs by name [B, T, width], values v [B, T, kv_heads, d_v],
+    logits of the gates [B, T, heads, d_v] (None without the part), and the conditioner's next state."""
 
     inputs: dict[str, Tensor]
     v: Tensor
@@ -44,18 +44,18 @@ class FreeEnergyMixer(MixerLayer):
 
     parts: any subset of C (conditioner), L (log-sum-exp, the free energy), T (temperature gate lam, needs L) and
     G (outer gate g). Without L the read is the mean; L without T is the free energy itself. parts="" with the softmax
-    prior is standard attention. All parts and priors have the parameters of standard attention (see budget.py).
+    prior is standard attention. Any parts and prior have as many parameters as standard attention (see budget.py).
 
-    start: "paper" starts all maps N(0, 0.02), so lam near 1/2, and beta_max at 1.95. "prior" starts as the mean read of
-    the prior, to 1e-3 of the output: the maps of lam and g at zero, g at 1 (to 1e-6), lam at 1e-4 through odds of its
-    own [heads, d_v] (lam_odds, see `lam_logits`). All of them receive gradients. L without T has no lam; there beta_max
-    starts at 1e-3.
+    start: "paper" initializes all projections from N(0, 0.02), so lam starts near 1/2, and beta_max at 1.95. "prior"
+    makes the layer start as its prior's mean read, to 1e-3 of the output: the projections of lam and g start at zero,
+    g at 1 (to 1e-6), and lam at 1e-4 through a parameter `lam_odds` [heads, d_v] (see `lam_logits`). All of them
+    receive gradients. L without T has no lam; there beta_max starts at 1e-3.
 
-    readout: "free_energy" is the read above; "posterior_mean" has E_q[v] in the place of the free energy, with
-    q proportional to p exp(beta_max v).
+    readout: "free_energy" is the read above; "posterior_mean" replaces the free energy by E_q[v], with q proportional
+    to p exp(beta_max v).
 
-    temperature: "learned" has one beta_max per key/value head and channel; "fixed" is beta_max = 1 without a parameter,
-    in rows with T too, where lam still chooses between the mean and F at 1.
+    temperature: "learned" has one beta_max per key/value head and channel; "fixed" sets beta_max = 1, without a
+    parameter. With T, lam then chooses between the mean and F at beta = 1.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class FreeEnergyMixer(MixerLayer):
         self.conditioner: TimeDecayConditioner | None = None
         context = 0
         if "C" in parts:
-            # d / 16, but no more than softmax attention's priors get: the conditioner stays below 2 % of a model.
+            # d / 16, but at most what the softmax prior gets: the conditioner stays below 2 % of a model.
             context = max(4, min(heads * widths.value // 16, dim // 32))
             self.conditioner = TimeDecayConditioner(dim, context, causal, **made)
         columns = self.prior.columns()
@@ -146,9 +146,9 @@ class FreeEnergyMixer(MixerLayer):
             nn.init.constant_(self.lam_odds, SMALL_LAM)
 
     def attention_maps(self) -> list[Tensor]:
-        """Weights of the maps that attention has too (for scores, values, output), each [out, in], sharing memory with
-        the parameters: what a model may start in a way of its own. The start of gates, decays, temperatures and
-        conditioner is the mixer's."""
+        """Weights of the projections that attention has too (scores, values, output), each [out, in], sharing memory
+        with the parameters. A model may initialize these in its own way; the initialization of gates, decays,
+        temperatures and conditioner belongs to the mixer."""
         found = [self.out_proj.weight.detach()]
         for projection in (self.prior_proj, self.value_proj):
             if projection is not None:
@@ -184,10 +184,10 @@ class FreeEnergyMixer(MixerLayer):
         state: State | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, State]:
-        """x [B, T, dim] -> [B, T, dim], with return_state also the state from which the next tokens go on.
+        """x [B, T, dim] -> y [B, T, dim], with return_state (y, state) for continuing with the next tokens.
 
         mask bool [B, T]: False is padding, anywhere. segments int [B, T]: a change of id starts a segment, negative is
-        padding. state: of the tokens before x.
+        padding. state: returned by the call for the tokens before x.
         """
         self.check_inputs(x, mask, segments, state, return_state)
         before = self.before(x, state)
@@ -200,7 +200,7 @@ class FreeEnergyMixer(MixerLayer):
     def _mix(
         self, x: Tensor, mask: Tensor | None, segments: Tensor | None, before: State, keep: bool
     ) -> tuple[Tensor, State]:
-        """-> (y, the state after x, if it is to be kept)."""
+        """-> (y, state after x); without `keep` the state is `before`, unchanged."""
         layout, past = self._arrange(x, mask, segments, before.past)
         inputs, v, lam, gate, context = self._project(x, layout, before.conditioner)
         read, memory = self.prior(inputs, v, self._beta(), lam, gate, layout, before.prior, keep, self.readout)
@@ -232,13 +232,13 @@ class FreeEnergyMixer(MixerLayer):
     def prepare(
         self, x: Tensor, mask: Tensor | None = None, segments: Tensor | None = None
     ) -> tuple[Projected, Layout]:
-        """What `forward` hands to the prior and the gates: for inspection and for tests of priors."""
+        """The inputs of prior and gates in `forward`, for inspection and for tests of priors."""
         self.check_inputs(x, mask, segments, None, False)
         layout, _ = arrange(x, mask, segments, Past())
         return self._project(x, layout, None), layout
 
     def inspect(self, x: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Inspection:
-        """What the mixer reads, position by position and channel by channel (see femixer.inspection)."""
+        """Where the mixer reads, by position and channel (see femixer.inspection)."""
         from femixer.inspection import inspect_mixer
 
         return inspect_mixer(self, x, mask, segments)
@@ -251,7 +251,7 @@ class FreeEnergyMixer(MixerLayer):
 
 
 def check_read(parts: str, start: str, readout: str, temperature: str) -> None:
-    """Raise a ValueError unless these fit together."""
+    """Raise a ValueError unless these options are known and compatible."""
     given = ("start", start, STARTS), ("readout", readout, READOUTS), ("temperature", temperature, TEMPERATURES)
     for name, value, known in given:
         if value not in known:

@@ -1,8 +1,16 @@
-"""The command line: commands by name, a dataclass as typed options, wrong values as errors that name them, and the
-command that runs, as it was typed, which what it writes says.
+"""The command line: commands by name, a dataclass as typed options, wrong values as errors that name them, recipes,
+and the command that runs, as it was typed, which what it writes says.
 
 A command is a line in a table and a function `main(args) -> int | None` in a module. The module is imported only when
 its command is called, so `--help` stays fast and a missing extra concerns only who needs it.
+
+A recipe is a YAML file that gives a command other defaults; options on the command line still apply. It is a mapping
+from the names of options to values, on one level as on the command line:
+
+    # comment
+    preset: 340m
+    lr: 4e-4
+    data: [corpus/a.txt, corpus/b.txt]
 """
 
 from __future__ import annotations
@@ -14,8 +22,11 @@ import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
+from femixer.damage import Damaged, in_one_line, read_text, shown
 from femixer.optional import require
 
 Main = Callable[[Sequence[str]], int | None]
@@ -114,10 +125,32 @@ def check(fits: bool, name: str, value: object, allowed: str) -> None:
         raise ValueError(f"{name}={value!r} is not allowed; choose {allowed}")
 
 
+class Rule(NamedTuple):
+    """What a number may be, in words and as a test."""
+
+    allowed: str
+    fits: Callable[[Any], bool]
+
+
+COUNT = Rule("a whole number above 0", lambda x: x > 0)
+WHOLE = Rule("a whole number of at least 0", lambda x: x >= 0)
+POSITIVE = Rule("a number above 0", lambda x: 0 < x < math.inf)
+NOT_NEGATIVE = Rule("a number of at least 0", lambda x: 0 <= x < math.inf)
+SHARE = Rule("a number from 0 to 1", lambda x: 0 <= x <= 1)
+BELOW_ONE = Rule("a number from 0 to below 1", lambda x: 0 <= x < 1)
+
+
+def check_all(options: Any, rule: Rule, *names: str) -> None:
+    """Raise a ValueError that names the first of these options which does not keep the rule; None is not given."""
+    for name in names:
+        value = getattr(options, name)
+        check(value is None or rule.fits(value), name, value, rule.allowed)
+
+
 def check_positive(**values: float | None) -> None:
     """Raise a ValueError that names the first number which is not above zero; None is one that is not given."""
     for name, value in values.items():
-        check(value is None or value > 0, name, value, "a whole number above 0")
+        check(value is None or value > 0, name, value, COUNT.allowed)
 
 
 MOST_THREADS = 1024
@@ -172,3 +205,106 @@ def has_option(option: str) -> bool:
 def lacks_option(option: str) -> bool:
     """Whether a command runs, and without this option: its default is then nobody's choice."""
     return _running.get() is not None and not has_option(option)
+
+
+SHIPPED = Path(__file__).with_name("recipes")
+_NAMED = {"true": "True", "false": "False", "null": "None"}
+"""What YAML and the command line name otherwise."""
+
+
+def recipes() -> list[str]:
+    """The recipes that come with femixer."""
+    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+
+
+def with_recipe(default: Options, args: Sequence[str]) -> tuple[Options, list[str]]:
+    """Take `--recipe NAME_OR_PATH` out of `args`. Returns the defaults that it gives, for `options.parse`, and the
+    other options."""
+    rest, recipe = [], None
+    arguments = iter(args)
+    for arg in arguments:
+        if arg == "--recipe":
+            recipe = next(arguments, "")
+        elif arg.startswith("--recipe="):
+            recipe = arg.removeprefix("--recipe=")
+        else:
+            rest.append(arg)
+    return (default if recipe is None else apply_recipe(default, recipe)), rest
+
+
+def apply_recipe(default: Options, recipe: str) -> Options:
+    """`default`, a dataclass that may hold others, with the values of a shipped recipe or of a file."""
+    path = find_recipe(recipe)
+    values = read_recipe(path)
+    known = _fields(default)
+    for name in values:
+        if name not in known:
+            raise ValueError(f"{path}: {name} is unknown; choose from {', '.join(sorted(known))}")
+    return _replaced(default, {name: _convert(path, name, value, known[name]) for name, value in values.items()})
+
+
+def find_recipe(recipe: str) -> Path:
+    for path in (Path(recipe), SHIPPED / f"{recipe}.yaml"):
+        if path.is_file():
+            return path
+    raise ValueError(f"recipe={recipe!r} is not allowed; choose a YAML file, or one of {', '.join(recipes())}")
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The entries of a recipe, values as they are written; `batch-tokens` and `batch_tokens` are the same name."""
+    yaml = require("yaml", "cli")
+    text = read_text(path)
+    try:
+        root = yaml.compose(text, Loader=yaml.BaseLoader)
+        content = yaml.load(text, Loader=yaml.BaseLoader)  # 4e-4, 1.10 and no are what they are on the command line
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        raise Damaged(f"{path}: not YAML ({getattr(error, 'problem', None) or in_one_line(error)}{place})") from error
+    if not isinstance(content, dict):
+        raise Damaged(f"{path}: expected `option: value` on each line, not {shown(content)}")
+    names = [(str(key.value).replace("-", "_"), key.start_mark.line + 1) for key, _ in root.value]
+    for number, (name, line) in enumerate(names):
+        first = next((at for other, at in names[:number] if other == name), None)
+        if first is not None:
+            raise Damaged(f"{path}: {name} is there twice, in lines {first} and {line}")
+    return {str(name).replace("-", "_"): value for name, value in content.items()}
+
+
+def _fields(options: Any) -> dict[str, Any]:
+    """Name -> type of all fields, those of nested dataclasses on the same level."""
+    found: dict[str, Any] = {}
+    hints = get_type_hints(type(options))
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        found |= _fields(value) if dataclasses.is_dataclass(value) else {field.name: hints[field.name]}
+    return found
+
+
+def _replaced(options: Any, values: Mapping[str, Any]) -> Any:
+    changes = {}
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if dataclasses.is_dataclass(value):
+            changes[field.name] = _replaced(value, values)
+        elif field.name in values:
+            changes[field.name] = values[field.name]
+    return dataclasses.replace(options, **changes)
+
+
+def _convert(path: Path, name: str, value: Any, kind: Any) -> Any:
+    """A value of YAML as the command line would read it: `true`, `null`, one word, or a list or mapping of words."""
+    constructors = require("tyro.constructors", "cli")
+    spec = constructors.ConstructorRegistry.get_primitive_spec(constructors.PrimitiveTypeInfo.make(kind, set()))
+    members = [*chain(*value.items())] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    allowed = spec.metavar if isinstance(spec.metavar, str) else " ".join(spec.metavar)
+    refused = Damaged(f"{path}: {name}={shown(value)} is not allowed; choose {allowed}, as in --help")
+    if not all(isinstance(member, str) and member for member in members) or spec.nargs not in ("*", len(members)):
+        raise refused
+    words = [_NAMED[word] if _NAMED.get(word, "-") in allowed else word for word in members]
+    if spec.choices is not None and not {*words} <= {*spec.choices}:
+        raise refused
+    try:
+        return spec.instance_from_str(words)
+    except ValueError:
+        raise refused from None

@@ -1,4 +1,4 @@
-"""Projections of the tokens, side by side in few matrix products, modulated by the conditioner's features."""
+"""Projections of the tokens, several in one matrix product, modulated by the conditioner's features."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from femixer.kernels.modulation import modulation
 
-# Parameters of the columns, and their names where the columns are side by side.
+# Kinds of parameters of the columns, and the parameter that holds all columns side by side.
 KINDS = {"weight": "linear.weight", "bias": "linear.bias", "modulation": "modulation"}
 
 
 class Columns(NamedTuple):
     """Columns of a projection. The conditioner multiplies them by 1 + eta or, for logits of decays and steps
-    (`additive`), adds eta. Their map starts N(0, 0.02) or, with `zero`, at zero."""
+    (`additive`), adds eta. Their weights start at N(0, 0.02) or, with `zero`, at zero."""
 
     width: int
     additive: bool = False
@@ -35,7 +35,7 @@ class Projection(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        # Additive columns come last, so that both kinds are one stretch.
+        # Additive columns come last, so that each kind is contiguous.
         self.columns = dict(sorted(columns.items(), key=lambda item: item[1].additive))
         self.scaled = sum(c.width for c in columns.values() if not c.additive)
         total = sum(self.widths)
@@ -67,7 +67,7 @@ class Projection(nn.Module):
             nn.init.zeros_(self.modulation)
 
     def forward(self, x: Tensor, features: Tensor | None = None) -> dict[str, Tensor]:
-        """features [B, T, conditioner_channels]: of the conditioner, where there is one."""
+        """features [B, T, conditioner_channels], from the conditioner; None without one."""
         projected = self.linear(x)
         if self.modulation is None or features is None:
             pieces = projected.split(self.widths, -1)

@@ -1,6 +1,6 @@
 """Rotary positions: a rotation of each pair of channels by an angle proportional to the position.
 
-Tokens stand in a line, or, inside of `on_grid`, in the rows and columns of an image.
+Positions are those in a sequence or, inside `on_grid`, rows and columns of an image.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class Grid(NamedTuple):
 
 
 class _Here(threading.local):
-    """Per thread, so that models which run side by side do not see each other's images."""
+    """Per thread, so that models running in parallel do not see each other's grids."""
 
     def __init__(self) -> None:
-        self.grid: Grid | None = None  # set from the start: a compiler's guards look at what is there
+        self.grid: Grid | None = None  # always set: a compiler's guards need the attribute
 
 
 _here = _Here()
 
 
 class on_grid:
-    """Inside, rotary positions are those of an image: half of the pairs of a head rotate with the row and half with
-    the column. Tokens in front of the patches are not rotated."""
+    """Context manager: rotary positions are those of an image. Half of the pairs of a head rotate with the row and half
+    with the column. Tokens before the patches are not rotated."""
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
@@ -53,8 +53,8 @@ def check_base(rope_base: float) -> None:
 
 
 class Rotation(NamedTuple):
-    """How a prior rotates the heads of its queries and keys: positions [B or 1, T], channels of a head, base of the
-    frequencies; with a floor the heads become features max(., 0) + floor."""
+    """How a prior rotates its queries and keys: positions [B or 1, T], channels per head, base of the frequencies. With
+    a floor the result becomes features max(., 0) + floor."""
 
     position: Tensor
     width: int
@@ -70,10 +70,10 @@ class Rotation(NamedTuple):
 
 
 def rotated(q: Tensor, k: Tensor, rotation: Rotation, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """q [B, T, H E] and k [B, T, G E] as heads [B, T, H, E] and [B, T, G, E] at their positions, so that scores <q, k>
-    depend on the distance only (features do not).
+    """q [B, T, H E] and k [B, T, G E] split into heads [B, T, H, E] and [B, T, G, E] and rotated. Scores <q, k> then
+    depend on positions only through their distance; products of features (with a floor) do not have this property.
 
-    Computed in float32 at least, returned in `dtype`.
+    Computed at least in float32, returned in `dtype`.
     """
     q, k = (x.to(dtype).unflatten(-1, (-1, rotation.width)) for x in (q, k))
     cos, sin = rotation.angles(torch.promote_types(dtype, torch.float32))
@@ -81,8 +81,8 @@ def rotated(q: Tensor, k: Tensor, rotation: Rotation, dtype: torch.dtype) -> tup
 
 
 def grid_angles(grid: Grid, position: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`rotary_angles` on a grid: the first half of the pairs rotate with the row, the second with the column, at the
-    same speeds."""
+    """`rotary_angles` on a grid: the first half of the pairs rotates with the row, the second with the column, at the
+    same frequencies."""
     if width % 4:
         raise ValueError(f"queries and keys have {width} channels; rotary positions in an image need a multiple of 4")
     place = (position - (position.shape[-1] - grid.rows * grid.columns)).clamp_min(0)

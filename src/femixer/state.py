@@ -1,8 +1,8 @@
-"""Streaming state: what a mixer needs of the past to go on. A state is a value: going on twice from one is correct.
+"""Streaming state: what a mixer keeps of the past. A state is a value: two continuations of one state are both correct.
 
-torch.save writes a state with a fingerprint of the mixer that made it (a hash of its settings and weights; within a
-process a number is enough); torch.load gives it back, also with weights_only=True and in another process, and a mixer
-with the same weights and settings goes on from it.
+torch.save adds a fingerprint of the mixer that made the state, a hash of its settings and weights (within a process, a
+number identifies the mixer). torch.load restores it, also with weights_only=True and in another process, for a mixer
+with the same settings and weights.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ SPARE = 256
 
 @dataclass(frozen=True)
 class State:
-    """State of a mixer after the tokens it has seen. owner: the mixer's number, or its fingerprint if the state was
-    loaded."""
+    """State of a mixer after its tokens so far. owner: the mixer's number, or its fingerprint if loaded."""
 
     owner: int | str
     batch: int
@@ -40,11 +39,11 @@ class State:
         return State(self.owner, self.batch, self.device, past, prior, conditioner)
 
     def rows(self, index: Tensor) -> State:
-        """The state of the sequences index [n] of the batch: reordered, repeated or left out."""
+        """The state of the sequences index [n] of the batch; they may be reordered, repeated or dropped."""
 
         def chosen(part: Any) -> Any:
             if isinstance(part, Tensor):
-                # What all sequences share, e.g. positions, has one row.
+                # Tensors shared by all sequences, such as positions, have one row.
                 return part.index_select(0, index) if part.shape[0] == self.batch else part
             if isinstance(part, Growing):
                 return part.rows(index)
@@ -57,7 +56,7 @@ class State:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors, without the room that those which grow have behind them."""
+        """Bytes of its tensors, without the spare room of growing buffers."""
         held = _tensors((self.past, self.prior, self.conditioner))
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
@@ -75,13 +74,13 @@ class State:
             if mixer is None:
                 raise ValueError("the mixer that made this state is gone; save a state while its mixer is there")
             owner = fingerprint(mixer)
-        # Without graph, and without the tensors that some of them are cut from.
+        # Copies without graph, because some tensors are slices of larger ones.
         parts = (_compact(part) for part in (self.past, self.prior, self.conditioner))
         return _loaded, (owner, self.batch, str(self.device), *parts)
 
 
 def _loaded(owner: str, batch: int, device: str, past: Past, prior: Any, conditioner: Tensor | None) -> State:
-    """A state from a file, which a mixer with the fingerprint `owner` will take."""
+    """A state from a file, for a mixer with the fingerprint `owner`."""
     at = next((tensor.device for tensor in _tensors((past, prior, conditioner))), torch.device(device))
     if at.type != torch.device(device).type:
         raise ValueError(f"state was saved on {device}; loading it to {at} is not possible, allowed is {device}")
@@ -107,7 +106,7 @@ def _tensors(part: Any) -> Iterator[Tensor]:
 
 
 def usable(memory: Any) -> Any:
-    """Autograd keeps no tensor that was made in inference mode: copies of those."""
+    """Copy tensors made in inference mode, because autograd cannot save them."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return memory
     if isinstance(memory, Tensor):
@@ -121,13 +120,13 @@ _claims = threading.Lock()
 
 
 class _Storage:
-    """A buffer with room at its end, and how much of it is written."""
+    """A buffer with spare room at its end, and how many entries are written."""
 
     def __init__(self, data: Tensor, filled: int) -> None:
         self.data, self.filled = data, filled
 
     def claim(self, start: int, stop: int) -> bool:
-        """Take the entries from start to stop, unless someone has continued from there before."""
+        """Reserve the entries from start to stop; False if another continuation has taken them."""
         with _claims:  # threads may continue one prefix
             free = self.filled == start
             if free:
@@ -138,9 +137,9 @@ class _Storage:
 class Growing:
     """A tensor that grows along dim 2, [B, G, length, W], as a value: append returns a new one.
 
-    Several values share one preallocated buffer as long as each continues the longest of them; another continuation of
-    the same past gets a copy. With gradients, and under compilers, nothing is written in place: a graph that does not
-    ask how much of a buffer is taken serves every length.
+    Values share one preallocated buffer as long as each continues the longest of them; a second continuation of the
+    same past gets a copy. With gradients, and under compilers, nothing is written in place: a graph that does not
+    depend on the fill of a buffer works for every length.
     """
 
     def __init__(self, storage: _Storage, length: int) -> None:
@@ -156,14 +155,14 @@ class Growing:
         return data if self.length == data.shape[2] else data[:, :, : self.length]
 
     def alone(self) -> Tensor:
-        """The tensor without room behind it from now on: the same object each time, for those who keep notes on it."""
+        """The tensor without spare room, the same object from now on, so that caches can be keyed by it."""
         if self.length != self._storage.data.shape[2]:
             self._storage = _Storage(self.tensor, self.length)
         return self._storage.data
 
     @property
     def buffer(self) -> Tensor:
-        """The same with the room behind it, contiguous."""
+        """The whole buffer with its spare room, contiguous."""
         return self._storage.data
 
     def append(self, x: Tensor) -> Growing:
@@ -175,7 +174,7 @@ class Growing:
         return longer
 
     def longer(self, count: int) -> Growing:
-        """The same with `count` more entries, which the caller must write; without gradients and compilers."""
+        """A value with `count` more entries, which the caller must write; only without gradients and compilers."""
         storage, length = self._storage, self.length + count
         data = storage.data
         alien = data.requires_grad or (data.is_inference() and not torch.is_inference_mode_enabled())
@@ -187,7 +186,7 @@ class Growing:
         return Growing(storage, length)
 
     def rows(self, index: Tensor) -> Growing:
-        """The sequences index [n] of the batch as a value of their own, with the room that this one has."""
+        """The sequences index [n] of the batch as a separate value, with as much spare room."""
         return Growing(_Storage(self._storage.data.index_select(0, index), self.length), self.length)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Growing:
@@ -197,7 +196,7 @@ class Growing:
         return _grown, (_compact(self.tensor),)
 
     def take(self, index: Tensor) -> Growing:
-        """The entries index [B, n] as a value of their own."""
+        """The entries index [B, n] as a separate value."""
         whole = self.tensor
         return Growing.of(whole.gather(2, index[:, None, :, None].expand(-1, whole.shape[1], -1, whole.shape[3])))
 
@@ -206,32 +205,32 @@ def _grown(tensor: Tensor) -> Growing:
     return Growing.of(tensor)
 
 
-# Functions that torch.load(weights_only=True) may call; femixer.trees adds the kinds of tuples that states consist of.
+# Functions that torch.load(weights_only=True) may call; femixer.trees adds the tuple types of states.
 torch.serialization.add_safe_globals([_loaded, _grown])
 
 _numbers = itertools.count()
 _owners: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
-# How a module is used, and not what it computes from a state.
+# Attributes that do not affect what a module computes from a state.
 _USES = ("training", "gradient_checkpointing")
 
 
 def new_number(owner: nn.Module) -> int:
-    """By which the states of a module are known in this process."""
+    """A number that identifies the module as owner of states in this process."""
     number = next(_numbers)
     _owners[number] = owner
     return number
 
 
 def owner_of(number: int) -> nn.Module | None:
-    """The module with this number, None if it is gone."""
+    """The module with this number, None if it no longer exists."""
     return _owners.get(number)
 
 
 def fingerprint(owner: nn.Module) -> str:
-    """What a module is, in words, and a hash of its parts' settings and of its weights: names, shapes and values.
+    """A description of the module, and a hash of its settings and weights (names, shapes and values).
 
-    It reads all weights: for saving and loading, not for a step.
+    It reads all weights, so it is for saving and loading, not for a step.
     """
     found = hashlib.sha256()
     for line in _settings(owner):
@@ -255,7 +254,7 @@ def described(owner: nn.Module) -> str:
 
 
 def check_made_by(print_: str, owner: nn.Module, name: str) -> None:
-    """Raise a ValueError unless a module like this one made what was saved with this fingerprint."""
+    """Raise a ValueError unless `print_` is the fingerprint of this module; name: what was saved."""
     if print_ == fingerprint(owner):
         return
     made, here = print_.rpartition(" ")[0], described(owner)
@@ -264,7 +263,7 @@ def check_made_by(print_: str, owner: nn.Module, name: str) -> None:
 
 
 def _settings(owner: nn.Module) -> Iterator[str]:
-    """Class and plain attributes of our modules; dropout is not used where states are."""
+    """Class and plain attributes of our modules. Dropout is not included: states are used without it."""
     for name, module in owner.named_modules():
         if type(module).__module__.startswith("femixer."):
             plain = {

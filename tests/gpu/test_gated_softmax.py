@@ -59,6 +59,6 @@ def test_launches_and_kept_memory() -> None:
         y = gated_softmax_read(q, k, v, empty(8, 32), (lam, gate), 1e-6)
         forward = len(launches)
         y.backward(torch.empty_like(y))
-    assert (forward, len(launches) - forward) == (4, 5)
+    assert (forward, len(launches) - forward) == (4, 4)
     # q and k are twice as wide as v, lam, gate, mean and F; per row there is one number and a flag, tops are few.
     assert sum(x.numel() * x.element_size() for x in kept) < 9.5 * v.numel() * 4

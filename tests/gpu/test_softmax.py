@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from femixer import FreeEnergyMixer, use_backend
 from femixer.kernels import check, dispatch
 from femixer.kernels.softmax import OPERATOR, definition, examples, softmax_read
-from femixer.kernels.triton_launch import recorded
+from femixer.kernels.triton_launch import aimed_at, recorded
 
 EXAMPLES = examples()
 # The interpreter is slow: what two sequences show, one does too.
@@ -22,6 +23,14 @@ LONG = ["encoder window", "chunk of segments"]
 def one_sequence(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """The last of the batch."""
     return tuple(x[-1:] if isinstance(x, Tensor) and i != 3 else x for i, x in enumerate(arguments))
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """What a test asks of torch ends with it."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(before)
 
 
 def read_of(
@@ -145,12 +154,50 @@ def test_a_forgetting_layer_runs_on_kernels_with_padding_too() -> None:
     assert (torch.cat([y, later], 1) - expected).abs().max() < 1e-5
 
 
-def test_launches_are_few_and_do_not_depend_on_the_length() -> None:
+def test_launches_are_few_and_do_not_depend_on_the_length(deterministic: None) -> None:
     forward = ["block_ranges", "streams", "read", "read_exactly"]
-    backward = ["inner", "to_keys", "to_queries", "flagged_rows", "flagged_keys"]
-    for length in (1000, 65536):
-        assert on_meta(length) == [*forward, "|", *backward]
-        assert on_meta(length, torch.bfloat16, window=100) == [*forward, "|", *backward]
+    once, twice = ["inner", "to_keys"], ["inner", "to_keys", "to_queries"]
+    for repeatable in (False, True):
+        torch.use_deterministic_algorithms(repeatable)
+        backward = [*(twice if repeatable else once), "flagged_rows", "flagged_keys"]
+        for length in (1000, 65536):
+            assert on_meta(length) == [*forward, "|", *backward]
+            assert on_meta(length, torch.bfloat16, window=100) == [*forward, "|", *backward]
+
+
+@pytest.mark.parametrize("name", [*LONG, "segments, window and bias", "decays, window and a chunk", "large values"])
+def test_repeatable_gradients_are_the_definitions_too(name: str, deterministic: None) -> None:
+    arguments = one_sequence(EXAMPLES[name])
+    torch.use_deterministic_algorithms(True)
+    errors = check.compare(OPERATOR, "triton", arguments)
+    assert max(errors.gradients.values()) < 1e-4, errors
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+def test_sums_of_one_pass_are_those_of_two(target: str, deterministic: None) -> None:
+    """Over several tiles of rows and of keys, with flagged rows and one bias for every score."""
+    arguments = read_of(149, bias=torch.randn(1, 1, 149, 149, generator=torch.Generator().manual_seed(0)))
+    arguments[2][:, 131] = 100.0
+    assert run(arguments)[2][..., 128:131].all()
+    inputs = [x.requires_grad_() for x in arguments if isinstance(x, Tensor)]
+    found = []
+    for repeatable in (False, True):
+        torch.use_deterministic_algorithms(repeatable)
+        with use_backend("triton"), aimed_at(target), recorded() as launches:
+            mean, free, *_ = OPERATOR(*arguments)
+            found.append(torch.autograd.grad(mean.square().sum() + free.sum(), inputs))
+        assert ("to_queries" in [each.name for each in launches]) == repeatable
+    for x, once, twice in zip(inputs, *found, strict=True):
+        assert (once - twice).abs().max() <= 2e-6 * twice.abs().max().clamp_min(1), x.shape
+
+
+def test_keys_past_the_last_one_weigh_nothing_where_all_scores_are_low() -> None:
+    """An encoder whose scores are so low that exp(0) is infinitely more than their sum."""
+    arguments = read_of(37, causal=False)
+    arguments[1][...] = -arguments[0].mean(1, keepdim=True).sign()
+    arguments[0][...] = 300 * arguments[0].abs() * arguments[0].mean(1, keepdim=True).sign()
+    errors = check.compare(OPERATOR, "triton", arguments)
+    assert max(errors.gradients.values()) < 1e-4, errors
 
 
 def test_what_it_does_not_serve_has_a_reason() -> None:

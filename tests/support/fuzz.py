@@ -268,7 +268,7 @@ def make(place: Path) -> dict[str, Subject]:
     from femixer.tasks.vision.data import Preparation
     from femixer.tasks.vision.model import Classifier
     from femixer.training import RunOptions
-    from femixer.training.jobs import Store
+    from femixer.training.store import Store
 
     torch.manual_seed(0)
     text = place / "text.txt"

@@ -1,14 +1,22 @@
 """The other mixers of the paper's tables, with FreeEnergyMixer's signature."""
 
-from femixer.baselines.attention import Attention, Cache, DiffTransformer, GatedAttention, Laser
+from femixer.baselines.attention import (
+    Attention,
+    Cache,
+    DiffTransformer,
+    FoX,
+    FoXMemory,
+    GatedAttention,
+    Laser,
+    PaTH,
+    PaTHMemory,
+)
 from femixer.baselines.base import Baseline, Memory
 from femixer.baselines.deltanet import KDA, DeltaNet, GatedDeltaNet
-from femixer.baselines.hgrn import HGRN, HGRN2
-from femixer.baselines.linear_attention import AFT, GLA, GSA, LinearAttention, RetNet, Slots
+from femixer.baselines.linear_attention import AFT, GLA, GSA, HGRN, HGRN2, LinearAttention, RetNet, Slots
 from femixer.baselines.long_convolution import TNN, Hyena, HyenaMemory, TNNMemory
 from femixer.baselines.mamba import Mamba, Mamba2
 from femixer.baselines.rwkv import RWKV6, RWKV7
-from femixer.baselines.token_positions import FoX, FoXMemory, PaTH, PaTHMemory
 from femixer.trees import register_tuple
 
 for kind in (Cache, FoXMemory, HyenaMemory, Memory, PaTHMemory, Slots, TNNMemory):

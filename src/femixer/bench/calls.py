@@ -1,5 +1,6 @@
-"""What the clock runs around: a layer on a sequence, its training step, and a layer that goes on token by token; and
-what a call costs besides time: the most bytes that it holds at one time, and its FLOPs in plain torch."""
+"""What the clock runs around: a layer on a sequence, its training step, a layer that goes on token by token; training
+steps and generation of whole models; and what a call costs besides time: the most bytes that it holds at one time, and
+its FLOPs in plain torch."""
 
 from __future__ import annotations
 
@@ -9,15 +10,19 @@ import gc
 import json
 import math
 import os
+import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,8 +30,10 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from femixer.baselines.kernels.long_convolution import CHUNK
 from femixer.bench.measure import MixerOptions, no_garbage_collection, stopwatch, synchronize
+from femixer.kernels import reading
 from femixer.kernels.dispatch import use_backend
 from femixer.state import Growing
+from femixer.training import adamw
 
 
 def peak_memory(call: Callable[[], object], device: torch.device) -> int:
@@ -104,9 +111,22 @@ def flops(call: Callable[[], object], elementwise: bool = False) -> int:
     reads. Then no scan is free, however a compiled kernel carries it out.
     """
     counter, rest = FlopCounterMode(display=False, custom_mapping=_UNCOUNTED), _Elementwise()
-    with use_backend("plain"), counter, rest if elementwise else nullcontext(), _FusedAttention():
+    also = rest if elementwise else nullcontext()
+    with use_backend("plain"), _without_data_as_on_a_cpu(), counter, also, _FusedAttention():
         call()
     return counter.get_total_flops() + rest.total
+
+
+@contextmanager
+def _without_data_as_on_a_cpu() -> Iterator[None]:
+    """Plain torch takes the same form on meta tensors as on a CPU: that of other devices multiplies more numbers in
+    fewer operations."""
+    before = reading.FLOAT64
+    reading.FLOAT64 = (*before, "meta")
+    try:
+        yield
+    finally:
+        reading.FLOAT64 = before
 
 
 class _Elementwise(TorchDispatchMode):
@@ -265,3 +285,101 @@ class Decoder(NamedTuple):
                     _, state = self.layer(token, state=state, return_state=True)
 
             return stopwatch(steps, self.tokens.device) / len(self.tokens)
+
+
+class Training(NamedTuple):
+    """A model that is trained while the clock runs.
+
+    call: the model itself, or the model compiled; batch: its arguments, the same in every step; loss: of its output.
+    """
+
+    call: Callable[..., Any]
+    optimizer: Optimizer
+    batch: Mapping[str, Any]
+    loss: Callable[[Any], Tensor]
+    parameters: int
+    device: torch.device
+
+    @classmethod
+    def start(
+        cls,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        compiled: bool = False,
+        loss: Callable[[Any], Tensor] = lambda output: output.loss,
+    ) -> Training:
+        call = torch.compile(model.train(), dynamic=False) if compiled else model.train()
+        device = next(model.parameters()).device
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        return cls(call, adamw(model, learning_rate=1e-4, fused=True), batch, loss, parameters, device)
+
+    def step(self) -> None:
+        """Forward, backward and a step of AdamW."""
+        self.loss(self.call(**self.batch)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def time(self) -> float:
+        return stopwatch(self.step, self.device)
+
+
+class Clock:
+    """A streamer of transformers: notes when generate() hands out the prompt and then each token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())  # the tokens come from the device, which has therefore finished them
+
+    def end(self) -> None:
+        pass
+
+    def seconds_per_token(self) -> float:
+        """The median; the first token does not count, before which generate() prepares itself."""
+        _, *tokens = self.times
+        return statistics.median(after - before for before, after in pairwise(tokens))
+
+
+class Generator(NamedTuple):
+    """A model and its cache of all `tokens` [B, context + 1] but the last; each sample goes on from a copy of it.
+
+    cache_bytes: of one sequence, after the context; grows: whether the last token of the context made it larger.
+    """
+
+    model: Any
+    cache: Any
+    tokens: Tensor
+    steps: int
+    cache_bytes: float
+    grows: bool
+
+    @classmethod
+    @torch.no_grad()  # as generate() does: what is made in inference mode could only be copied there
+    def after(cls, model: Any, tokens: Tensor, steps: int) -> Generator:
+        """tokens [B, context + 1]; steps: tokens of a sample."""
+        context = tokens.shape[1] - 1
+        before = model(tokens[:, : context - 1], use_cache=True, logits_to_keep=1).past_key_values
+        size = cache_bytes(before)
+        # A cache may get room to grow with its first new token, which therefore costs more than the others.
+        cache = model(tokens[:, context - 1 : context], past_key_values=before, use_cache=True).past_key_values
+        return cls(model, cache, tokens, steps, cache_bytes(cache) / len(tokens), cache_bytes(cache) > size)
+
+    def time(self) -> float:
+        """Seconds for a token of every sequence."""
+        clock, cache = Clock(), copy.deepcopy(self.cache)
+        self.model.generate(
+            self.tokens,
+            attention_mask=torch.ones_like(self.tokens),
+            past_key_values=cache,
+            max_new_tokens=self.steps + 1,
+            do_sample=False,
+            use_cache=True,
+            streamer=clock,
+        )
+        return clock.seconds_per_token()
+
+
+def cache_bytes(cache: Any) -> int:
+    """Of ours, or of transformers' with keys and values."""
+    return held_bytes(getattr(cache, "states", None) or [(layer.keys, layer.values) for layer in cache.layers])

@@ -13,7 +13,6 @@ import importlib.util
 import json
 import platform
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,9 +23,10 @@ from torch import Tensor, nn
 
 from femixer import FreeEnergyMixer, __version__, use_backend
 from femixer.baselines import Attention
+from femixer.bench.measure import stopwatch
 from femixer.kernels import dispatch
 from femixer.kernels.triton_launch import Step, aimed_at, traced
-from femixer.options import check, parse
+from femixer.options import Rule, check, check_all, parse
 from femixer.priors import parse_prior
 from femixer.training import atomic
 
@@ -102,11 +102,11 @@ class Options:
     lengths: tuple[int, ...] = (2048, 8192)
     """Tokens of a sequence."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    """Of parameters and inputs."""
+    """Number formats of parameters and inputs."""
     models: tuple[str, ...] = ()
     """Also a training step of these presets of language models, e.g. 340m, at the first length."""
     repeats: int = 10
-    """Measurements, of which the median is told."""
+    """Measurements per case; the median is reported."""
     device: str = "cuda"
     """Where to measure."""
     out: Path = Path("results/bench")
@@ -115,8 +115,7 @@ class Options:
     def validate(self) -> None:
         for name in self.dtypes:
             check(name in DTYPES, "dtypes", name, f"one of {', '.join(DTYPES)}")
-        for name in ("dim", "heads", "batch", "repeats"):
-            check(getattr(self, name) > 0, name, getattr(self, name), "a positive number")
+        check_all(self, Rule("a positive number", lambda x: x > 0), "dim", "heads", "batch", "repeats")
         for length in self.lengths:
             check(length > 0, "lengths", length, "positive numbers of tokens")
         for prior in self.priors:
@@ -364,17 +363,8 @@ def _model_rows(preset: str, options: Options, dtype: str) -> Iterator[dict[str,
 
 
 def _median_seconds(call: Callable[[], object], options: Options) -> float:
-    on_gpu, times = options.device.startswith("cuda"), []
-    for repeat in range(options.repeats + 2):  # the first compiles, the second fills caches
-        if on_gpu:
-            torch.cuda.synchronize(options.device)
-        start = time.perf_counter()
-        call()
-        if on_gpu:
-            torch.cuda.synchronize(options.device)
-        if repeat >= 2:
-            times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    times = [stopwatch(call, torch.device(options.device)) for _ in range(options.repeats + 2)]
+    return statistics.median(times[2:])  # the first compiles, the second fills caches
 
 
 def _peak_bytes(call: Callable[[], object], options: Options) -> int | None:

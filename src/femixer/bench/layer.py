@@ -10,9 +10,23 @@ import torch
 
 from femixer.bench.calls import Call, Decoder, flops, peak_memory
 from femixer.bench.contestants import ATTENTION, Mixer, Parameters, caches, canonical, check_priors
-from femixer.bench.measure import MixerOptions, Spread, Timing, busy, check_distinct, timed, unlimited_compilation
-from femixer.bench.report import Report as BenchReport
-from femixer.bench.report import bytes_cell, command, fits, heads_of, measured, place_of, ratio_cell
+from femixer.bench.measure import (
+    MixerOptions,
+    Spread,
+    Timing,
+    busy,
+    bytes_cell,
+    check_distinct,
+    command,
+    fits,
+    heads_of,
+    measured,
+    place_of,
+    ratio_cell,
+    timed,
+    unlimited_compilation,
+)
+from femixer.bench.measure import Report as BenchReport
 from femixer.options import check, check_positive
 from femixer.priors import parse_prior
 from femixer.reporting import Column, Table, progress

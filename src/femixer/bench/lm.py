@@ -11,13 +11,26 @@ import transformers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from femixer.bench.calls import Generator, Training
 from femixer.bench.contestants import ATTENTION, arguments, caches, check_priors, full_label
-from femixer.bench.measure import MixerOptions, Spread, check_distinct, paired_ratio, timed, unlimited_compilation
-from femixer.bench.models import Generator, Training
-from femixer.bench.report import Report as BenchReport
-from femixer.bench.report import bytes_cell, command, fits, heads_of, measured, place_of, ratio_cell
+from femixer.bench.measure import (
+    MixerOptions,
+    Spread,
+    bytes_cell,
+    check_distinct,
+    command,
+    fits,
+    heads_of,
+    measured,
+    paired_ratio,
+    place_of,
+    ratio_cell,
+    timed,
+    unlimited_compilation,
+)
+from femixer.bench.measure import Report as BenchReport
 from femixer.models import FEMConfig, FEMForCausalLM
-from femixer.options import check, check_positive
+from femixer.options import COUNT, check, check_all
 from femixer.priors import parse_prior
 from femixer.reporting import Column, Table, progress
 
@@ -70,13 +83,7 @@ class Options(MixerOptions):
 
     def validate(self) -> None:
         super().validate()
-        check_positive(
-            dim=self.dim,
-            heads=self.heads,
-            layers=self.layers,
-            vocabulary=self.vocabulary,
-            decode_batch=self.decode_batch,
-        )
+        check_all(self, COUNT, "dim", "heads", "layers", "vocabulary", "decode_batch")
         even = 2 * self.heads  # the rivals rotate pairs of channels
         allowed = f"a multiple of {even}: an even number for each of {self.heads} heads"
         check(self.dim % even == 0, "dim", self.dim, allowed)

@@ -12,9 +12,18 @@ import torch
 
 from femixer.bench.calls import Call, Decoder, peak_memory
 from femixer.bench.contestants import ATTENTION, Mixer, check_priors, label
-from femixer.bench.measure import MixerOptions, Spread, check_distinct, paired_ratio, timed
-from femixer.bench.report import Report as BenchReport
-from femixer.bench.report import heads_of, place_of, ratio_cell, resumed
+from femixer.bench.measure import (
+    MixerOptions,
+    Spread,
+    check_distinct,
+    heads_of,
+    paired_ratio,
+    place_of,
+    ratio_cell,
+    resumed,
+    timed,
+)
+from femixer.bench.measure import Report as BenchReport
 from femixer.optional import require
 from femixer.options import check, check_positive, parse
 from femixer.priors import PRIORS

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from femixer.bench.calls import Call, flops, peak_memory
-from femixer.bench.measure import MeasureOptions, Timing, timed
-from femixer.bench.report import Report as BenchReport
-from femixer.bench.report import place_of, ratio_cell, resumed
+from femixer.bench.measure import MeasureOptions, Timing, place_of, ratio_cell, resumed, timed
+from femixer.bench.measure import Report as BenchReport
 from femixer.models import FEMConfig, FEMModel
 from femixer.models.config import plain_refusals
 from femixer.models.named import NAMED, Fields, baseline, fem, parameters_of

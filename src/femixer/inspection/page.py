@@ -32,9 +32,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from femixer.damage import check_numbers
 from femixer.inspection.inspection import Inspection, Layer, layer_of
-from femixer.inspection.usage import channels_by_kl, means
 from femixer.training import atomic
+
+MEANS = {"lam": "lambda", "gate": "gate", "hidden_beta": "hidden beta", "kl": "KL (nats)"}
+
+
+def means(layer: Layer) -> dict[str, Any]:
+    """Means over tokens: each quantity per head [H], over channels too, and `kl_channels` [H, D]."""
+    r = layer.inspection
+    assert r is not None
+    found = {name: getattr(r, name)[0].double().mean((1, 2)).tolist() for name in MEANS}
+    check_numbers(found, f"what {layer.name} reads")
+    return {**found, "kl_channels": r.kl[0].double().mean(1).tolist()}
+
+
+def channels_by_kl(layer: Layer, count: int) -> list[list[int]]:
+    """Per head the `count` channels with the largest mean KL, the largest first."""
+    assert layer.inspection is not None
+    kl: Tensor = layer.inspection.kl[0].double().mean(1)
+    return kl.argsort(dim=1, descending=True, stable=True)[:, :count].tolist()
+
 
 LEVELS = {"value": "uint16", "hidden_beta": "uint16", "lam": "uint8", "gate": "uint8", "kl": "uint16"}
 
@@ -119,20 +138,11 @@ LARGEST_EMBEDDED = 8
 
 
 def write_page(
-    path: Path,
-    layers: Iterable[Layer],
-    tokens: Sequence[str],
-    *,
-    model: str,
-    text: str,
-    note: str = "",
-    query: int | None = None,
-    channels: Sequence[int] | None = None,
-    count: int | None = None,
+    path: Path, layers: Iterable[Layer], tokens: Sequence[str], *, model: str, text: str, **more: Any
 ) -> int:
-    """Write the page of one text and return its size in bytes; the arguments are those of `page_text`."""
-    about: dict[str, Any] = {"model": model, "text": text, "note": note, "query": query}
-    atomic.write(path, page_text(layers, tokens, **about, channels=channels, count=count))
+    """Write the page of one text and return its size in bytes; the arguments are those of `page_text`: more are note,
+    query, channels and count."""
+    atomic.write(path, page_text(layers, tokens, model=model, text=text, **more))
     return path.stat().st_size
 
 

@@ -115,7 +115,7 @@ def undo_read_of_sums(
     if one_over.exponentials is not None:
         to_free = torch.zeros_like(mean) if grads[1] is None else grads[1].to(mean.dtype)
         slope = (to_free / beta).masked_fill(at_mean, 0)
-        to_mean = torch.where(at_mean, to_mean + to_free, to_mean)
+        to_mean = torch.addcmul(to_mean, to_free, at_mean)
         parts, to_beta = [one_over.exponentials.masked_fill_(at_mean, 0).mul_(slope)], slope * free
         falls = slope.addcmul_(to_mean, mean)
     falls = to_mean * mean if falls is None else falls

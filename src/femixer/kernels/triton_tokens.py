@@ -24,8 +24,6 @@ ELEMENTS, WIDEST, WARPS = 256, 64, 4
 WHOLE_ELEMENTS, WHOLE_WARPS = 64, 1
 # Channels, of any sequences, for which a program walks through the summaries, and its warps.
 LANES, FEW_WARPS = 32, 1
-# Sums of parts that a program has.
-SUMS = 256
 # What kernels take as numbers: nothing is compiled anew for others, with marks or without, or for what an encoder asks.
 # A thread has one channel, so none gains by knowing what a step from a token to the next is a multiple of.
 SIZES = ["length", "tokens", "count", "all_chunks", "channels", "lanes", "step", "key_step", "gate_step", "v_step"]
@@ -50,14 +48,6 @@ def rows(x: Tensor) -> tuple[Tensor, int]:
     if batch > 1 and steps[0] != length * steps[1]:
         return x.contiguous(), channels
     return x, steps[1]
-
-
-def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """parts [N, ...] of float32 -> their sum in another type, in one launch where torch takes two."""
-    found = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
-    grid = (triton.cdiv(found.numel(), SUMS),)
-    launch(add_parts, grid, parts, found, parts.shape[0], found.numel(), BLOCK=SUMS, num_warps=4)
-    return found
 
 
 class Chunks:
@@ -111,12 +101,3 @@ def lanes_of(count, lanes, channels, LANES: tl.constexpr):
     chunk [B, chunks, C]."""
     place = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     return place < lanes, place, place // channels * count * channels + place % channels
-
-
-@triton.jit(do_not_specialize=["parts", "count"])
-def add_parts(PARTS, FOUND, parts, count, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for i in range(parts):
-        total += tl.load(PARTS + tl.cast(i, tl.int64) * count + place, mask=place < count, other=0)
-    tl.store(FOUND + place, total, mask=place < count)

@@ -104,9 +104,7 @@ class FEMCache(Cache):
         )
 
     def __copy__(self) -> FEMCache:
-        copied = FEMCache(len(self))
-        copied.states, copied.owner = [*self.states], self.owner
-        return copied
+        return _cache([*self.states], self.owner)
 
 
 def _cache(states: list[Any], owner: Any) -> FEMCache:
@@ -145,18 +143,10 @@ class FEMGeneration(GenerationMixin):
         """tokenizer: generate() reads it for its stop strings, and hands it on."""
         return super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
 
-    def init_continuous_batching(self, *_: Any, **__: Any) -> NoReturn:
-        raise _no_continuous_batching()
+    def _no_continuous_batching(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            "continuous batching needs keys and values in pages, which these models do not have; "
+            "use generate() with a left-padded batch and its attention_mask"
+        )
 
-    def continuous_batching_context_manager(self, *_: Any, **__: Any) -> NoReturn:
-        raise _no_continuous_batching()
-
-    def generate_batch(self, *_: Any, **__: Any) -> NoReturn:
-        raise _no_continuous_batching()
-
-
-def _no_continuous_batching() -> RuntimeError:
-    return RuntimeError(
-        "continuous batching needs keys and values in pages, which these models do not have; "
-        "use generate() with a left-padded batch and its attention_mask"
-    )
+    init_continuous_batching = continuous_batching_context_manager = generate_batch = _no_continuous_batching

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +12,9 @@ from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
-from femixer.damage import shown
+from femixer import damage
 from femixer.models.block import check_budget, check_mixer
 from femixer.options import check
-
-WORDS = {int: "a whole number", float: "a finite number", str: "a text", bool: "true or false", types.NoneType: "null"}
 
 
 def check_types(config: Any) -> None:
@@ -28,7 +25,7 @@ def check_types(config: Any) -> None:
     for name, kind in declared(type(config)).items():
         value = getattr(config, name)
         if not fits(value, kind):
-            raise ValueError(f"{name}={shown(value)} is not allowed; choose {described(kind)}")
+            raise ValueError(f"{name}={damage.shown(value)} is not allowed; choose {described(kind)}")
 
 
 def declared(kind: Any) -> dict[str, Any]:
@@ -46,11 +43,7 @@ def fits(value: Any, kind: Any) -> bool:
         return isinstance(value, list | tuple) and all(fits(each, inner[0]) for each in value)
     if origin is dict:
         return isinstance(value, dict) and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
-    return isinstance(value, kind)
+    return damage.fits(value, kind)
 
 
 def described(kind: Any) -> str:
@@ -59,7 +52,7 @@ def described(kind: Any) -> str:
         return " or ".join(map(described, inner))
     if origin is list:
         return f"a list ({described(inner[0])} each)"
-    return WORDS.get(kind, "an object")
+    return damage.KINDS.get(kind, "an object")
 
 
 # Beyond any model: a larger number is a slip, and would be found out by what it takes to build.

@@ -21,8 +21,7 @@ from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 from femixer.mixer import FreeEnergyMixer
 from femixer.models.config import HEADS_STYLE
-from femixer.models.language import FEMForCausalLM, FEMModel, padding_mask, within_documents
-from femixer.models.packing import PACKING, packed_segments
+from femixer.models.language import PACKING, FEMForCausalLM, FEMModel, packed_segments, padding_mask, within_documents
 from femixer.parallel.cut import Cut, summed
 from femixer.parallel.heads import cut_heads, swapped
 

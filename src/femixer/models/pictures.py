@@ -17,7 +17,7 @@ from femixer.free_energy import posterior
 from femixer.gates import temperature_gate
 from femixer.mixer import FreeEnergyMixer
 from femixer.models.files import auto_map, write_module
-from femixer.models.packing import check_arguments
+from femixer.models.language import check_arguments
 from femixer.models.vision import FEMForImageClassification, FEMVisionConfig, FEMVisionModel
 from femixer.optional import require
 from femixer.options import check

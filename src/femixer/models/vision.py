@@ -17,8 +17,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from femixer.models.block import GELUMLP, FEMBlock, build_mixer, check_encoder, takes_rope
 from femixer.models.config import LARGEST, FEMConfig, check_types, mixer_fields
-from femixer.models.language import FEMPreTrainedModel
-from femixer.models.packing import check_arguments
+from femixer.models.language import FEMPreTrainedModel, check_arguments
 from femixer.options import check
 from femixer.priors import prior_class
 from femixer.rotary import Grid, on_grid

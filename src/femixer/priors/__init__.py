@@ -37,7 +37,7 @@ def prior_class(name: str) -> type[Prior]:
 
 
 def options_of(name: str) -> list[str]:
-    """Names of the keyword options that a prior takes beyond what every prior takes."""
+    """Names of a prior's own options: the keyword-only parameters that not every prior has."""
 
     def keywords(cls: type[Prior]) -> set[str]:
         parameters = inspect.signature(cls.__init__).parameters.values()
@@ -49,7 +49,7 @@ def options_of(name: str) -> list[str]:
 def build_prior(
     name: str, heads: int, kv_heads: int, widths: Widths, causal: bool, options: dict[str, Any], made: dict[str, Any]
 ) -> Prior:
-    """options: the prior's own; made: device and dtype of its parameters."""
+    """Build a prior by name. options: its own options; made: device and dtype of its parameters."""
     known = options_of(name)
     for option in options:
         if option not in known:
@@ -74,7 +74,7 @@ def parse_prior(text: str, argument: str = "prior") -> tuple[str, dict[str, Any]
 
 
 def value_of(text: str) -> bool | int | float | str | None:
-    """What an option's value says: true, false, none, a number, or itself."""
+    """Parse an option's value: true, false, none, a number, or the text itself."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     for number in (int, float):

@@ -15,7 +15,7 @@ from femixer.projection import Columns
 
 
 class ChannelPrior(DirectedPrior):
-    """Weights exp(key_i + gates after i) of their own in every value channel; tracks "key" and "gate" [B, T, H, D]."""
+    """Separate weights exp(key_i + g_{i+1} + ... + g_t) per value channel; tracks "key" and "gate" (g) [B, T, H, D]."""
 
     queries_and_keys = False
 
@@ -35,7 +35,7 @@ class ChannelPrior(DirectedPrior):
     ) -> Reading:
         key, gate = (None if name not in tracks else tracks[name].flatten(-2) for name in ("key", "gate"))
         flat, shape = v.flatten(-2), v.shape[-2:]
-        # The scan has its three rows first; a state has the batch first.
+        # The first axis of the scan's state is its three rows; a State has the batch first.
         state = None if state is None else state.transpose(0, 1)
         beta = None if beta is None else beta.flatten()
         read = channel_scan(key, gate, flat, beta, marks, state, exclusive)
@@ -55,6 +55,8 @@ class ChannelPrior(DirectedPrior):
 
 
 class AFTPrior(ChannelPrior):
+    """p_t(i) proportional to exp(k_i): one key per value channel, no decay."""
+
     def columns(self) -> dict[str, Columns]:
         return {"k": Columns(self.heads * self.widths.value)}
 

@@ -1,8 +1,8 @@
-"""The interface of a prior: a distribution p_t over positions, made from projections of the tokens.
+"""The interface of a prior: a distribution p_t over positions, computed from projections of the tokens.
 
-A prior answers two questions and nothing else in the code base knows how p_t is made: `read` gives mean and free energy
-of the values under p_t, fast; `weights` gives p_t itself, dense, for tests and inspection. `DirectedPrior` answers both
-for priors whose weights come from a scan along time.
+A prior has two methods: `read` returns mean and free energy of the values under p_t, fast; `weights` returns p_t
+itself, dense, for tests and inspection. No other code knows how p_t is computed. `DirectedPrior` implements both for
+priors whose weights come from a scan along time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from femixer.state import usable
 
 
 class Widths(NamedTuple):
-    """Per head: `key` channels for queries and keys (0 where the prior has none), `value` channels for the values."""
+    """Channels per head: `key` of queries and keys (0 if the prior has none), `value` of the values."""
 
     key: int
     value: int
 
 
 class ThreeReads(NamedTuple):
-    """States of the reads behind a posterior mean: of v, beta v + asinh v and beta v - asinh v."""
+    """States of the three reads of a posterior mean: of v, beta v + asinh v and beta v - asinh v."""
 
     values: Any
     rising: Any
@@ -39,17 +39,17 @@ class ThreeReads(NamedTuple):
 
 
 class Prior(nn.Module):
-    """Base of all priors. Subclasses are one file in this folder and one line in the registry.
+    """Base of all priors. A subclass is one file in this folder and one line in the registry.
 
-    Keyword-only parameters of a subclass's __init__ beyond those here are its options.
+    Additional keyword-only parameters of a subclass's __init__ are its options.
     """
 
-    queries_and_keys = True  # has columns "q" and "k" (so it takes rope and kv_heads)
+    queries_and_keys = True  # has columns "q" and "k", so it supports rope and kv_heads
     normalize = True  # weights sum to one
-    one_temperature = False  # all channels of a head share one, because they compete
-    shared_columns: tuple[str, ...] = ()  # that all heads read; the others are the heads', in order and in equal parts
-    shared_parameters: tuple[str, ...] = ()  # that all heads read; the others have the heads first
-    reads_on = False  # from a state of constant size, as fast as the whole sequence at once
+    one_temperature = False  # the channels of a head share a temperature, because they compete
+    shared_columns: tuple[str, ...] = ()  # used by all heads; other columns are split evenly among the heads, in order
+    shared_parameters: tuple[str, ...] = ()  # used by all heads; the first axis of other parameters is the head
+    reads_on = False  # continues from a state of constant size as fast as it reads a whole sequence
 
     def __init__(
         self,
@@ -66,19 +66,19 @@ class Prior(nn.Module):
 
     @classmethod
     def sized(cls, dim: int, options: dict[str, Any]) -> dict[str, Any]:
-        """The options, completed by those whose default depends on dim."""
+        """The options, with defaults that depend on dim filled in."""
         return options
 
     @classmethod
     def own_columns(cls, dim: int, heads: int, options: dict[str, Any]) -> tuple[float, float]:
-        """Without queries and keys: the columns of dim that the prior has, some in all and some per value channel.
+        """For priors without queries and keys: number of projected columns, (in total, per value channel).
 
-        Parameters per channel alone (rates, weights of a state) do not grow with dim and are not counted.
+        Parameters per channel (rates, weights of a state) do not grow with dim and are not counted.
         """
         return 0.0, 0.0
 
     def columns(self) -> dict[str, Columns]:
-        """What the prior wants projected from the tokens, by name."""
+        """The projections of the tokens that the prior needs, by name."""
         raise TypeError(f"{type(self).__name__} must define columns()")
 
     def read(
@@ -86,8 +86,8 @@ class Prior(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Any]:
         """-> (E_p[v], log E_p[exp(beta v)] / beta, next state), each read [B, T, H, D].
 
-        inputs: the projections [B, T, width]; v [B, T, G, D] with G key/value heads; beta [G, D], None for the mean
-        only; state of the tokens before; keep: whether a next state is wanted.
+        inputs: the projections [B, T, width]; v [B, T, G, D] with G key/value heads; beta [G, D], or None to read the
+        mean only; state: of the tokens before; keep: whether to return a next state.
         """
         raise TypeError(f"{type(self).__name__} must define read()")
 
@@ -102,28 +102,28 @@ class Prior(nn.Module):
         state: Any,
         keep: bool,
     ) -> tuple[Tensor, Any]:
-        """`read`, then the gates of logits lam and gate [B, T, H, D] -> (o [B, T, H, D], next state). A prior may do
-        both at once."""
+        """`read` followed by the gates, with logits lam and gate [B, T, H, D] -> (o [B, T, H, D], next state). A prior
+        may fuse the two."""
         mean, free, memory = self.read(inputs, v, beta, layout, state, keep)
         return gated_read(mean, free, lam, gate), memory
 
     def read_posterior(
         self, inputs: dict[str, Tensor], v: Tensor, beta: Tensor, layout: Layout, state: Any, keep: bool
     ) -> tuple[Tensor, Tensor, Any]:
-        """-> (E_p[v], E_q[v], next state), q proportional to p exp(beta v): `read` with the other readout.
+        """-> (E_p[v], E_q[v], next state), q proportional to p exp(beta v): the readout "posterior_mean".
 
-        v = (e^a - e^-a) / 2 with a = asinh v is a difference of positive numbers, and the posterior mean of either is a
-        difference of free energies, so as exact as those are, at any range and from the same kind of states:
+        With a = asinh v, v = (e^a - e^-a) / 2 is a difference of positive numbers. The posterior mean of each comes
+        from a difference of free energies, so it is as exact as those, at any range, and uses the same states:
 
             E_q[e^a] = exp(log E_p[exp(beta v + a)] - log E_p[exp(beta v)])
 
-        In float64, because a float32 free energy of 1e4 has three digits behind the point.
+        In float64, because a float32 free energy of 1e4 has only three decimals.
         """
         wide = torch.promote_types(v.dtype, torch.float32)
         v, beta = v.double(), beta.double()
         one, energy, a = torch.ones_like(beta), beta * v, v.asinh()
         streams = v, energy + a, energy - a
-        if self.queries_and_keys:  # all channels of a head have the same weights: one read
+        if self.queries_and_keys:  # all channels of a head share the weights, so one read suffices
             side_by_side = torch.cat(streams, -1), torch.cat([beta, one, one], -1)
             means, energies, state = self.read(inputs, *side_by_side, layout, state, keep)
             assert energies is not None
@@ -150,7 +150,7 @@ class Prior(nn.Module):
         keep: bool,
         readout: str = "free_energy",
     ) -> tuple[Tensor, Any]:
-        """The gated read: what the mixer calls, as a module, so that whoever owns its parameters is asked for them."""
+        """The gated read. The mixer calls the prior as a module, so that hooks (FSDP, offloading) see the call."""
         if readout == "free_energy" or beta is None:
             return self.gated_read(inputs, v, beta, lam, gate, layout, state, keep)
         mean, best, memory = self.read_posterior(inputs, v, beta, layout, state, keep)
@@ -163,34 +163,34 @@ class Prior(nn.Module):
         rows: Tensor | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> Tensor:
-        """p [B or 1, H, rows, T], or [.., T, D] where it differs per channel; rows: which queries (all).
+        """p [B or 1, H, rows, T], or [.., T, D] if it differs per channel. rows: indices of the queries; None: all.
 
         A prior over pairs of token and channel has T * D entries instead of T (see `over_index` and `over_tokens`).
         """
         raise TypeError(f"{type(self).__name__} must define weights()")
 
     def over_index(self, v: Tensor) -> Tensor:
-        """The values [B, T, G, D] as what `weights` distributes over: [B, index, G, D]."""
+        """The values [B, T, G, D] arranged along the index of `weights`: [B, index, G, D]."""
         return v
 
     def over_tokens(self, p: Tensor) -> Tensor:
-        """Weights over the index as weights over tokens."""
+        """Sum weights over the index to weights over tokens."""
         return p
 
 
 class DirectedPrior(Prior):
     """Weights from a scan along time: linear in the length, with a state of constant size. The scan reads each token's
-    past. In encoder mode a second one in reversed time reads its future, without the token itself, and the two reads
+    past. In encoder mode a second scan in reversed time reads its future, without the token itself, and the two reads
     are mixed by their total weights.
 
-    A subclass says what it derives from the projections per token (`tracks`), how it scans (`scan`) and what its
-    weights are (`log_scores`).
+    A subclass defines what it derives from the projections of a token (`tracks`), its scan (`scan`) and its weights
+    (`log_scores`).
     """
 
     reads_on = True
 
     def tracks(self, inputs: dict[str, Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Tensors [B, T, ...] that the scan needs besides the values."""
+        """Inputs of the scan other than the values, each [B, T, ...]."""
         raise TypeError(f"{type(self).__name__} must define tracks()")
 
     def scan(
@@ -203,11 +203,11 @@ class DirectedPrior(Prior):
         keep: bool,
         exclusive: bool,
     ) -> Reading:
-        """Read along dim 1. exclusive: a token reads only those before it, with its own gate applied."""
+        """Read along dim 1. exclusive: a token reads only earlier tokens, decayed also by its own gate."""
         raise TypeError(f"{type(self).__name__} must define scan()")
 
     def log_scores(self, tracks: dict[str, Tensor], rows: Tensor) -> Tensor:
-        """log s_t(i) as if all were visible, [B, H, rows, T] or [B, H, rows, T, D]."""
+        """log s_t(i) for all pairs, before masking: [B, H, rows, T] or [B, H, rows, T, D]."""
         raise TypeError(f"{type(self).__name__} must define log_scores()")
 
     def read(
@@ -262,7 +262,7 @@ class DirectedPrior(Prior):
         return scores.softmax(3).masked_fill(~seen, 0)
 
     def visible(self, layout: Layout, rows: Tensor) -> Tensor:
-        """bool [B or 1, rows, index]: what a row's query sees."""
+        """bool [B or 1, rows, index]: which entries a row may read."""
         length = layout.position.shape[1]
         key = torch.arange(length, device=rows.device)
         seen = torch.ones(1, len(rows), length, dtype=torch.bool, device=rows.device)
@@ -272,7 +272,7 @@ class DirectedPrior(Prior):
 
 
 def decay_between(gate: Tensor, rows: Tensor) -> Tensor:
-    """Sum of the gates [B, T, ...] between rows t and tokens i, [B, rows, T, ...]: of i+1..t, or of t..i-1 ahead."""
+    """Sum of the gates [B, T, ...] between rows t and tokens i -> [B, rows, T, ...]: i+1..t, or t..i-1 for i > t."""
     until = gate.cumsum(1)
     before = until - gate
     key = torch.arange(gate.shape[1], device=gate.device)

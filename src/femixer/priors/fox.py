@@ -1,4 +1,4 @@
-"""Forgetting attention as prior: softmax attention whose scores fall with every token that forgets."""
+"""Forgetting attention as prior: softmax attention whose scores decay by a forget gate at every token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FoxPrior(SoftmaxPrior):
     """p_t(i) proportional to exp(<q_t, k_i> / sqrt(E) + log f_{i+1} + ... + log f_t), one forget gate f per head.
 
     log f = -softplus(logits + b), so f = sigmoid(-(logits + b)), with b spread over memory spans of 2 to 1000 tokens.
-    Towards the future, in encoder mode, the gates are those of t..i-1. Lin et al. 2025, arXiv 2503.02130.
+    For later tokens i, in encoder mode, the gates are those of t..i-1. Lin et al. 2025, arXiv 2503.02130.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class FoxPrior(SoftmaxPrior):
         return {**super().columns(), "decay": Columns(self.heads, additive=True)}
 
     def log_decays(self, inputs: dict[str, Tensor], layout: Layout) -> Tensor:
-        # Their sums grow along the sequence, and only differences of sums count.
+        # float64, because their sums grow along the sequence while only differences of sums matter.
         decay = -F.softplus(inputs["decay"].double() + self.decay_bias.double())
         return decay if layout.padding is None else decay.masked_fill(layout.padding[..., None], 0)
 
@@ -59,7 +59,7 @@ class FoxPrior(SoftmaxPrior):
         layout: Layout,
         dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        # A bias in half precision would be off by as much as a gate.
+        # In half precision the rounding error of the bias would be as large as a gate.
         return super()._read_from(inputs, v.to(torch.promote_types(v.dtype, torch.float32)), beta, layout, dtype)
 
     def gated_read(self, *given: Any) -> tuple[Tensor, Any]:

@@ -2,7 +2,7 @@
 
     s_{t,j}(i, k) = sum_n R[j, n] c_t[n] (a_{i+1} ... a_t)[n] b_i[n] W[n, k],   normalized per output channel j
 
-This is our reading of one sentence of the paper ("a channel-interactive variant lifts the index set to pairs (i, k) and
+Our interpretation of one sentence of the paper ("a channel-interactive variant lifts the index set to pairs (i, k) and
 normalizes per output channel, enabling cross-channel competition"). All channels of a head compete for the same
 exponentials exp(beta v_{i,k}), so a head has one temperature.
 """
@@ -28,8 +28,8 @@ from femixer.projection import Columns
 
 
 class InteractivePrior(DirectedPrior):
-    """a = exp(-delta A) per head and mode with delta = softplus of a projection; b, c softplus of projections shared by
-    all heads; R and W positive. Memory spans start spread from 2 to 1000 tokens over the heads."""
+    """a = exp(-delta A) per head and mode, delta = softplus of a projection; b and c are softplus of projections shared
+    by all heads; R and W are positive. Memory spans start spread from 2 to 1000 tokens over the heads."""
 
     queries_and_keys = False
     one_temperature = True
@@ -58,7 +58,7 @@ class InteractivePrior(DirectedPrior):
             modes = torch.arange(1, self.state_size + 1, dtype=torch.float64)
             self.rate.copy_(inverse_softplus(modes).expand_as(self.rate))
         spread_decay_(self.delta_bias)
-        # Modes and channels start different: equal ones would stay equal.
+        # Modes and channels must start different: equal ones would stay equal.
         nn.init.normal_(self.write_map)
         nn.init.normal_(self.read_map)
 

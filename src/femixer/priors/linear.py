@@ -1,5 +1,5 @@
-"""Linear attention as prior: p_t(i) proportional to <q_t, k_i> with features ReLU(RoPE(.)) + epsilon, and its gated
-form, where they are decayed by input-dependent gates after i."""
+"""Linear attention as prior: p_t(i) proportional to <q_t, k_i> with features ReLU(RoPE(.)) + epsilon; and its gated
+form (GLA), with input-dependent decay between i and t."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from femixer.priors.base import DirectedPrior, Widths, decay_between
 from femixer.projection import Columns
 from femixer.rotary import Rotation, check_base, rotated
 
-# Small against features of order one; large enough that the sum of two products of it is a normal number.
+# Small relative to features of order one; large enough that its square is a normal float32 number.
 EPSILON = 1e-6
 DECAYS = ("scalar", "head", "channel")
 
 
 class LinearPrior(DirectedPrior):
-    """Rotary positions, grouped key/value heads; causal or encoder. RoPE followed by ReLU is not relative: positions
-    count the real tokens of a segment. A subclass may add log decays as the track "gate" [B, T, G, E or 1]."""
+    """Linear attention with rotary positions and grouped key/value heads; causal or encoder.
 
-    reads_on = False  # whole sequences are read by matrix products
+    RoPE followed by ReLU depends on absolute positions, which count the real tokens of a segment. A subclass may add
+    log decays as the track "gate" [B, T, G, E or 1].
+    """
+
+    reads_on = False  # whole sequences are faster, by matrix products
 
     def __init__(
         self,
@@ -84,10 +87,10 @@ class LinearPrior(DirectedPrior):
 
 
 class GLAPrior(LinearPrior):
-    """The gated form. decay="scalar": one gate for all heads. decay="head": one per key/value head. decay="channel":
-    one per key channel, through a map of low rank.
+    """Gated linear attention: log decays g = -softplus(logits + b).
 
-    g = -softplus(logits + b), with b spread over memory spans of 2 to 1000 tokens; one gate alone starts at 45.
+    decay="head": one gate per key/value head; "scalar": one for all heads; "channel": one per key channel, through a
+    low-rank map. b starts with memory spans spread from 2 to 1000 tokens; a single gate starts at 45.
     """
 
     def __init__(

@@ -23,16 +23,16 @@ from femixer.priors.base import Widths, decay_between
 from femixer.priors.ssm import StateSpacePrior
 from femixer.projection import Columns
 
-# Positive in any number format, also where softplus underflows.
+# Keeps delta, b and c positive where softplus underflows.
 EPSILON = 1e-6
 
 
 class MambaPrior(StateSpacePrior):
-    """delta, b and c are softplus of projections (delta through a map of low rank), b and c shared by all channels.
+    """delta, b and c are softplus of projections (delta through a low-rank map); all channels share b and c.
 
-    normalize=False reads with the unnormalized weights (the paper's ablation "- p_t norm"). skip=True has Mamba's D: a
-    weight of the token itself besides, positive, one per channel, 1 at the start. The slowest mode starts
-    with memory spans spread from 2 to 1000 tokens in every head; the others decay n times as fast.
+    normalize=False reads with the unnormalized weights (the paper's ablation "- p_t norm"). skip=True adds Mamba's D: a
+    positive weight of the token itself, one per channel, initially 1. The slowest mode starts with memory spans spread
+    from 2 to 1000 tokens in every head; mode n decays n times as fast.
     """
 
     shared_columns = ("b", "c", "delta")
@@ -72,7 +72,7 @@ class MambaPrior(StateSpacePrior):
     def own_columns(cls, dim: int, heads: int, options: dict[str, Any]) -> tuple[float, float]:
         rank, states = options["rank"], options.get("state_size", 16)
         if not isinstance(states, int) or not isinstance(rank, int) or states < 1 or rank < 1:
-            return 0.0, 0.0  # refused by name when the prior is built
+            return 0.0, 0.0  # building the prior raises the error
         return rank + 2.0 * states, rank / dim
 
     def reset_parameters(self) -> None:
@@ -135,7 +135,7 @@ class MambaPrior(StateSpacePrior):
 
 
 def with_itself(read: Reading, v: Tensor, beta: Tensor | None, log_weight: Tensor) -> Reading:
-    """The read of a token's past [B, T, H, D] with one more entry: its own value, of weight exp(log_weight) [H, D]."""
+    """Add one entry to the reads [B, T, H, D]: each token's own value, with weight exp(log_weight) [H, D]."""
     total = torch.logaddexp(read.log_total, log_weight)
     before, own = read.log_total - total, log_weight - total
     mean = torch.lerp(read.mean, v, own.exp())

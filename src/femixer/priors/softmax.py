@@ -39,11 +39,11 @@ class Alibi(nn.Module):
 
 
 class Stream(NamedTuple):
-    """Cached values [B, G, S, D]; with `exponentials`, beside exp(beta (v - shift)) in one buffer of width 2D.
+    """Cached values [B, G, S, D]; with `exponentials`, together with exp(beta (v - shift)) in one buffer of width 2D.
 
-    shift [B, G, 1, D]: without exponentials the largest value so far. Exponentials are kept on a CPU only: whether they
-    still fit their shift is a question to the device, for which another device would have to wait, and which no
-    compiler can answer.
+    shift [B, G, 1, D]: without exponentials, the largest value so far. Exponentials are kept on a CPU only: whether the
+    shift is still large enough depends on the data, so another device would have to wait for the answer, and a
+    compiler cannot know it.
     """
 
     data: Growing
@@ -88,9 +88,8 @@ def _beside(v: Tensor, exponent: Tensor) -> Tensor:
 
 
 class Cache(NamedTuple):
-    """Rotated keys and the values of the past [B, G, S, .]; their segments [B, S] where there was padding or more than
-    one; positions [1 or B, S] where a score bias asks for them; sums of the log decays up to each of them [B, H, S, 1]
-    where scores decay."""
+    """The past of a stream: rotated keys and values [B, G, S, .]; segments [B, S] if there was padding or more than one
+    segment; positions [1 or B, S] if a score bias needs them; cumulative log decays [B, H, S, 1] if scores decay."""
 
     keys: Growing
     stream: Stream
@@ -100,11 +99,11 @@ class Cache(NamedTuple):
 
 
 class SoftmaxPrior(Prior):
-    """Rotary positions, grouped key/value heads, sliding window, score bias; causal or encoder.
+    """Softmax attention with rotary positions, grouped key/value heads, window and score bias; causal or encoder.
 
-    score_bias(query positions [B, T], key positions [B, S]) -> broadcastable to [B, H, T, S], added to the scores; a
-    module may learn. cache: what a stream keeps besides the keys: "value" the values once, "exp" also exp(beta v),
-    which is larger and faster.
+    score_bias(query positions [B, T], key positions [B, S]) returns a tensor broadcastable to [B, H, T, S], which is
+    added to the scores; it may be a module with parameters. cache: what a stream keeps besides the keys: "value" the
+    values, "exp" also exp(beta v), which is larger and faster.
     """
 
     def __init__(
@@ -136,14 +135,14 @@ class SoftmaxPrior(Prior):
         return {"q": Columns(self.heads * width), "k": Columns(self.kv_heads * width)}
 
     def _heads(self, inputs: dict[str, Tensor], position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Queries [B, T, H, E] and keys [B, T, G, E] at their positions."""
+        """Queries [B, T, H, E] and keys [B, T, G, E], rotated to their positions."""
         q, k = inputs["q"], inputs["k"]
         if self.rope:
             return rotated(q, k, Rotation(position, self.widths.key, self.rope_base), dtype)
         return q.unflatten(-1, (-1, self.widths.key)).to(dtype), k.unflatten(-1, (-1, self.widths.key)).to(dtype)
 
     def log_decays(self, inputs: dict[str, Tensor], layout: Layout) -> Tensor | None:
-        """By which the scores of earlier tokens fall at each token: [B, T, H] <= 0, float64, zero at padding."""
+        """Log decay of earlier tokens' scores at each token, or None: [B, T, H] <= 0, float64, zero at padding."""
         return None
 
     def _bias(self, query: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -158,7 +157,7 @@ class SoftmaxPrior(Prior):
             decays = None
             if decay is not None:
                 until = _sums(decay, layout)
-                # Nothing is read of what lies ahead of a causal layer's tokens, so sums before them are not asked for.
+                # A causal layer reads nothing ahead, so it does not use the sums before a token.
                 before = until if self.causal else until - decay
                 decays = torch.cat([before, until], 1).transpose(1, 2)
             visible = self._visible(layout, q.dtype)
@@ -170,7 +169,7 @@ class SoftmaxPrior(Prior):
         else:
             cache = self._append(state, k, v, beta, layout, decay)
             keys, values = cache.keys.tensor.transpose(1, 2), cache.stream.values.transpose(1, 2)
-            # Nothing is read of what lies ahead, so sums before a token are not asked for.
+            # Nothing ahead is read, so the sums before a token are not used.
             decays = None if cache.sums is None else cache.sums.tensor[..., 0].repeat(1, 1, 2)
             mean, free = softmax_read(q, keys, values, beta, decays=decays, **self._visible_in(cache, layout, q.dtype))
         return mean, free, self._forget(cache)
@@ -186,7 +185,7 @@ class SoftmaxPrior(Prior):
         state: Any,
         keep: bool,
     ) -> tuple[Tensor, Any]:
-        """`read` and the gates, as one operator where the tokens are a sequence of their own."""
+        """`read` and the gates, as one operator unless the tokens are part of a stream."""
         if state is not None or keep:
             return super().gated_read(inputs, v, beta, lam, gate, layout, state, keep)
         q, k, v, beta = self._read_from(inputs, v, beta, layout, handed_dtype(v))
@@ -202,14 +201,14 @@ class SoftmaxPrior(Prior):
         layout: Layout,
         dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries, keys and values in a type, by default that in which they are read; temperatures in the latter."""
+        """Queries, keys and values in `dtype` (default: that of the read); beta in the dtype of the read."""
         wide = reading_dtype(v, beta)
         dtype = wide if dtype is None else dtype
         q, k = self._heads(inputs, layout.position, dtype)
         return q, k, v.to(dtype), None if beta is None else beta.to(wide)
 
     def _visible(self, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
-        """What besides causality decides who sees whom, among the tokens of a layout."""
+        """Window, segments and score bias: which keys a query may read, apart from causality, within a layout."""
         segments = None if layout.segment is None else (layout.segment, layout.segment)
         return {
             "window": self.window,
@@ -218,14 +217,14 @@ class SoftmaxPrior(Prior):
         }
 
     def _visible_in(self, cache: Cache, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
-        """The same for the last tokens of a cache, which are those of the layout."""
+        """The same for queries of a layout whose tokens are the last ones of a cache."""
         length = layout.position.shape[1]
         segments = None if cache.segment is None else (cache.segment[:, -length:], cache.segment)
         bias = None if cache.position is None else self._bias(layout.position, cache.position, dtype)
         return {"window": self.window, "segments": segments, "bias": bias}
 
     def _visible_to_one(self, cache: Cache, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
-        """The same for the last token alone, with the decays since the others as its bias."""
+        """The same for the last token alone, with the decays since earlier tokens as its bias."""
         visible = self._visible_in(cache, layout, dtype)
         if cache.sums is not None:
             until = cache.sums.tensor[..., 0]
@@ -242,7 +241,7 @@ class SoftmaxPrior(Prior):
         cache: Cache,
         decay: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Cache]:
-        """One more token, without gradients: written to the cache and read from it at once."""
+        """One more token, without gradients: append to the cache and read from it in one operator."""
         if torch.compiler.is_compiling():
             cache = self._append(cache, k, v, beta, layout, decay)
             shift, visible = cache.stream.shift, self._visible_to_one(cache, layout, q.dtype)
@@ -285,7 +284,7 @@ class SoftmaxPrior(Prior):
         return segment, torch.cat([before, position], 1)
 
     def _forget(self, cache: Cache) -> Cache:
-        """With a window, keep the last real tokens that a later query can see; seldom, so that it costs little."""
+        """With a window, drop tokens that no later query can see; rarely, to amortize the cost."""
         window, length = self.window, cache.keys.length
         if window is None or length < 2 * window + FORGET_LATE:
             return cache
@@ -293,7 +292,7 @@ class SoftmaxPrior(Prior):
         index = torch.arange(length - window, length, device=keys.device).expand(keys.shape[0], -1)
         segment = None
         if cache.segment is not None:
-            # Each row keeps its own; rows with fewer real tokens are filled up with padding.
+            # Each row keeps its own last real tokens; rows with fewer are filled up with padding.
             real = torch.arange(length, device=index.device).masked_fill(cache.segment < 0, -1)
             index = real.topk(window, 1).values.flip(1)
             missing = index < 0
@@ -340,9 +339,10 @@ class SoftmaxPrior(Prior):
 
 
 def _sums(decay: Tensor, layout: Layout) -> Tensor:
-    """Sums of the log decays [B, T, H] up to each token; every segment starts anew.
+    """Cumulative log decays [B, T, H], restarting in every segment.
 
-    Sums of 1, 2, 4, ... tokens that end here: across a start nothing is added, and no gradient comes back.
+    By doubling: sums of the last 1, 2, 4, ... tokens. Nothing is added across a segment's start, and no gradient
+    crosses it.
     """
     if layout.starts is None:
         return decay.cumsum(1)
@@ -355,7 +355,7 @@ def _sums(decay: Tensor, layout: Layout) -> Tensor:
 
 
 def _grown(sums: Growing | None, decay: Tensor | None, layout: Layout) -> Growing | None:
-    """Sums of the log decays [B, H, S, 1] up to earlier tokens, and up to those of `decay` [B, T, H]."""
+    """Cumulative log decays [B, H, S, 1] of earlier tokens, extended by those of `decay` [B, T, H]."""
     if decay is None or decay.shape[1] == 0:
         return sums
     until = _sums(decay, layout).transpose(1, 2)[..., None]

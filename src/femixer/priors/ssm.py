@@ -20,7 +20,7 @@ from femixer.projection import Columns
 
 
 class StateSpacePrior(DirectedPrior):
-    """Scan of a diagonal state space with `state_size` modes per channel; a subclass gives the `system`."""
+    """Scan of a diagonal state space with `state_size` modes per channel; a subclass defines the `system`."""
 
     queries_and_keys = False
 
@@ -61,8 +61,9 @@ class StateSpacePrior(DirectedPrior):
 class SSMPrior(StateSpacePrior):
     """H(tau) = C A^(tau-1) B for tau >= 1 and D for tau = 0, with diagonal A in (0, 1) and everything positive.
 
-    Only products of C and B are seen, so there is one `weight` = C B / A per mode: H(tau) = sum_n weight_n A_n^tau.
-    Modes start with memory spans spread from 2 to 1000 tokens, each with the same total weight.
+    Only the products of C and B matter, so there is one parameter `response` = C B / A per mode, and
+    H(tau) = sum_n response_n A_n^tau. Modes start with memory spans spread from 2 to 1000 tokens, each with the same
+    total weight.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class SSMPrior(StateSpacePrior):
         return {}
 
     def tracks(self, inputs: dict[str, Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
-        # Only how many tokens there are: the padding is left out of the distance.
+        # The prior depends only on distances, which count real tokens.
         real = layout.position.new_ones(layout.position.shape, dtype=dtype)
         if layout.padding is not None:
             real = real.masked_fill(layout.padding, 0)

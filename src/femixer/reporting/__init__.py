@@ -1,10 +1,8 @@
 """Results as tables: one model of a table, and Markdown, LaTeX, CSV, HTML and the terminal from it.
 
-    Table of Columns, Groups of rows, Cells      reporting.table
-    means over seeds, differences, ranks, marks  reporting.scores
-    as_markdown, as_latex, as_csv, as_html       reporting.writers
-    show, progress                               reporting.terminal
-    colours, axes                                reporting.figures
+    tables of cells, means over seeds, differences, ranks, marks  reporting.table
+    as_markdown, as_latex, as_csv, as_html, show, progress        reporting.writers
+    colours, axes                                                 reporting.figures
 
 README.md beside this file says how the tables of the tasks and benchmarks are expressed with it.
 """

@@ -300,10 +300,10 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
-def show(*tables: Table, width_of_a_file: int = WIDTH_OF_A_FILE) -> None:
+def show(*tables: Table) -> None:
     """Draw tables on standard output."""
     rich = require("rich.table", "cli")
-    console = require("rich.console", "cli").Console(width=None if sys.stdout.isatty() else width_of_a_file)
+    console = require("rich.console", "cli").Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)
     for table in tables:
         notes = "\n".join(table.notes)
         drawn = rich.Table(

@@ -8,8 +8,7 @@ from femixer.optional import require
 require("transformers", "lm")
 
 from femixer.surgery import attention, families  # noqa: E402
-from femixer.surgery.families import FAMILIES  # noqa: E402
-from femixer.surgery.upgrading import check_ends, load, upgrade  # noqa: E402
+from femixer.surgery.families import FAMILIES, check_ends, load, upgrade  # noqa: E402
 
 attention.register()
 families.register()

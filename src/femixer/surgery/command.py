@@ -16,7 +16,7 @@ from femixer.models.files import Card, only_local, saved_tokenizer, write_card
 from femixer.optional import require
 from femixer.options import as_typed, check, model_first, parse
 from femixer.surgery.attention import PARTS
-from femixer.surgery.upgrading import check_ends, check_parts, check_upgradable, load, upgrade
+from femixer.surgery.families import check_ends, check_parts, check_upgradable, load, upgrade
 from femixer.training import atomic
 from femixer.training.results import model_folder
 
@@ -44,7 +44,7 @@ class Command:
     rank: int = 16
     """Rank of the maps from hidden states to the gates."""
     seed: int = 0
-    """Of those maps' start and of the probe."""
+    """Seed of these maps' initial weights and of the probe."""
 
 
 def main(args: Sequence[str]) -> int:

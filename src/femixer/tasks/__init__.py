@@ -15,6 +15,6 @@ TASKS: dict[str, tuple[str, str]] = {
     "mad": ("femixer.tasks.mad", "six synthetic tasks, from a laptop to a cluster: run, tabulate"),
     "lm": ("femixer.tasks.lm", "language models: train, compare, prepare data, train a tokenizer, tabulate"),
     "forecast": ("femixer.tasks.forecast", "time series: train forecasters, compare them, tabulate, predict"),
-    "vision": ("femixer.tasks.vision", "images: train classifiers, compare them, tabulate, see what they read"),
+    "vision": ("femixer.tasks.vision", "images: train classifiers, compare them, tabulate, show where they read"),
 }
 """Command -> the module that has its `main`, and one line of help."""

@@ -18,7 +18,7 @@ from torch.nn import functional
 from femixer.gates import inverse_temperature
 from femixer.kernels.softmax import softmax_read
 from femixer.optional import require
-from femixer.options import check, check_positive, parse
+from femixer.options import COUNT, NOT_NEGATIVE, POSITIVE, Rule, check, check_all, parse
 from femixer.reporting import Table, as_markdown
 from femixer.reporting.figures import figure, looks, plain_log, quiet
 from femixer.training import Fit, Part, Results, RunOptions, TrainOptions, adamw, generator, show_table, train
@@ -62,22 +62,11 @@ class Experiment:
 
     def validate(self) -> None:
         """Raise a ValueError that names the first value that makes no sense."""
-        check_positive(
-            channels=self.channels,
-            heads=self.heads,
-            batch=self.batch,
-            steps=self.steps,
-            validation=self.validation,
-            evaluate_every=self.evaluate_every,
-        )
-        for name in ("margin", "noise", "lr"):
-            check(0 < getattr(self, name) < float("inf"), name, getattr(self, name), "a number above 0")
-        fixed = self.fixed_data
-        check(
-            fixed is None or fixed >= self.batch, "fixed_data", fixed, f"a whole number of at least batch={self.batch}"
-        )
+        check_all(self, COUNT, "channels", "heads", "batch", "steps", "validation", "evaluate_every")
+        check_all(self, POSITIVE, "margin", "noise", "lr")
+        check_all(self, NOT_NEGATIVE, "weight_decay")
+        check_all(self, Rule(f"a whole number of at least batch={self.batch}", lambda x: x >= self.batch), "fixed_data")
         check(self.length > 1, "length", self.length, "a whole number above 1")
-        check(self.weight_decay >= 0, "weight_decay", self.weight_decay, "a number of at least 0")
         check(self.channels % self.heads == 0, "heads", self.heads, f"a divisor of channels={self.channels}")
 
 

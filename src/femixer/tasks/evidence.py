@@ -17,8 +17,8 @@ from femixer.options import check, parse
 from femixer.reporting import Cell, Column, Group, Row, Score, Table, difference
 from femixer.reporting.table import Difference
 from femixer.tasks.runner import report
-from femixer.training.jobs.store import as_text
 from femixer.training.results import Record, check_no_run, holds_run
+from femixer.training.store import as_text
 
 PAIRS = (("FEM-SM", "SMAttn"), ("FEM-GLA", "GLA"), ("FEM-AFT", "AFT"), ("FEM-Mamba", "Mamba"))
 """FEM with all parts, and its prior with the mean as read."""
@@ -106,7 +106,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "mad": Kind("MAD", of_mad, "points of accuracy", 100, 1),
-    "vision": Kind("Images", of_vision, "points of accuracy", 100, 2),
+    "vision": Kind("Vision", of_vision, "points of accuracy", 100, 2),
     "lm": Kind("Language models", of_lm, "validation loss, nats per token x 1000, less is better", -1000, 1),
     "forecast": Kind("Forecasting", of_forecast, "test MSE x 1000, less is better", -1000, 1),
 }

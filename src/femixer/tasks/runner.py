@@ -16,11 +16,12 @@ from typing import Any, Self
 
 from femixer.damage import Fields
 from femixer.options import Commands, check, dispatch, lacks_option, named, parse
-from femixer.reporting import Table, as_markdown, write
+from femixer.reporting import Cell, Table, as_markdown, write
 from femixer.reporting.figures import save
-from femixer.training import atomic, distributed, jobs
-from femixer.training.jobs import RECORD, Job, Jobs, Kind
+from femixer.training import atomic, distributed, jobs, store
+from femixer.training.jobs import Job, Jobs
 from femixer.training.results import Record, RunOptions, check_no_run
+from femixer.training.store import RECORD, Kind
 
 
 def told(data: str, about: str) -> str:
@@ -33,6 +34,23 @@ def told(data: str, about: str) -> str:
     text = f"{data}, {about} (no --data was given)"
     if distributed.is_main():
         print(f"data: {text}", file=sys.stderr, flush=True)
+    return text
+
+
+def over_seeds(records: Sequence[Record]) -> str:
+    """For the notes of a table: what its numbers are over."""
+    seeds = sorted({record["seed"] for record in records})
+    return f"mean ± standard error over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
+
+
+def usual_notes(records: Sequence[Record], tables: Sequence[Table]) -> list[str]:
+    """What a reader must know of any table where it applies: unfinished jobs, and trainings that diverged."""
+    text = []
+    if any(isinstance(each, Cell) and each.missing for table in tables for row in table.rows for each in row):
+        text.append("In brackets: what is finished, where that is not all. Such values are never bold.")
+    diverged = sorted({record["model"] for record in records if record["diverged"]})
+    if diverged:
+        text.append(f"Training diverged, in some runs, of {', '.join(diverged)}; the best weights before that count.")
     return text
 
 
@@ -50,11 +68,13 @@ def report(out: Path, tables: Sequence[Table], figures: Mapping[str, Any] | None
 class Run(ABC):
     """The options of `femixer NAME run`: a dataclass with what is run; its docstring is the help."""
 
+    experiment: Any
+    """What is run, which says its `jobs`."""
     how: Jobs
 
-    @abstractmethod
     def jobs(self) -> Sequence[Job]:
         """Each once; a ValueError if one of them is not possible."""
+        return self.experiment.jobs()
 
     @abstractmethod
     def tables(self, records: Sequence[Record]) -> list[Table]:
@@ -183,11 +203,11 @@ class Task:
         files that `femixer NAME export` wrote."""
         if self.read is not None:
             return named(self.read)(*paths)
-        return [record for path in paths for record in jobs.load(path, self.kind)]
+        return [record for path in paths for record in store.load(path, self.kind)]
 
     def keep(self, record: Record, folder: Path) -> None:
         """Write the record of one training into its results folder, which `load` then reads like a store."""
-        jobs.export([record], folder / RECORD, self.kind)
+        store.export([record], folder / RECORD, self.kind)
 
     def _run(self, args: Sequence[str]) -> int:
         command = named(self.run).parse(args, f"{self.name} run")
@@ -200,15 +220,16 @@ class Task:
             return 130
         if ran is None:
             return 0
-        if ran.records:
+        records, failed = ran
+        if records:
             try:
-                print(as_markdown(*command.tables(ran.records)))
+                print(as_markdown(*command.tables(records)))
             except ValueError as error:  # the jobs are done; that older ones do not fit is not their fault
                 print(f"no table: {error}")
         out = command.how.out
         again = shlex.join(["femixer", *self.name.split(), "table", "--results", str(out)])
         print(f"Results are in {out}/; `{again}` makes files of them")
-        return 1 if ran.failed else 0
+        return 1 if failed else 0
 
     def _table(self, args: Sequence[str]) -> int:
         command = parse(named(self.table or TableFiles), args, f"{self.name} table")
@@ -227,6 +248,6 @@ class Task:
         check(not command.out.is_dir(), "out", str(command.out), "a file")
         records = self.load(*command.results)
         check(len(records) > 0, "results", "without a finished training", "stores or folders that have some")
-        jobs.export(records, command.out, self.kind)
+        store.export(records, command.out, self.kind)
         print(f"{len(records)} record{'s are' if len(records) != 1 else ' is'} in {command.out}")
         return 0

@@ -12,6 +12,7 @@ counted: operations of matrix products, bytes that a pass writes, bytes that mus
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,12 +183,6 @@ def node_costs(dim: int, lengths: Sequence[int], heads: int = 4) -> dict[str, li
     return found
 
 
-def growth(costs: Sequence[tuple[int, NodeCost]], what: str) -> float:
-    """By which power of the number of tokens it grows, at the last doubling."""
-    (_, before), (_, after) = costs[-2:]
-    return torch.tensor(getattr(after, what) / getattr(before, what)).log2().item()
-
-
 def node_table(costs: dict[str, list[tuple[int, NodeCost]]]) -> Table:
     rows = []
     for name, of in costs.items():
@@ -201,7 +196,9 @@ def node_table(costs: dict[str, list[tuple[int, NodeCost]]]) -> Table:
 
 
 def power(costs: Sequence[tuple[int, NodeCost]], what: str) -> str:
-    return f"T^{growth(costs, what):.2f}"
+    """By which power of the number of tokens it grows, at the last doubling."""
+    (_, before), (_, after) = costs[-2:]
+    return f"T^{math.log2(getattr(after, what) / getattr(before, what)):.2f}"
 
 
 def state_table() -> Table:
@@ -243,16 +240,16 @@ def head_table() -> Table:
     degree, rows = minimal_degree(5.0, 1e-6), []
     for heads in (1, 8, 64, 512):
         width = DIM // heads
-        features = torch.tensor([degree + width, width, degree]).double().add(1).lgamma()
-        digits = (features[0] - features[1] - features[2]).item() / torch.tensor(10.0).log().item()
-        digits_of_patterns = len(str(most_patterns(LENGTH, DIM, heads))) - 1
-        rows.append([str(heads), str(width), f"10^{digits_of_patterns}", f"10^{digits:.1f}"])
+        features = math.log10(math.comb(degree + width, width))
+        rows.append([str(heads), str(width), f"10^{digits(most_patterns(LENGTH, DIM, heads))}", f"10^{features:.1f}"])
     columns = ("heads", "width", "patterns of argmax", "features for 1e-6 at scores within 5")
-    return Table.of(columns, rows, f"{DIM} channels, {LENGTH} positions; every channel for itself: 10^{_digits()}")
+    alone = digits(most_patterns(LENGTH, DIM))
+    return Table.of(columns, rows, f"{DIM} channels, {LENGTH} positions; every channel for itself: 10^{alone}")
 
 
-def _digits() -> int:
-    return len(str(most_patterns(LENGTH, DIM))) - 1
+def digits(count: int) -> int:
+    """The power of ten below a number that is too large for a float."""
+    return len(str(count)) - 1
 
 
 def singular_values(length: int = 48, channels: int = 32) -> dict[float, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from femixer.optional import require
-from femixer.options import check
+from femixer.options import COUNT, check, check_all
 from femixer.pieces import joined
 from femixer.training import distributed
 from femixer.training.distributed import Part
@@ -32,18 +32,18 @@ class EngineOptions:
     precision: Literal["no", "bf16"] = "no"
     """Mixed precision: bf16 multiplies matrices in bfloat16; weights and their updates stay float32."""
     accumulate: int = 1
-    """Pieces that a process makes of its share of a batch, one after another: less memory, the same gradient."""
+    """Pieces into which a process splits its share of a batch: less memory, the same gradient."""
     shard: Literal["none", "full"] = "none"
     """Several processes (torchrun): none keeps a copy of the model in each (DDP), full divides weights, gradients and
     optimizer among them (FSDP2)."""
     compile: bool = False
     """Compile the model with torch.compile."""
     checkpointing: bool = False
-    """Gradient checkpointing: keep only the input of each block and compute the rest again; less memory, more time."""
+    """Gradient checkpointing: keep only the input of each block and recompute the rest; less memory, more time."""
     context_parallel: int = 1
-    """Processes among which every sequence is cut (docs/scaling.md)."""
+    """Processes that share each sequence (docs/scaling.md)."""
     tensor_parallel: int = 1
-    """Processes among which the heads and widths of every layer are divided (docs/scaling.md)."""
+    """Processes that share the heads and widths of each layer (docs/scaling.md)."""
 
     @property
     def copies(self) -> int:
@@ -57,11 +57,9 @@ class EngineOptions:
         return processes // self.copies
 
     def validate(self) -> None:
-        for name in ("context_parallel", "tensor_parallel"):
-            check(getattr(self, name) > 0, name, getattr(self, name), "a whole number above 0")
+        check_all(self, COUNT, "context_parallel", "tensor_parallel", "accumulate")
         check(not (self.compile and self.copies > 1), "compile", True, f"False with {self.copies} processes per part")
         check(self.precision in ("no", "bf16"), "precision", self.precision, "no or bf16")
-        check(self.accumulate > 0, "accumulate", self.accumulate, "a whole number above 0")
         check(self.shard in ("none", "full"), "shard", self.shard, "none or full")
 
 

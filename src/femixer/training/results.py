@@ -39,7 +39,7 @@ from filelock import FileLock, Timeout
 
 from femixer.damage import Damaged, check_numbers, read_json, read_lines, read_text
 from femixer.optional import MissingExtra, require
-from femixer.options import check, check_threads, has_option
+from femixer.options import COUNT, WHOLE, check, check_all, check_threads, has_option
 from femixer.training import atomic, distributed
 
 CONFIG, METRICS, CHECKPOINTS, FIGURE, TABLE = "config.json", "metrics.jsonl", "checkpoints", "figure.png", "table.md"
@@ -75,13 +75,13 @@ class RunOptions:
     save_every: int | None = None
     """Steps between two checkpoints besides those that follow an evaluation."""
     track: tuple[Tracker, ...] = ()
-    """Where the metrics go besides (docs/training.md); each needs its package. A resumed run goes on there."""
+    """Trackers that also receive the metrics (docs/training.md); each needs its package. Resumed runs continue."""
 
     def apply(self) -> None:
         """Check the options, set the number of threads, and connect to the other processes if torchrun started any."""
         check(self.device in ("auto", "cpu"), "device", self.device, "auto or cpu")
-        check(self.keep >= 0, "keep", self.keep, "a whole number of at least 0")
-        check(self.save_every is None or self.save_every > 0, "save_every", self.save_every, "a whole number above 0")
+        check_all(self, WHOLE, "keep")
+        check_all(self, COUNT, "save_every")
         check_threads(self.threads)
         check(not (self.resume and self.overwrite), "resume", self.resume, "either --resume or --overwrite")
         for name in self.track:
@@ -243,13 +243,13 @@ def show_table(results: Results) -> int:
     return 0
 
 
-def check_no_run(folder: Path, name: str = "out") -> None:
+def check_no_run(folder: Path) -> None:
     """Raise a ValueError if files for people (tables, figures, pages) would go into the folder of a training, of a
     store or of a model: a run's table.md says that it is finished."""
     held = next((each for each in (CONFIG, STORE, METRICS) if (folder / each).is_file()), None)
     allowed = f"a folder of its own: this one holds a run, a store of results or a model ({held})"
-    check(held is None, name, str(folder), allowed)
-    check(not folder.exists() or folder.is_dir(), name, str(folder), "a folder")
+    check(held is None, "out", str(folder), allowed)
+    check(not folder.exists() or folder.is_dir(), "out", str(folder), "a folder")
 
 
 @contextmanager

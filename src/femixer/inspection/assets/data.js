@@ -1,6 +1,6 @@
 "use strict";
 
-/* What a mixer read, decoded from the bytes of packing.py, and the posteriors computed from it. */
+/* What a mixer read, decoded from the bytes of page.py, and the posteriors computed from it. */
 
 const ARRAYS = { uint8: Uint8Array, uint16: Uint16Array, float32: Float32Array };
 

@@ -28,7 +28,7 @@ def forward(y: Tensor, marks: Tensor | None, initial: Tensor | None, causal: boo
         from_here = scan(later_gates.roll(1, 1), u, resets=marks is not None, backwards=True)
         later = later_gates.exp() * F.pad(from_here[:, 1:], (0, 0, 0, 1))
         h, sums = sums + later, torch.cat([sums, later], -1)
-    direction = F.normalize(F.softplus(_logits(y)), dim=-1)
+    direction = F.normalize(F.softplus(y.chunk(3, -1)[2]), dim=-1)
     features = F.silu(direction) * F.layer_norm(h.to(y.dtype), h.shape[-1:], eps=eps)
     return features.to(dtype), last, sums
 
@@ -44,10 +44,6 @@ def _gates(y: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     return gates.masked_fill(start, -torch.inf), gates.masked_fill(end, -torch.inf), u
 
 
-def _logits(y: Tensor) -> Tensor:
-    return y[..., y.shape[-1] // 3 * 2 :]
-
-
 def backward(
     grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
@@ -60,25 +56,21 @@ def backward(
     if to_features is None:
         to_h, to_a = torch.zeros_like(h), y.new_zeros(h.shape)
     else:
-        to_h, to_a = _through_features(to_features.to(y.dtype), _logits(y), h + later[0] if later else h, eps)
-    gates, later_gates, _ = _gates(y, marks)
+        to_h, to_a = _through_features(to_features.to(y.dtype), y.chunk(3, -1)[2], h + later[0] if later else h, eps)
+    gates, later_gates, u = _gates(y, marks)
     # e_t = d h_t + decay_{t+1} e_{t+1}
     to_sums = to_h if to_last is None else torch.cat([to_h[:, :-1], to_h[:, -1:] + to_last[:, None]], 1)
     error = scan(gates, to_sums, resets=marks is not None, backwards=True)
-    decay = gates.exp()
-    if initial is None:
-        to_initial, before = None, F.pad(h[:, :-1], (0, 0, 1, 0))
-    else:
-        to_initial, before = (error[:, 0] * decay[:, 0]).to(y.dtype), torch.cat([initial[:, None], h[:, :-1]], 1)
-    # The decay is exp(-softplus(s)) = sigmoid(-s); one at padding, where its derivative is zero.
-    to_s, to_u = -torch.ops.aten.sigmoid_backward(error * before, decay), error
+    to_initial = None if initial is None else (error[:, 0] * gates[:, 0].exp()).to(y.dtype)
+    # The log decay is -softplus(s), and what it multiplies is decay_t h_{t-1} = h_t - u_t.
+    to_s, to_u = torch.ops.aten.softplus_backward(error * (u - h), wide(y[..., : u.shape[2]]), 1, 20), error
     if later:
         ahead = later_gates.exp()
         error = scan(later_gates.roll(1, 1), to_h, resets=marks is not None)
         to_s = to_s + error * later[0] * (ahead - 1)
         to_u = to_u + F.pad((ahead * error)[:, :-1], (0, 0, 1, 0))
     if marks is not None:
-        to_u = to_u.masked_fill(is_padding(marks)[..., None], 0)
+        to_s, to_u = (x.masked_fill(is_padding(marks)[..., None], 0) for x in (to_s, to_u))
     return torch.cat([to_s.to(dtype), to_u.to(dtype), to_a.to(dtype)], -1), None, to_initial
 
 

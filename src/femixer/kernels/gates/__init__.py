@@ -76,8 +76,8 @@ def forward(
     dtype = result_dtype(mean, lam, gate)
     lam, gate = (None if x is None else x.to(mean.dtype) for x in (lam, gate))
     read = mean if free is None or lam is None else torch.lerp(mean, free, torch.sigmoid(lam))
-    if gate is not None:
-        read = read * F.rms_norm(F.softplus(gate), gate.shape[-1:], None, eps)
+    if gate is not None:  # first, because results lie in memory as what comes first: by tokens, for the projection
+        read = F.rms_norm(F.softplus(gate), gate.shape[-1:], None, eps) * read
     return (read.to(dtype),)
 
 
@@ -107,6 +107,6 @@ def backward(
     if free is not None and share is not None:
         to_free = to_read * share
         to_read = to_read - to_free
-        to_lam = (free - read) * to_free  # (1 - lam) (free - mean) = free - read
+        to_lam = to_free * (free - read)  # (1 - lam) (free - mean) = free - read
     to_lam, to_gate = (None if x is None else x.to(dtype) for x, dtype in ((to_lam, of_lam), (to_gate, of_gate)))
     return to_read, to_free, to_lam, to_gate

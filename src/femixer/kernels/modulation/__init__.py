@@ -1,6 +1,6 @@
 """Modulation of projections x by the conditioner's features: x * (1 + eta) or x + eta, with eta = features Mᵀ.
 
-A factor 1 + eta below half the eps of its type, which is how well it is known where eta is close to -1, counts as that.
+A factor 1 + eta is known to half the eps of its type where eta is close to -1; with half of that more it is never zero.
 So x is y / (1 + eta) again, and of x and the results y only y is kept for the gradients.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from femixer.kernels.operator import declared, filled
+from femixer.kernels.operator import declared
 
 
 # The internal result is all columns as one tensor, of which the others are parts.
@@ -35,20 +35,20 @@ READS_RESULTS = slice(-1, None)
 
 def forward(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, widths: list[int]) -> tuple[Tensor, ...]:
     """In torch's operations."""
-    eta = features.to(x.dtype) @ matrix.to(x.dtype).mT
-    if scaled == 0:
-        y = x + eta
-    elif scaled == x.shape[-1]:
-        y = x * _factors(eta)
-    else:
-        y = torch.cat([x[..., :scaled] * _factors(eta[..., :scaled]), x[..., scaled:] + eta[..., scaled:]], -1)
+    f, m, parts = features.to(x.dtype), matrix.to(x.dtype), []
+    if scaled:
+        parts = [x[..., :scaled] * _factors(f, m[:scaled])]
+    if scaled < x.shape[-1]:
+        rows = torch.addmm(x[..., scaled:].flatten(0, -2), f.flatten(0, -2), m[scaled:].mT)
+        parts.append(rows.view(*x.shape[:-1], rows.shape[-1]))
+    y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
     return *y.split(widths, -1), y
 
 
-def _factors(eta: Tensor) -> Tensor:
-    factor = 1 + eta
-    # Numbers next to -1 are half of eps apart, so that a factor below that is zero.
-    return factor.masked_fill(factor == 0, torch.finfo(eta.dtype).eps / 2)
+def _factors(features: Tensor, matrix: Tensor) -> Tensor:
+    eta = features @ matrix.mT
+    # Next to -1, numbers are half of eps apart, so that with half of that more none is zero.
+    return (eta + 1).add_(torch.finfo(eta.dtype).eps / 4)
 
 
 def backward(
@@ -57,17 +57,17 @@ def backward(
     """d x = g (1 + eta) and d eta = g x = g y / (1 + eta), or g both where eta is added."""
     _, features, matrix, scaled, widths = arguments
     (y,) = results
-    g = torch.cat(filled(grads, y.split(widths, -1)), -1)
-    f, m = features.to(y.dtype), matrix.to(y.dtype)
-    to_x = to_eta = g
+    pieces = zip(grads, y.split(widths, -1), strict=False)
+    g = torch.cat([torch.zeros_like(piece) if grad is None else grad for grad, piece in pieces], -1)
+    f, m, to_eta = features.to(y.dtype), matrix.to(y.dtype), g
     if scaled:
         # The same product as in the forward pass, to the last bit: what one multiplies by, the other divides by.
-        factor = _factors((f @ m.mT)[..., :scaled])
-        to_x, to_eta = g[..., :scaled] * factor, g[..., :scaled] * (y[..., :scaled] / factor)
-        if scaled < y.shape[-1]:
-            to_x, to_eta = (torch.cat([part, g[..., scaled:]], -1) for part in (to_x, to_eta))
+        factor = _factors(f, m[:scaled])
+        to_eta = (y[..., :scaled] / factor).mul_(g[..., :scaled])
+        to_eta = to_eta if scaled == y.shape[-1] else torch.cat([to_eta, g[..., scaled:]], -1)
+        g[..., :scaled].mul_(factor)
     to_matrix = to_eta.flatten(0, -2).mT @ f.flatten(0, -2)
-    return to_x, (to_eta @ m).to(features.dtype), to_matrix.to(matrix.dtype)
+    return g, (to_eta @ m).to(features.dtype), to_matrix.to(matrix.dtype)
 
 
 def definition(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, widths: list[int]) -> tuple[Tensor, ...]:

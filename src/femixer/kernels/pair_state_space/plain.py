@@ -36,7 +36,8 @@ def _sums(arguments: tuple[Any, ...]) -> Sums:
         gate, v = gate.masked_fill(padding, 0), v.masked_fill(padding, 0)
         write, read = (x.masked_fill(padding[..., 0], 0) for x in (write, read))
     # Streams [B, T, H, N] that are written to the modes, and their log decays.
-    streams, decays = [spread.sum(-1).expand_as(gate), _spread(v, spread)], [gate, gate]
+    spreading, decays = "bthk,hnk->bthn", [gate, gate]
+    streams = [spread.sum(-1).expand_as(gate), torch.einsum(spreading, v, spread)]
     shift = warmth = None
     if beta is not None:
         warmth = wide(beta)[:, None]
@@ -44,7 +45,7 @@ def _sums(arguments: tuple[Any, ...]) -> Sums:
         shift, before = _shift(exponent, gate, wide(top), padding, start)
         below = exponent - shift
         below = below if padding is None else below.masked_fill(padding, 0)
-        streams.append(_spread(below.exp(), spread))
+        streams.append(torch.einsum(spreading, below.exp(), spread))
         decays.append(gate + (before - shift))
     x = torch.stack(streams, 2) * write[:, :, None, None]  # [B, T, streams, H, N]
     log_decay = torch.stack(decays, 2)
@@ -115,11 +116,6 @@ def backward(
         direct = to_beta.sum((0, 1, 3)).to(arguments[6].dtype)
         given[6] = -direct if given[6] is None else given[6] - direct
     return tuple(given)
-
-
-def _spread(x: Tensor, spread: Tensor) -> Tensor:
-    """[B, T, H, D] -> [B, T, H, N]"""
-    return torch.einsum("bthk,hnk->bthn", x, spread)
 
 
 def _shift(

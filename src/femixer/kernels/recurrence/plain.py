@@ -18,6 +18,8 @@ CHUNK, PAIRED_CHUNK = 16, 64
 LEAST = -80.0
 # More numbers than this are not made of pairs.
 NUMBERS = 2**23
+# Log decays summed within chunks, and the decays of all pairs in them.
+Pairwise = list[Tensor]
 
 
 def scan(
@@ -28,12 +30,13 @@ def scan(
     resets: bool = False,
     spare: bool = False,
     backwards: bool = False,
+    pairs: Pairwise | None = None,
 ) -> Tensor:
     """h_t = exp(log_decay_t) h_{t-1} + x_t in `wide`: log_decay <= 0 and x [B, T, ...], initial [B, ...] or zero.
 
     log_decay broadcasts to x in the dimensions after T. resets: it may be -inf, and then exactly nothing is left of the
     past; that takes more operations. spare: neither log_decay nor x is needed any more. backwards, from no state:
-    h_t = x_t + exp(log_decay_{t+1}) h_{t+1}.
+    h_t = x_t + exp(log_decay_{t+1}) h_{t+1}. pairs: an empty list, or that of a call before with this log_decay.
     """
     log_decay, x = wide(log_decay), wide(x)
     if initial is not None:
@@ -45,7 +48,7 @@ def scan(
         decay = log_decay.exp_() if spare and log_decay.shape == x.shape else log_decay.exp()
         return _by_doubling(decay, x, spare, backwards)
     if levels is None and x.dtype != torch.float64:
-        return _by_pairs(log_decay.clamp_min(LEAST), x, backwards)
+        return _by_pairs(log_decay, x, backwards, [] if pairs is None else pairs)
     if resets:
         return _by_doubling(log_decay.exp(), x, spare, backwards)
     if backwards:  # the last decay, which comes first then, is used by none
@@ -54,11 +57,11 @@ def scan(
 
 
 def _is_summed_at_once(decay: Tensor, x: Tensor) -> bool:
-    """Whether chunks are: in float64, or if there are not too many pairs."""
-    return x.dtype == torch.float64 or PAIRED_CHUNK * decay.numel() <= NUMBERS
+    """Whether chunks are: in float64, or if there are not too many pairs, of tokens and of chunks."""
+    return x.dtype == torch.float64 or (PAIRED_CHUNK * decay.numel() <= NUMBERS and x.shape[1] <= PAIRED_CHUNK**2)
 
 
-def _by_pairs(gates: Tensor, x: Tensor, backwards: bool) -> Tensor:
+def _by_pairs(gates: Tensor, x: Tensor, backwards: bool, kept: Pairwise) -> Tensor:
     """In chunks: what their own tokens add, by the decays D of all pairs, and what comes from their neighbours."""
     length, shape = x.shape[1], x.shape
     if gates.dim() == 4 and gates.shape[2] == 1:  # shared by all of a dimension
@@ -69,30 +72,19 @@ def _by_pairs(gates: Tensor, x: Tensor, backwards: bool) -> Tensor:
     chunk = max(1, min(length, PAIRED_CHUNK))
     if length % chunk:
         gates, x = F.pad(gates, (0, -length % chunk)), F.pad(x, (0, 0, 0, -length % chunk))
-    reach = gates.unflatten(-1, (-1, chunk)).cumsum(-1)
-    pairs = _decays(reach, reach, 0)
+    if not kept:
+        reach = gates.clamp_min(LEAST).unflatten(-1, (-1, chunk)).cumsum(-1)
+        kept += [reach, _decays(reach, reach, 0)]
+    reach, pairs = kept
     h = (pairs.mT if backwards else pairs) @ x.unflatten(2, (-1, chunk))
     if reach.shape[2] > 1:
         edge, end = (pairs[..., -1, :], h[..., 0, :]) if backwards else (pairs[..., 0], h[..., -1, :])
-        h = torch.addcmul(h, edge[..., None], _of_neighbours(reach, end, backwards)[..., None, :])
+        # What has come to the first token of a chunk, or backwards to its last one.
+        until = reach[..., -1].clamp_min(LEAST).cumsum(-1)
+        chunks = _decays(F.pad(until[..., :-1], (1, 0)) + reach[..., 0], until, -1)
+        h = torch.addcmul(h, edge[..., None], ((chunks.mT if backwards else chunks) @ end)[..., None, :])
     h = h.flatten(2, 3)[:, :, :length]
     return h.permute(0, 2, 3, 1) if len(shape) == 4 and h.shape[3] > 1 else h.permute(0, 2, 3, 1).reshape(shape)
-
-
-def _of_neighbours(reach: Tensor, end: Tensor, backwards: bool) -> Tensor:
-    """Of the sums `end` [B, W, J, E] at the last token of every chunk, or backwards at the first, what has come to the
-    first token of the chunk, or to the last one."""
-    first, over = reach[..., 0], reach[..., -1].clamp_min(LEAST)
-    if over.shape[-1] <= PAIRED_CHUNK:
-        until = over.cumsum(-1)
-        pairs = _decays(F.pad(until[..., :-1], (1, 0)) + first, until, -1)
-        return (pairs.mT if backwards else pairs) @ end
-    if backwards:  # from the first token of a chunk to that of the next
-        over = (reach[..., -1] - first).roll(1, -1) + first
-    every = _by_pairs(over.clamp_min(LEAST).mT[:, :, None], end.permute(0, 2, 3, 1), backwards).permute(0, 3, 1, 2)
-    if backwards:
-        return F.pad((every * first.exp()[..., None])[:, :, 1:], (0, 0, 0, 1))
-    return F.pad(every[:, :, :-1], (0, 0, 1, 0)) * first.exp()[..., None]
 
 
 def _decays(until: Tensor, since: Tensor, diagonal: int) -> Tensor:
@@ -104,13 +96,13 @@ def _decays(until: Tensor, since: Tensor, diagonal: int) -> Tensor:
 
 
 def _by_doubling(decay: Tensor, x: Tensor, spare: bool, backwards: bool) -> Tensor:
-    """Sums of 2, 4, 8 ... tokens up to each. Only products of decays are formed, so a decay of zero stays that. spare:
-    neither is needed any more."""
+    """Sums of 2, 4, 8 ... tokens up to each. Only products of decays are formed, so a decay of zero stays that. They
+    are not needed any more, nor is x if it is `spare`."""
     if backwards:
         return _by_doubling(decay.expand_as(x).flip(1).roll(1, 1), x.flip(1), True, False).flip(1)
     if not is_followed():
-        decay, x = decay.expand_as(x), x if spare else x.clone(memory_format=torch.contiguous_format)
-        _in_place(decay.contiguous() if spare else decay.clone(memory_format=torch.contiguous_format), x)
+        x = x if spare else x.clone(memory_format=torch.contiguous_format)
+        _in_place(decay.expand_as(x).contiguous(), x)
         return x
     distance = 1
     while distance < x.shape[1]:
@@ -182,7 +174,8 @@ def forward(decay: Tensor, inputs: Tensor, initial: Tensor, resets: bool) -> tup
         x = wide(inputs)
         first = torch.addcmul(x[:, :1], wide(decay[:, :1]), wide(initial)[:, None])
         x = torch.cat([first, x[:, 1:]], 1)
-        return (_by_doubling(wide(decay), x, False, False).to(inputs.dtype),)
+        own = wide(decay) if is_followed() else wide(decay).clone()
+        return (_by_doubling(own, x, True, False).to(inputs.dtype),)
     # Not the logarithm of zero, whose gradient is infinite.
     log_decay = torch.where(decay == 0, -torch.inf, wide(decay).clamp_min(math.exp(LEAST)).log())
     return (scan(log_decay, inputs, initial, resets=resets).to(inputs.dtype),)

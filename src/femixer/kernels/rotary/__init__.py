@@ -31,8 +31,11 @@ READS_ARGUMENTS = ("cos", "sin")
 
 def forward(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, floor: float | None) -> tuple[Tensor, ...]:
     """In torch's operations."""
-    found = zip((q, k), _rotated([q, k], cos, sin), strict=True)
-    return tuple((y if floor is None else y.relu() + floor).to(x.dtype) for x, y in found)
+    if floor is None:
+        return tuple(y.to(q.dtype) for y in _rotated([q, k], cos, sin))
+    # Features side by side, and in memory head by head, as products of matrices take them.
+    (y,) = _rotated([torch.cat([q.transpose(1, 2), k.transpose(1, 2)], 1).transpose(1, 2)], cos, sin)
+    return (y.relu() + floor).to(q.dtype).split([q.shape[2], k.shape[2]], 2)
 
 
 def backward(
@@ -43,8 +46,10 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     _, _, cos, sin, floor = arguments
     seen = [(g, y) for g, y in zip(grads, results, strict=True) if g is not None]
-    given = [g if floor is None else torch.ops.aten.threshold_backward(g, y, floor) for g, y in seen]
-    found = iter(_rotated(given, cos, -sin))
+    given, heads = [g for g, _ in seen], seen[0][0].shape[2]
+    if floor is not None:
+        given = [torch.cat([torch.ops.aten.threshold_backward(g, y, floor) for g, y in seen], 2)]
+    found = (part for both in _rotated(given, cos, -sin) for part in both.split(heads, 2))
     return *(None if g is None else next(found).to(g.dtype) for g in grads), None, None
 
 

@@ -14,6 +14,7 @@ Axes: B batch, H heads, T queries, S keys; q [B, H, T, E], k [B, H, S, E], v [B,
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -50,6 +51,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
     return out, log_z[:, :, : q.shape[2]]
 
 
+_seed = functools.cache(lambda device: torch.empty((), dtype=torch.long, device=device))  # of no dropout
+
+
 class Attended(NamedTuple):
     """A call of `attend` and its results."""
 
@@ -76,7 +80,7 @@ def attend_backward(
             grad, q, k, v, out, log_z, 0.0, causal, attn_mask=mask, scale=scale
         )
         return *grads, None
-    seed = torch.empty((), dtype=torch.long, device=q.device)  # of the dropout, which is zero
+    seed = _seed(q.device)
     if _by_flash(q, v, mask):
         ends = None, None, q.shape[2], k.shape[2]
         grads = aten._scaled_dot_product_flash_attention_backward(

@@ -30,6 +30,9 @@ from femixer.kernels.softmax.triton_kernels import (
 )
 from femixer.kernels.triton_math import rolled, softplus
 
+# Channels of values that are multiplied at a time, where those of queries and keys are not multiplied all at once.
+VALUES_APART = tl.constexpr(16)
+
 
 @triton.jit
 def load_top(tops, block, J, width, WIDTH: tl.constexpr):
@@ -126,35 +129,61 @@ def inner(
 @triton.jit
 def products(
     rows, columns, row, column, count_m, count_n, stride_m, stride_n, width,
-    UNIT: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CHANNELS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    UNIT: tl.constexpr, UNIT_N: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CHANNELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """[M, N]: those of M tokens from `row` of one head with N tokens from `column` of another, CHANNELS at a time."""
     x = tl.zeros([M, N], tl.float32)
     for first in range(0, rolled(WIDTH, count_m), CHANNELS):
         a = load_block(rows + first, row, count_m, stride_m, width - first, UNIT, M, CHANNELS)
-        b = load_block_columns(columns + first, column, count_n, stride_n, width - first, UNIT, N, CHANNELS)
+        b = load_block_columns(columns + first, column, count_n, stride_n, width - first, UNIT_N, N, CHANNELS)
         x = tl.dot(a, b, x, input_precision=PRECISION)
     return x
 
 
 @triton.jit
-def join_rows(
-    k, v, e, keys, queries, to_mean, to_total, log_zs, deltas, BIAS, SEG_Q, SEG_K, RANK, dk, dv, de, ds_sum,
-    first_key, start, middle, stop, T, S, offset, window, scale, q_t, k_t, bias_t, bias_s, key_width, width,
-    BETA: tl.constexpr, HAS_BIAS: tl.constexpr, SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr,
-    APART: tl.constexpr, PRECISION: tl.constexpr,
+def add_to_queries(
+    TO_Q, ds, k, keys, row, T, H, first_key, S, scale, k_t, key_width,
+    UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr, APART: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows at positions from start to stop add to the gradients of keys, values and exponentials [N, E or D], and where
-    scores decay to the sums of their own [N]. Those from middle on see all keys."""
+    """Add to TO_Q, of TILE rows of a head, what SIDE keys give by the gradients of their scores ds [N, M]: sums in
+    memory, which other programs add to as well."""
+    COLUMNS: tl.constexpr = APART if APART > 0 else KEY_WIDTH
+    token, channel = tl.arange(0, TILE), tl.arange(0, COLUMNS)
+    here = (token >= -row) & (token < T - row)
+    at = TO_Q + (tl.cast(row, tl.int64) + token)[:, None] * H * key_width + channel[None, :]
+    by_rows = tl.trans(ds)
+    if APART > 0:
+        for first in range(0, rolled(KEY_WIDTH, T), APART):
+            part = load_block(keys + first, first_key, S, k_t, key_width - first, UNIT, SIDE, APART)
+            dq = tl.dot(by_rows.to(part.dtype), part, input_precision=PRECISION)
+            inside = here[:, None] & (channel < key_width - first)[None, :]
+            tl.atomic_add(at + first, dq * scale, mask=inside, sem="relaxed")
+    else:
+        dq = tl.dot(by_rows.to(k.dtype), k, input_precision=PRECISION)
+        tl.atomic_add(at, dq * scale, mask=here[:, None] & (channel < key_width)[None, :], sem="relaxed")
+
+
+@triton.jit
+def join_rows(
+    k, v, e, keys, values, queries, to_mean, to_total, log_zs, deltas, BIAS, SEG_Q, SEG_K, RANK, TO_Q, TO_BIAS,
+    dk, dv, de, ds_sum, first_key, start, middle, stop, T, S, H, offset, window, scale, q_t, k_t, v_t, bias_t, bias_s,
+    key_width, width,
+    BETA: tl.constexpr, HAS_BIAS: tl.constexpr, SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    QUERIES: tl.constexpr, BIAS_GRAD: tl.constexpr, UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
+    TILE: tl.constexpr, SIDE: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows at positions from start to stop add to the gradients of keys, values and exponentials [N, E or D], where
+    scores decay to the sums of their own [N], and in memory to those of queries and of their bias. Those from middle on
+    see all keys."""
     key = first_key + tl.arange(0, SIDE)
     for first in range(start, stop, TILE):
         query = first + tl.arange(0, TILE)
         row = first - offset
         if APART > 0:
             x = products(
-                keys, queries, first_key, row, S, T, k_t, q_t, key_width, UNIT, KEY_WIDTH, SIDE, TILE, APART,
+                keys, queries, first_key, row, S, T, k_t, q_t, key_width, UNIT, UNIT, KEY_WIDTH, SIDE, TILE, APART,
                 PRECISION,
             )  # fmt: skip
         else:
@@ -171,7 +200,13 @@ def join_rows(
         p = tl.exp2(x - load_numbers(log_zs, row, T, INF, TILE)[None, :])
         by_mean = load_block(to_mean, row, T, width, width, 1, TILE, WIDTH)
         dv = tl.dot(p.to(by_mean.dtype), by_mean, dv, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(by_mean), input_precision=PRECISION)
+        if APART > 0:
+            dp = products(
+                values, to_mean, first_key, row, S, T, v_t, width, width, UNIT, 1, WIDTH, SIDE, TILE, VALUES_APART,
+                PRECISION,
+            )  # fmt: skip
+        else:
+            dp = tl.dot(v, tl.trans(by_mean), input_precision=PRECISION)
         if BETA:
             by_total = load_block(to_total, row, T, width, width, 1, TILE, WIDTH)
             de = tl.dot(p.to(e.dtype), by_total, de, input_precision=PRECISION)
@@ -182,6 +217,14 @@ def join_rows(
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
         if HAS_BIAS == DECAYS:
             ds_sum += tl.sum(ds, 1)
+        if BIAS_GRAD:
+            at = (query - offset).to(tl.int64)[None, :]
+            tl.store(TO_BIAS + at * S + key[:, None], ds, mask=(at >= 0) & (at < T) & (key < S)[:, None])
+        if QUERIES:
+            add_to_queries(
+                TO_Q, ds, k, keys, row, T, H, first_key, S, scale, k_t, key_width, UNIT, KEY_WIDTH, TILE, SIDE, APART,
+                PRECISION,
+            )  # fmt: skip
     return dk, dv, de, ds_sum
 
 
@@ -214,17 +257,19 @@ def row_range(
     do_not_specialize_on_alignment=SEGMENT_POINTERS,
 )
 def to_keys(
-    Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, TOPS, TO_MEAN, TO_TOTAL, DELTA, LOG_Z, TO_K, TO_V, TO_SUMS, EXPS, PARTS,
-    T, S, J, P, first_part, tiles, H, repeats, offset, window, scale,
+    Q, K, V, BETAS, BIAS, SEG_Q, SEG_K, RANK, TOPS, TO_MEAN, TO_TOTAL, DELTA, LOG_Z, TO_K, TO_V, TO_SUMS, TO_Q, TO_BIAS,
+    EXPS, PARTS, T, S, J, P, first_part, tiles, H, repeats, offset, window, scale,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bias_b, bias_h, bias_t, bias_s, seg_q, seg_k,
     BETA: tl.constexpr, HAS_BIAS: tl.constexpr, SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr,
-    KEYS: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, BIAS_GRAD: tl.constexpr, UNIT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
+    TILE: tl.constexpr, SIDE: tl.constexpr, KEYS: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr,
     key_width: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """TO_K [B, S, G, E], TO_V [B, S, G, D] of SIDE keys from all rows and heads that see them; PARTS of beta;
-    EXPS [B, G, S, D], the exponentials relative to the top that ROWS keys share; TO_SUMS [B, H, S] of log decays: what
-    the scores of a row give to the sum up to itself is zero in all, so this is what its key gives."""
+    TO_SUMS [B, H, S] of log decays: what the scores of a row give to the sum up to itself is zero in all, so this is
+    what its key gives. With QUERIES also TO_Q [B, T, H, E], which programs add to in the order they come, and TO_BIAS
+    [B, H, T, S]; without, for `to_queries`, EXPS [B, G, S, D], the exponentials relative to the top that ROWS keys
+    share."""
     program = tl.program_id(0)
     pair, side = program // tiles, program % tiles
     G = H // repeats
@@ -245,19 +290,22 @@ def to_keys(
         tops = TOPS + pair.to(tl.int64) * (J + 1) * width
         top = load_top(tops, (side * SIDE // ROWS * ROWS + ROWS - 1) // KEYS, J, width, WIDTH)
         e = exponentials(values, betas, key, top, S, v_t, width, UNIT, WIDTH).to(e.dtype)
-        tl.store(EXPS + (pair.to(tl.int64) * S + key)[:, None] * width + channel[None, :], e, mask=inside)
+        if not QUERIES:
+            tl.store(EXPS + (pair.to(tl.int64) * S + key)[:, None] * width + channel[None, :], e, mask=inside)
     dk = tl.zeros([SIDE, KEY_WIDTH], tl.float32)
     dv = tl.zeros([SIDE, WIDTH], tl.float32)
     to_beta = tl.zeros([WIDTH], tl.float32)
     start, stop = row_range(side * SIDE, side * SIDE + SIDE - 1, T, S, offset, window, CAUSAL, WINDOW, SEGMENTS, TILE)
     middle = stop
     if not WINDOW and not SEGMENTS:
-        middle = side * SIDE + SIDE - 1 if CAUSAL else start
+        # Keys past the last one weigh nothing, which must not be left to what zeros score.
+        middle = side * SIDE + SIDE - 1 if CAUSAL else tl.where(side * SIDE + SIDE <= S, start, stop)
     blocks = tl.cdiv(stop, ROWS) - start // ROWS
     for each in range(repeats):
         head = group * repeats + each
         of_rows = (batch * H + head).to(tl.int64) * T
         queries = place(Q, batch, head, q_b, q_h, UNIT)
+        to_q = TO_Q + (batch.to(tl.int64) * T * H + head) * key_width
         bias = BIAS + batch.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h
         de = tl.zeros([SIDE, WIDTH], tl.float32)
         ds_sum = tl.zeros([SIDE], tl.float32)
@@ -272,11 +320,11 @@ def to_keys(
                 e = exponentials(values, betas, key, top, S, v_t, width, UNIT, WIDTH).to(e.dtype)
                 last_top = top
             dk, dv, de, ds_sum = join_rows(
-                k, v, e, keys, queries, TO_MEAN + of_rows * width, TO_TOTAL + of_rows * width, LOG_Z + of_rows,
-                DELTA + of_rows, bias, SEG_Q, SEG_K, RANK, dk, dv, de, ds_sum, side * SIDE, tl.maximum(start, first),
-                middle, tl.minimum(stop, first + ROWS), T, S, offset, window, scale, q_t, k_t, bias_t, bias_s,
-                key_width, width, BETA, HAS_BIAS, SEGMENTS, CAUSAL, WINDOW, UNIT, KEY_WIDTH, WIDTH, TILE, SIDE,
-                APART, PRECISION,
+                k, v, e, keys, values, queries, TO_MEAN + of_rows * width, TO_TOTAL + of_rows * width, LOG_Z + of_rows,
+                DELTA + of_rows, bias, SEG_Q, SEG_K, RANK, to_q, TO_BIAS + of_rows * S, dk, dv, de, ds_sum,
+                side * SIDE, tl.maximum(start, first), middle, tl.minimum(stop, first + ROWS), T, S, H, offset, window,
+                scale, q_t, k_t, v_t, bias_t, bias_s, key_width, width, BETA, HAS_BIAS, SEGMENTS, CAUSAL, WINDOW,
+                QUERIES, BIAS_GRAD, UNIT, KEY_WIDTH, WIDTH, TILE, SIDE, APART, PRECISION,
             )  # fmt: skip
         if HAS_BIAS == DECAYS:
             tl.store(TO_SUMS + (batch * H + head).to(tl.int64) * S + key, -ds_sum, mask=key < S)
@@ -285,6 +333,7 @@ def to_keys(
             weighted = tl.where(inside, de * e.to(tl.float32), 0.0)
             dv += beta[None, :] * weighted
             reference = load_top(tops, J - 1, J, width, WIDTH)
+            v = load_tile(values, key, S, v_t, width, UNIT, WIDTH)
             to_beta += tl.sum(weighted * (v.to(tl.float32) - reference[None, :]), 0)
     token = (batch.to(tl.int64) * S + key) * G + group
     if BETA:
@@ -311,7 +360,7 @@ def join_keys(
         key = first + tl.arange(0, SIDE)
         if APART > 0:
             x = products(
-                queries, keys, first_row, first, T, S, q_t, k_t, key_width, UNIT, KEY_WIDTH, TILE, SIDE, APART,
+                queries, keys, first_row, first, T, S, q_t, k_t, key_width, UNIT, UNIT, KEY_WIDTH, TILE, SIDE, APART,
                 PRECISION,
             )  # fmt: skip
         else:

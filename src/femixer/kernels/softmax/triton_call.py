@@ -30,12 +30,13 @@ class Gates(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Rows and keys of a tile, warps and stages of its program."""
+    """Rows and keys of a tile, warps and stages of its program; channels that it multiplies at a time, 0 for all."""
 
     rows: int
     keys: int
     warps: int
     stages: int
+    apart: int = 0
 
 
 def refuse(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, seen: Visibility, *gates: Tensor | None) -> str | None:

@@ -202,97 +202,129 @@ ROWS = 32
 
 
 def tiles_of(call: Call) -> tuple[Tiles, Tiles]:
-    """For the gradients of keys and values, and for those of queries: the largest of a few that spill no registers, by
-    the width of what a token has. The more keys a tile has, the less often queries are loaded, and the other way
-    round."""
-    wide = max(padded(call.key_width), 2 * padded(call.width))
+    """For the gradients of keys and values, and for those of queries alone: the largest of a few that spill no
+    registers, by the width of what a token has. The more keys a tile has, the less often queries are loaded and added
+    to, and the other way round."""
+    wide, single = max(padded(call.key_width), 2 * padded(call.width)), call.stream_dtype == torch.float32
+    # In three products of TF32 a number has two parts: held for a whole loop, wide tiles would not fit into registers.
+    apart = (16 if call.is_hopper else 32) if call.q.dtype == torch.float32 else 0
+    apart = apart if padded(call.key_width) >= (64 if call.seen.decays else 128) else 0
     if target_of(call.q).startswith("gfx"):  # with four warps an AMD GPU has twice the registers for each
-        if call.stream_dtype == torch.float32:
-            return Tiles(16, 32 if wide <= 64 and not call.seen.decays else 16, 4, 1), Tiles(16, 32, 4, 1)
-        return Tiles(32, 64 if wide <= 128 else 32, 4, 1), Tiles(64 if wide <= 128 else 32, 32, 4, 1)
-    if call.stream_dtype == torch.float32:
-        of_keys = 32 if wide <= 64 and not call.is_hopper and not call.seen.decays else 16
-        if wide <= 64:
-            return Tiles(16, of_keys, 4 if call.seen.decays else 8, 1), Tiles(
-                64, 16, 8, 1
-            ) if call.is_hopper else Tiles(16, 32, 8, 1)
-        return Tiles(16, of_keys, 8, 1), Tiles(16, 16, 8, 1)
-    if wide <= 64:
-        return Tiles(32 if wide <= 32 or call.is_hopper else 16, 128, 8, 1), Tiles(128, 32, 8, 1)
-    if wide <= 128:
-        return Tiles(32, 32, 8, 1), Tiles(64 if call.is_hopper else 32, 32, 8, 1)
-    return Tiles(16, 32, 8, 1), Tiles(32, 32, 8, 1)
+        if single:
+            return Tiles(16, 64 if wide <= 32 else 32, 4, 1), Tiles(16, 32, 4, 1, apart)
+        return Tiles(32, 128 if wide <= 64 else 64, 4, 1), Tiles(64 if wide <= 128 else 32, 32, 4, 1)
+    if single:
+        of_rows = Tiles(16, 32 if wide <= 64 else 16, 8, 1, apart)
+        if call.is_hopper:
+            of_rows = Tiles(64, 16, 8, 1, apart) if wide <= 64 else of_rows
+            return Tiles(16, 64 if wide <= 32 else 32 if wide <= 64 else 16, 8, 1, 32), of_rows
+        if wide <= 32:
+            return Tiles(16, 16 if call.seen.decays else 32, 8, 1), of_rows
+        return Tiles(16, 16, 8, 1, 16), of_rows
+    if call.is_hopper:
+        of_rows = Tiles(128, 32, 8, 1) if wide <= 64 else Tiles(64 if wide <= 128 else 32, 32, 8, 1)
+        return Tiles(32, 128, 8, 1) if wide <= 64 else Tiles(16, 64 if wide <= 128 else 32, 8, 1), of_rows
+    of_rows = Tiles(128 if wide <= 64 else 32, 32, 8, 1)
+    return Tiles(32 if wide <= 32 else 16, 64 if wide <= 64 else 32, 8, 1), of_rows
 
 
 def backward_of(call: Call, by_mean: Tensor | None, by_free: Tensor | None, found: Found, bias_grad: bool) -> Gradients:
-    """by_mean: of the gated read if the call has gates."""
-    nothing, beta = call.nothing, call.beta
+    """by_mean: of the gated read if the call has gates.
+
+    One pass over all scores: programs of keys add to the gradients of queries in memory, in the order they come. Where
+    torch is asked for results that repeat to the last bit, programs of queries compute the scores a second time.
+    """
+    beta, device = call.beta, call.q.device
+    once = not torch.are_deterministic_algorithms_enabled()
     of_keys, of_rows = tiles_of(call)
     key_tiles = -(-call.keys // of_keys.keys)
     inner, to_lam, to_gate = _inner(call, by_mean, by_free, found, key_tiles)
-    to_q, to_k, to_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (call.q, call.k, call.v))
-    to_bias, to_sums, exps = None, None, nothing
-    if beta is not None:
-        exps = call.v.new_empty(call.batch, call.groups, call.keys, call.width, dtype=call.stream_dtype)
+    to_k, to_v = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (call.k, call.v))
+    if once:
+        to_q = torch.zeros(call.q.shape, dtype=torch.float32, device=device)
+    else:
+        to_q = torch.empty(call.q.shape, dtype=call.q.dtype, device=device)
+    to_bias, to_sums = None, None
     if call.seen.decays:
-        to_sums = torch.empty(call.batch, call.heads, call.keys, dtype=torch.float32, device=call.q.device)
+        to_sums = torch.empty(call.batch, call.heads, call.keys, dtype=torch.float32, device=device)
     elif bias_grad and call.seen.bias is not None:
-        shape = call.seen.bias.shape
-        to_bias = torch.zeros(shape, dtype=call.seen.bias.dtype, device=call.q.device)
-    inputs = call.q, call.k, call.v, nothing if beta is None else beta, *call.masks
-    sums = found.tops if beta is not None else nothing, inner.to_mean, inner.to_total, inner.delta, inner.log_z
-    strides = *call.strides(call.q), *call.strides(call.k), *call.strides(call.v), *call.mask_strides
-    sizes = call.heads, call.repeats, call.offset, call.window, call.scale
-    blocks, parts, streams = call.blocks, inner.parts.shape[2], 2 if beta is not None else 1
-    # Channels that are multiplied at a time, or 0 for all. In three products of TF32 a number has two parts: held for a
-    # whole loop, wide tiles would not fit into registers.
-    wide = call.q.dtype == torch.float32 and padded(call.key_width) >= (64 if call.seen.decays else 128)
-    apart = (16 if call.is_hopper else 32) if wide else 0
-    shared = {"BETA": beta is not None, "KEYS": call.tiles.keys, "APART": apart, **call.flags}
-    moved = call.bytes(call.q, call.k, call.v, call.bias, inner.to_mean, inner.to_total, inner.delta, inner.log_z)
-    launch(
-        triton_backward.to_keys,
-        (key_tiles * call.batch * call.groups,),
-        *(*inputs, *sums, to_k, to_v, nothing if to_sums is None else to_sums, exps, inner.parts),
-        *(call.rows, call.keys, blocks, parts, call.repeats * call.row_tiles(ROWS), key_tiles, *sizes),
-        *strides,
-        moved=moved + call.bytes(to_k, to_v),
-        flops=2 * call.pairs * (2 * call.key_width + 2 * streams * call.width),
-        exponentials=call.pairs,
-        loaded=call.loaded(of_keys.keys),
-        TILE=of_keys.rows,
-        SIDE=of_keys.keys,
-        num_warps=of_keys.warps,
-        num_stages=of_keys.stages,
-        **shared,
-    )
-    row_tiles = call.row_tiles(of_rows.rows)
-    launch(
-        triton_backward.to_queries,
-        (row_tiles * call.batch * call.heads,),
-        *(*inputs, *sums, exps, to_q, nothing if to_bias is None else to_bias),
-        *(call.rows, call.keys, blocks, row_tiles, *sizes),
-        *strides,
-        moved=moved + call.bytes(to_q, to_bias),
-        flops=2 * call.pairs * (2 * call.key_width + streams * call.width),
-        exponentials=call.pairs,
-        loaded=call.loaded(of_rows.rows),
-        BIAS_GRAD=to_bias is not None,
-        TILE=of_rows.rows,
-        SIDE=of_rows.keys,
-        num_warps=of_rows.warps,
-        num_stages=of_rows.stages,
-        **(all_registers(target_of(call.q)) if call.stream_dtype == torch.float32 or call.key_width > 64 else {}),
-        **shared,
-    )
+        to_bias = torch.zeros(call.seen.bias.shape, dtype=call.seen.bias.dtype, device=device)
     results = Gradients(to_q, to_k, to_v, None, to_bias, to_lam, to_gate)
+    tops = call.nothing if beta is None else found.tops
+    exps = _to_keys(call, of_keys, tops, inner, results, to_sums, once)
+    if not once:
+        _to_queries(call, of_rows, tops, inner, exps, results)
     if beta is not None:
         _add_flagged(call, found, inner, results, to_sums, of_keys.keys)
         results = results._replace(beta=inner.parts.sum((0, 2)).to(beta.dtype))
     if to_sums is not None and call.seen.bias is not None:
         # Of sums before tokens, which only what looks ahead reads, and of sums up to them.
         results = results._replace(bias=torch.nn.functional.pad(to_sums.to(call.seen.bias.dtype), (call.keys, 0)))
-    return results
+    return results._replace(q=to_q.to(call.q.dtype))
+
+
+def _to_keys(
+    call: Call, tiles: Tiles, tops: Tensor, inner: Inner, to: Gradients, to_sums: Tensor | None, once: bool
+) -> Tensor:
+    """Fill the gradients of keys and values, and if `once` those of queries and of the bias; exponentials if not."""
+    nothing, beta = call.nothing, call.beta
+    exps, streams = nothing, 1 if beta is None else 2
+    if beta is not None and not once:
+        exps = call.v.new_empty(call.batch, call.groups, call.keys, call.width, dtype=call.stream_dtype)
+    key_tiles = -(-call.keys // tiles.keys)
+    inputs = call.q, call.k, call.v, nothing if beta is None else beta, *call.masks
+    options = {"BETA": beta is not None, "KEYS": call.tiles.keys, "APART": tiles.apart, **call.flags}
+    outputs = (nothing if x is None else x for x in (to.k, to.v, to_sums, to.q, to.bias))
+    moved = call.bytes(call.q, call.k, call.v, call.bias, *inner[:4], to.k, to.v)
+    # What is added is read and written: in memory once, in the cache by every tile of keys.
+    summed = call.pairs // tiles.keys * call.key_width * 4 if once else 0
+    launch(
+        triton_backward.to_keys,
+        (key_tiles * call.batch * call.groups,),
+        *(*inputs, tops, *inner[:4], *outputs, exps, inner.parts),
+        *(call.rows, call.keys, call.blocks, inner.parts.shape[2], call.repeats * call.row_tiles(ROWS), key_tiles),
+        *(call.heads, call.repeats, call.offset, call.window, call.scale),
+        *(*call.strides(call.q), *call.strides(call.k), *call.strides(call.v), *call.mask_strides),
+        moved=moved + (call.bytes(to.q, to.q, to.bias) if once else 0),
+        flops=2 * call.pairs * ((3 if once else 2) * call.key_width + 2 * streams * call.width),
+        exponentials=call.pairs,
+        loaded=call.loaded(tiles.keys) + summed,
+        QUERIES=once,
+        BIAS_GRAD=once and to.bias is not None,
+        TILE=tiles.rows,
+        SIDE=tiles.keys,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **options,
+    )
+    return exps
+
+
+def _to_queries(call: Call, tiles: Tiles, tops: Tensor, inner: Inner, exps: Tensor, to: Gradients) -> None:
+    nothing, beta = call.nothing, call.beta
+    row_tiles = call.row_tiles(tiles.rows)
+    inputs = call.q, call.k, call.v, nothing if beta is None else beta, *call.masks
+    options = {"BETA": beta is not None, "KEYS": call.tiles.keys, "APART": tiles.apart, **call.flags}
+    moved = call.bytes(call.q, call.k, call.v, call.bias, *inner[:4], to.q, to.bias)
+    launch(
+        triton_backward.to_queries,
+        (row_tiles * call.batch * call.heads,),
+        *(*inputs, tops, *inner[:4], exps, to.q, nothing if to.bias is None else to.bias),
+        *(call.rows, call.keys, call.blocks, row_tiles),
+        *(call.heads, call.repeats, call.offset, call.window, call.scale),
+        *(*call.strides(call.q), *call.strides(call.k), *call.strides(call.v), *call.mask_strides),
+        moved=moved,
+        flops=2 * call.pairs * (2 * call.key_width + (1 if beta is None else 2) * call.width),
+        exponentials=call.pairs,
+        loaded=call.loaded(tiles.rows),
+        BIAS_GRAD=to.bias is not None,
+        TILE=tiles.rows,
+        SIDE=tiles.keys,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **(all_registers(target_of(call.q)) if call.stream_dtype == torch.float32 or call.key_width > 64 else {}),
+        **options,
+    )
 
 
 def _inner(

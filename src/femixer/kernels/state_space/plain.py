@@ -410,7 +410,7 @@ def _gradients(inputs: Inputs, layout: Layout, later: Tensor, to_y: Tensor, to_l
     fall, *drift = (torch.stack([x, x.flip(2)]) for x in falls)
     h = _recurrence(fall, drift[0] if drift else None, h, layout)
     d_initial, to_end = h[1, :, :, -1].clone(), h[1, :, :, :-1].flip(2)
-    across = (h[0, :, :, 1:] * to_end).sum(-1).sum_to_size(begin.shape[:-1])  # what flows across chunks' ends
+    across = (h[0, :, :, 1:] * to_end).sum_to_size(begin.shape)  # what flows across chunks' ends
     past, to_end = h[0, :, :, :-1] * begin, to_end.mul_(end)
     del h, fall, drift, falls, begin, end
     q = _keys(middle, write)
@@ -434,7 +434,7 @@ def _gradients(inputs: Inputs, layout: Layout, later: Tensor, to_y: Tensor, to_l
     d_write = None if write is None else d_q.sum_to_size(write.shape)
     flow = flow.sub_(d_q) if write is None else flow.addcmul_(d_q, write, value=-1)
     del d_q
-    flow = (later @ flow).add_(across[..., None, :])
+    flow = (later @ flow).add_(across.mT)
     flow = flow.masked_fill_(pace[..., None] * rates[:, None, None, None] < layout.least, 0)
     d_pace = torch.einsum("cbjln,cn->cbjl", flow, rates).sum_to_size(pace.shape)
     d_rates = torch.einsum("cbjln,cbjl->cn", flow, pace.expand(flow.shape[:-1]))
@@ -452,7 +452,8 @@ def _add_left(d_x: Tensor, d_left: Tensor, inputs: Inputs, layout: Layout) -> No
 def _recurrence(fall: Tensor, drift: Tensor | None, x: Tensor, layout: Layout) -> Tensor:
     """The modes x [..., 1 + J, N, S], those before the first chunk and what chunks write, summed along J with the log
     decays fall + drift [..., J, N, S]; in place of x where that is possible."""
-    fall = F.pad(fall.expand(*x.shape[:-3], x.shape[-3] - 1, -1, -1), (0, 0, 0, 0, 1, 0))
+    if fall.shape[-3] > 1:  # the first one has nothing before it
+        fall = F.pad(fall, (0, 0, 0, 0, 1, 0))
     log_decay = fall if drift is None else fall + F.pad(drift, (0, 0, 0, 0, 1, 0))
     flat = [y.flatten(-2).flatten(0, -3) for y in (log_decay.expand_as(x), x)]
     del fall, log_decay

@@ -80,8 +80,8 @@ def value_range(v: Tensor, beta: Tensor, segments: Tensor | None) -> tuple[Range
 
 
 def exp_minus(x: Tensor, base: Tensor) -> Tensor:
-    """exp(x) - base without cancellation, for a base of 0 or 1."""
-    return torch.where(base > 0, x.expm1(), x.exp())
+    """exp(x) - base without cancellation, for a base of 0 or 1 and x <= 0."""
+    return torch.lerp(x.exp(), x.expm1(), base)  # the one or the other, to the last bit
 
 
 def log_plus(x: Tensor, base: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def read_sums(sums: Tensor, beta: Tensor, shift: Shift, span: Range) -> tuple[Te
         whole = total + shift.base
         lost = whole < least_sum(total.dtype)
         # No logarithm of zero, also where it is not taken: its gradient would be NaN.
-        log_total = torch.where(shift.base > 0, total.log1p(), whole.masked_fill(lost, 1).log())
+        log_total = torch.lerp(whole.masked_fill(lost, 1).log(), total.log1p(), shift.base)
         free = torch.where(lost, mean, torch.addcdiv(shift.top, log_total, _per_head(beta, repeats)))
     # Rounding, or a sum beyond sight, may put F below the mean.
     return mean, torch.maximum(free, mean), doubtful
@@ -162,12 +162,14 @@ def undo_read(
     exponent = below_top * beta
     if not readable(free):
         lost = exponent < least_log(free.dtype)
-        to_mean = torch.where(lost, to_mean + to_free, to_mean)
+        to_mean = torch.addcmul(to_mean, to_free, lost)
         slope = slope.masked_fill(lost, 0)
         exponent = exponent.masked_fill(lost, 0)
-    dbeta = -(slope * below_top).sum((0, 1)).unflatten(0, (-1, repeats)).sum(1)
-    total = exp_minus(exponent, shift.base)
-    return torch.cat([to_mean, slope / (total + shift.base)], -1), torch.cat([mean, total], -1), dbeta
+    dbeta = (slope * below_top).sum((0, 1))
+    dbeta = dbeta if repeats == 1 else dbeta.unflatten(0, (-1, repeats)).sum(1)
+    whole = exponent.exp()
+    total = torch.lerp(whole, exponent.expm1(), shift.base)
+    return torch.cat([to_mean, slope / whole], -1), torch.cat([mean, total], -1), -dbeta
 
 
 def undo_streams(to_streams: Tensor, streams: Tensor, v: Tensor, beta: Tensor, shift: Shift) -> tuple[Tensor, Tensor]:

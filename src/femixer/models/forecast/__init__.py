@@ -3,9 +3,8 @@
 FEMForecaster with any mixer, and the rivals that every table of forecasts should have, behind one interface.
 """
 
-from femixer.models.forecast.config import KINDS, ForecastConfig
 from femixer.models.forecast.fem import FEMForecaster
-from femixer.models.forecast.forecaster import Forecaster
+from femixer.models.forecast.forecaster import KINDS, ForecastConfig, Forecaster
 from femixer.models.forecast.rivals import ETS, DLinear, ITransformer, LastValue, NLinear, PatchTST, SeasonalNaive
 
 FORECASTERS: dict[str, type[Forecaster]] = {

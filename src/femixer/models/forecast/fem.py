@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.models.block import GELUMLP, FEMBlock, RMSNorm, build_mixer
-from femixer.models.forecast.config import ForecastConfig
-from femixer.models.forecast.forecaster import Dropout, Forecaster, squared_error
+from femixer.models.forecast.forecaster import Dropout, ForecastConfig, Forecaster, squared_error
 from femixer.models.forecast.window import Covariates, Normalised, ascending, normalised_to_recent, pinball_error
 from femixer.models.forecast.window import patched as covariate_patches
 

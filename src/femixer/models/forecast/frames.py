@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from femixer.models.forecast.config import ForecastConfig
 from femixer.models.forecast.window import Prediction, Window, column_names, columns_of
 from femixer.optional import require
 from femixer.options import check
+
+if TYPE_CHECKING:
+    from femixer.models.forecast.forecaster import ForecastConfig
 
 DATE_NAMES = ("date", "datetime", "timestamp", "time", "ds")
 """Of a column of time stamps, whatever its capitals, spaces and underscores."""
@@ -34,7 +36,7 @@ def predicted(
     levels: Sequence[float] = (),
 ) -> Any:
     """A DataFrame or Series of the next `horizon` points, with their time stamps where the history has its own."""
-    pandas = require("pandas", "series")
+    pandas = require("pandas", "forecast")
     if isinstance(history, pandas.Series):
         if config.channels != 1:
             raise ValueError(f"history is a Series, which is 1 channel; this model was made for {config.channels}")
@@ -65,7 +67,7 @@ def window_of(
 
     date: its column of time stamps, None where the index has them. name: of one of many series.
     """
-    pandas = require("pandas", "series")
+    pandas = require("pandas", "forecast")
     stamps = pandas.DatetimeIndex(frame.index if date is None else parsed(frame[date], config.date_format))
     others = frame.drop(columns=[] if date is None else [date])
     covariates = numbers_of(others, config.covariates, "covariate") if config.covariates else None
@@ -110,7 +112,7 @@ def future_values(future: Any, following: Any, config: ForecastConfig, name: str
     """[horizon, K] of a frame of one series; an error that says what is missing."""
     if future is None:
         return None
-    pandas = require("pandas", "series")
+    pandas = require("pandas", "forecast")
     date = date_column(future, config)
     stamps = pandas.DatetimeIndex(future.index if date is None else parsed(future[date], config.date_format))
     of = "" if name is None else f" of {name}"
@@ -135,7 +137,7 @@ def is_long(frame: Any, config: ForecastConfig) -> bool:
 
 def long_windows(frame: Any, config: ForecastConfig, future: Any) -> list[Window]:
     """One per series, in the order of their first rows; rows of a series may stand in any order."""
-    pandas, column = require("pandas", "series"), config.id_column
+    pandas, column = require("pandas", "forecast"), config.id_column
     for given, what in ((frame, "history"), (future, "future")):
         if given is not None and (column not in given.columns or given[column].isna().any()):
             raise ValueError(f"{what} must say the series of every row in column {column!r}")
@@ -160,7 +162,7 @@ def long_frame(
     windows: Sequence[Window], found: Sequence[Prediction], config: ForecastConfig, levels: Sequence[float]
 ) -> Any:
     """unique_id, ds, MODEL, MODEL-lo-80, MODEL-hi-80, ... of forecasts of one channel each."""
-    pandas = require("pandas", "series")
+    pandas = require("pandas", "forecast")
     names = column_names(config.label or config.kind, levels)
     parts = []
     for window, each in zip(windows, found, strict=True):
@@ -173,12 +175,12 @@ def long_frame(
 
 def _unnamed(config: ForecastConfig) -> ForecastConfig:
     """For a Series, whose name need not be that of the one channel."""
-    return ForecastConfig.from_dict({**config.to_dict(), "columns": None})
+    return type(config).from_dict({**config.to_dict(), "columns": None})
 
 
 def date_column(frame: Any, config: ForecastConfig) -> Any:
     """The name of the column with the time stamps; None where the index has them."""
-    pandas = require("pandas", "series")
+    pandas = require("pandas", "forecast")
     if isinstance(frame.index, pandas.DatetimeIndex):
         return None
     if config.date_column is not None and config.date_column in frame.columns:
@@ -208,7 +210,7 @@ def parsed(column: Any, form: str | None) -> Any:
 
 def read_dates(texts: Any, form: str | None, errors: str) -> Any:
     """Texts as time stamps, in UTC where their offsets differ, as those of summer and winter do. errors: of pandas."""
-    pandas = require("pandas", "series")
+    pandas = require("pandas", "forecast")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that they have no single format
         try:
@@ -244,7 +246,7 @@ def regular(stamps: Any, given: str | None, where: str = "") -> tuple[Any, Any]:
 
     Inferred; or the one given, or the commonest step, if rows are missing.
     """
-    pandas = require("pandas", "series")
+    pandas = require("pandas", "forecast")
     if len(stamps) == 0 or stamps.hasnans or not (stamps.is_monotonic_increasing and stamps.is_unique):
         raise ValueError(
             f"history has missing, repeated or unordered dates (or none){where}; allowed is an ascending sequence"
@@ -265,7 +267,7 @@ def regular(stamps: Any, given: str | None, where: str = "") -> tuple[Any, Any]:
 
 def inferred(stamps: Any) -> Any:
     """The frequency of time stamps without gaps; None where there is none, or fewer than 3 stamps."""
-    pandas = require("pandas", "series")
+    pandas = require("pandas", "forecast")
     if len(stamps) < 3:
         return None
     with warnings.catch_warnings():
@@ -275,7 +277,7 @@ def inferred(stamps: Any) -> Any:
 
 def usual(stamps: Any) -> Any:
     """The frequency that stretches without gaps have and that all time stamps fit; None where there is none."""
-    pandas = require("pandas", "series")
+    pandas = require("pandas", "forecast")
     for length in STRETCHES:
         pieces = [stamps[max(0, end - length) : end] for end in range(len(stamps), 2, -length)]
         found = pandas.Series([inferred(piece) for piece in pieces], dtype=object).dropna()
@@ -290,7 +292,7 @@ def usual(stamps: Any) -> Any:
 
 def _steps(stamps: Any, frequency: str) -> float:
     """From the first to the last; 0 where a step has no one length, which is long then."""
-    offset = require("pandas.tseries.frequencies", "series").to_offset(frequency)
+    offset = require("pandas.tseries.frequencies", "forecast").to_offset(frequency)
     try:
         return (stamps[-1] - stamps[0]).total_seconds() * 1e9 / offset.nanos
     except ValueError:

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.baselines import Attention
-from femixer.models.forecast.config import ForecastConfig, Sizes
-from femixer.models.forecast.forecaster import Dropout, Forecaster
+from femixer.models.forecast.forecaster import Dropout, ForecastConfig, Forecaster, Sizes
 from femixer.models.forecast.window import filled, last_value, normalised
 from femixer.optional import require
 from femixer.options import check
@@ -320,7 +319,7 @@ def smoothing_of(values: np.ndarray, season: int) -> tuple[float, float, float, 
         return START
     values = values[np.maximum.accumulate(np.where(seen, np.arange(len(values)), int(seen.argmax())))]
     seasonal = season > 1 and len(values) >= max(2 * season, 10 + 2 * (season // 2))
-    smoother = require("statsmodels.tsa.exponential_smoothing.ets", "series").ETSModel
+    smoother = require("statsmodels.tsa.exponential_smoothing.ets", "forecast").ETSModel
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a flat likelihood has no clear maximum
         found = smoother(

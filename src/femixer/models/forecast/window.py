@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from femixer.models.forecast.config import ForecastConfig
 from femixer.options import check
+
+if TYPE_CHECKING:
+    from femixer.models.forecast.forecaster import ForecastConfig
 
 
 def fitted(history: Tensor, observed: Tensor | None, lookback: int) -> tuple[Tensor, Tensor | None]:

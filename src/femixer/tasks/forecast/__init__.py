@@ -24,8 +24,11 @@ TASK = Task(
     record=RECORD,
     others={
         "train": ("femixer.tasks.forecast.task:train", "a forecaster from a file, or from a series that needs none"),
-        "cv": ("femixer.tasks.forecast.cv", "cross-validation: forecasts from several cutoffs, and their errors"),
-        "predict": ("femixer.tasks.forecast.predict", "forecast with a trained model: a CSV and a figure"),
+        "cv": (
+            "femixer.tasks.forecast.predict:cv",
+            "cross-validation: forecasts from several cutoffs, and their errors",
+        ),
+        "predict": ("femixer.tasks.forecast.predict:predict", "forecast with a trained model: a CSV and a figure"),
     },
 )
 main = TASK.main

@@ -21,8 +21,7 @@ from femixer.tasks.forecast.model import Spec, build_model
 from femixer.tasks.forecast.table import ERRORS, packed
 from femixer.training import EngineOptions, Fit, Results, TrainOptions, adamw, distributed, train
 from femixer.training.journal import counting
-from femixer.training.loop import Best
-from femixer.training.optimizer import one_cycle
+from femixer.training.loop import Best, one_cycle
 from femixer.training.results import Record, environment
 from femixer.training.seeding import Epochs
 
@@ -288,7 +287,7 @@ def forecast_figure(panels: Sequence[Panel], title: str, left: int = 0) -> Any:
         axes.plot(panel.history.index, panel.history, color=GREY, linewidth=1.2, label="history")
         if np.isfinite(panel.truth.to_numpy(dtype=float)).any():
             # From the last point of the history, so that the curve does not break.
-            whole = require("pandas", "series").concat([panel.history.iloc[-1:], panel.truth])
+            whole = require("pandas", "forecast").concat([panel.history.iloc[-1:], panel.truth])
             axes.plot(whole.index, whole, color=BLUE, linewidth=1.2, label="truth")
         for lower, upper in panel.bands:
             ends = [end.where(np.isfinite(end)) for end in (lower, upper)]

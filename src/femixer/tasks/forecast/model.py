@@ -1,6 +1,5 @@
 """What decides the numbers of a training (the model, the windows, how it is trained), and the model built from it."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -9,12 +8,11 @@ import torch
 
 from femixer.models.config import plain_refusals
 from femixer.models.forecast import ForecastConfig, Forecaster, build
-from femixer.models.named import NAMED, Fields, parameters_of
-from femixer.options import check, given
+from femixer.models.named import NAMED, Fields, Mixing, Rivals, parameters_of
+from femixer.options import COUNT, NOT_NEGATIVE, POSITIVE, Rule, check, check_all, given
 from femixer.tasks.forecast.data import KNOWN, Series, default_lookback
 from femixer.tasks.forecast.data.files import frequency_of, season_of
 from femixer.tasks.forecast.data.windows import Held, Scaling, long_places, scaling_of, section_ends, wide_places
-from femixer.tasks.mixing import Mixing, Rivals
 from femixer.training.engine import check_fits
 from femixer.training.seeding import seeded
 
@@ -37,7 +35,7 @@ class Training:
     """How a model is trained, with AdamW; betas are 0.9 and 0.95, and gradients are clipped to a norm of 1."""
 
     epochs: int = 100
-    """Times that training goes over all windows, at most."""
+    """Largest number of passes over all windows."""
     patience: int = 12
     """Epochs without a better validation MSE after which training ends."""
     batch: int = 32
@@ -50,19 +48,18 @@ class Training:
     """Mixed precision: bf16 multiplies matrices in bfloat16."""
 
     def validate(self) -> None:
-        for name in ("epochs", "patience", "batch"):
-            check(getattr(self, name) > 0, name, getattr(self, name), "a whole number above 0")
-        check(0 < self.lr < math.inf, "lr", self.lr, "a number above 0")
-        check(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "a number of at least 0")
+        check_all(self, COUNT, "epochs", "patience", "batch")
+        check_all(self, POSITIVE, "lr")
+        check_all(self, NOT_NEGATIVE, "weight_decay")
         check(self.precision in ("no", "bf16"), "precision", self.precision, "no or bf16")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of models made of a mixer's layers; the others have those that were published."""
+    """Sizes of models built from mixer layers; the others have their published sizes."""
 
     width: int | None = None
-    """Width of the layers, by default 32 x the whole part of the root of the channels."""
+    """Width of the layers, by default 32 x floor(sqrt(channels))."""
     layers: int | None = None
     """Layers, by default 3."""
     heads: int | None = None
@@ -78,13 +75,12 @@ class Sizes:
     def validate(self, models: Sequence[str]) -> None:
         """A ValueError if sizes are given and none of the models takes any."""
         takes = any(MODELS[name]["kind"] == "fem" for name in models if name in MODELS)
-        for name in ("width", "layers", "heads", "dropout"):
-            value = getattr(self, name)
-            check(takes or value is None, name, value, f"None: {', '.join(models)} has the sizes that were published")
+        published = Rule(f"None: {', '.join(models)} has the sizes that were published", lambda given: takes)
+        check_all(self, published, "width", "layers", "heads", "dropout")
         rows = [MODELS[name] for name in models if name in MODELS and MODELS[name]["kind"] == "fem"]
         self.mixing.validate(*rows)
         self.rivals.validate(*rows)
-        check(self.season is None or self.season > 0, "season", self.season, "a whole number above 0")
+        check_all(self, COUNT, "season")
 
     def fields(self) -> dict[str, Any]:
         """Of ForecastConfig, those that are given."""

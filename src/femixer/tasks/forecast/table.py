@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,9 +23,9 @@ import numpy as np
 
 from femixer.reporting import Cell, Column, Group, Row, Score, Table, marked, mean_of
 from femixer.tasks.forecast.data import LOOKBACKS
-from femixer.tasks.runner import Tabulate
-from femixer.training.jobs.store import as_text, distinct, same
+from femixer.tasks.runner import Tabulate, over_seeds, usual_notes
 from femixer.training.results import Record
+from femixer.training.store import as_text, besides, best, distinct, same, setting
 
 COLUMNS = ("FEM-SM", "FEM-GLA", "FEM-Mamba", "FEM-AFT", "GLA", "AFT", "iTransformer", "PatchTST", "DLinear")
 """Of the paper's table, from left to right."""
@@ -92,36 +91,21 @@ def group(dataset: str, lookback: int | None, records: Sequence[Record], tuned: 
     for record in records:
         of[record["model"], record["horizon"]].append(record)
     horizons, seeds = (tuple(sorted({record[name] for record in records})) for name in ("horizon", "seed"))
-    return Compared(dataset, lookback, horizons, seeds, {place: best(own, tuned) for place, own in of.items()})
+    chosen = {place: best(own, tuned, lambda record: record["validation_mse"]) for place, own in of.items()}
+    return Compared(dataset, lookback, horizons, seeds, chosen)
 
 
 def look(record: Record) -> int | None:
     return None if LOOKBACKS.get(record["horizon"]) == record["lookback"] else record["lookback"]
 
 
-def best(records: Sequence[Record], tuned: Sequence[str]) -> list[Record]:
-    settings: dict[tuple[float, ...], list[Record]] = defaultdict(list)
-    for record in records:
-        settings[setting(record, tuned)].append(record)
-    return min(settings.values(), key=lambda own: (-len(own), statistics.mean(r["validation_mse"] for r in own)))
-
-
-def setting(record: Record, tuned: Sequence[str]) -> tuple[float, ...]:
-    return tuple(record["training"][name] for name in tuned)
-
-
 def comparable(records: Sequence[Record], tuned: Sequence[str]) -> list[Record]:
     """The records, each job once; an error if they are not of one experiment."""
     same(records, "data of one name", lambda record: record["fingerprint"], "dataset")
-    same(records, "ways of training", lambda record: training(record, tuned), "dataset", "lookback", "horizon")
+    same(records, "ways of training", lambda record: as_text(besides(record, tuned)), "dataset", "lookback", "horizon")
     same(records, "models of one name", lambda record: as_text(record["fields"]), "model", "dataset")
     definition = ("model", "dataset", "horizon", "lookback", "seed", "training")
     return distinct(records, lambda record: record["mse"], definition)
-
-
-def training(record: Record, tuned: Sequence[str]) -> str:
-    """How it was trained, besides what is tuned."""
-    return as_text({name: value for name, value in record["training"].items() if name not in tuned})
 
 
 ORDER = (
@@ -192,22 +176,18 @@ def lines(results: Compared, models: Sequence[str], metric: str) -> Iterator[Row
 
 def legend(records: Sequence[Record], shown: Table, tuned: Sequence[str]) -> list[str]:
     """What a reader must know."""
-    seeds = sorted({record["seed"] for record in records})
-    over = f"mean ± standard error over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
-    entries = [each for row in shown.rows for each in row if isinstance(each, Cell)]
     text = [
-        f"Test errors in units of the training rows' standard deviation, at the lowest validation MSE; {over}. The "
-        "best of a row is bold. Look-backs of the protocol are "
+        "Test errors in units of the training rows' standard deviation, at the lowest validation MSE; "
+        f"{over_seeds(records)}. The best of a row is bold. Look-backs of the protocol are "
         + ", ".join(f"{lookback} for {horizon}" for horizon, lookback in LOOKBACKS.items())
         + "."
     ]
-    if any(each.paper for each in entries):
+    if any(isinstance(each, Cell) and each.paper for row in shown.rows for each in row):
         text.append(
             "In parentheses: the paper's MSE where rows are means over all four horizons, and single horizons as the "
             "models' own papers give them (PatchTST at look-back 512, DLinear 336, iTransformer 96)."
         )
-    if any(each.missing for each in entries):
-        text.append("In brackets: what is finished, where that is not all. Such values are never bold.")
+    text += usual_notes(records, [shown])
     settings = {(record["model"], setting(record, tuned)) for record in records}
     if len(settings) > len({model for model, _ in settings}):
         *names, last = (NAMES[name] for name in tuned)
@@ -215,9 +195,6 @@ def legend(records: Sequence[Record], shown: Table, tuned: Sequence[str]) -> lis
     errors = {(r["dataset"], r["horizon"], r["lookback"], r["model"]): (r["mse"], r["mae"]) for r in records}
     if any(errors.get((*place, "LastValue")) == own for (*place, m), own in errors.items() if m == "SeasonalNaive"):
         text.append(NO_SEASON)
-    diverged = sorted({record["model"] for record in records if record["diverged"]})
-    if diverged:
-        text.append(f"Training diverged, in some runs, of {', '.join(diverged)}; the best weights before that count.")
     if {"GLA", "Mamba", "AFT"} & {record["model"] for record in records}:
         text.append("GLA, Mamba and AFT are the normalized priors with the mean as read, not the published layers.")
     return text

@@ -33,9 +33,10 @@ from femixer.tasks.forecast.model import (
 from femixer.tasks.forecast.table import COLUMNS, DATASETS, NO_SEASON, tabulate
 from femixer.tasks.runner import DataJob, Run, told
 from femixer.training import Results, RunOptions, distributed, show_table
-from femixer.training.jobs import RECORD, Jobs
+from femixer.training.jobs import Jobs
 from femixer.training.loop import check_trained, untrained_note
 from femixer.training.results import MODEL, Record, new_model
+from femixer.training.store import RECORD
 
 
 class ForecastJob(DataJob):
@@ -53,7 +54,7 @@ class ForecastJob(DataJob):
 
 @dataclass(frozen=True)
 class Setting:
-    """What one training and many have in common."""
+    """Options shared by one training and many."""
 
     lookback: int | None = None
     """Rows to forecast from, by default the protocol's: 1024 up to horizon 96, 2048 up to 336, else 4096."""
@@ -199,7 +200,7 @@ class Experiment(Setting):
     horizons: tuple[int, ...] = tuple(LOOKBACKS)
     """Rows to forecast."""
     seeds: int = 1
-    """Runs of everything, with seeds that go up from --seed."""
+    """Number of seeds, counted up from --seed."""
     seed: int = 0
     """The first seed."""
     paper: Path | None = None
@@ -240,9 +241,6 @@ class ForecastRun(Run):
 
     experiment: Experiment = field(default_factory=Experiment)
     how: Jobs = field(default_factory=lambda: Jobs(Path("results/forecasts")))
-
-    def jobs(self) -> list[ForecastJob]:
-        return self.experiment.jobs()
 
     def tables(self, records: Sequence[Record]) -> list[Table]:
         return tabulate(records)

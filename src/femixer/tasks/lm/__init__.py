@@ -7,15 +7,15 @@ TASK = Task(
     "lm",
     format="lm 1",
     record=RECORD,
-    read="femixer.tasks.lm.records:load",
+    read="femixer.tasks.lm.runs:load",
     others={
         "train": ("femixer.tasks.lm.task:train", "train a language model on text"),
         "compare": (
             "femixer.tasks.lm.task:compare",
             "train several mixers on the same text, with the same seeds and data order",
         ),
-        "curves": ("femixer.tasks.lm.records:curves", "learning curves of recorded comparisons, with bands over seeds"),
-        "reach": ("femixer.tasks.lm.reach", "loss by position beyond the training length, and of what repeats"),
+        "curves": ("femixer.tasks.lm.runs:curves", "learning curves of recorded comparisons, with bands over seeds"),
+        "reach": ("femixer.tasks.lm.runs:reach", "loss by position beyond the training length, and of what repeats"),
         "reproduce": ("femixer.tasks.lm.task:reproduce", "a row of the paper's table: train, evaluate, tabulate"),
         "presets": ("femixer.tasks.lm.model:presets", "sizes of models, and how many parameters each mixer gives them"),
         "data": ("femixer.tasks.lm.data:prepare_data", "tokenize a corpus into shards"),

@@ -20,13 +20,13 @@ from typing import Annotated, Any
 
 from femixer.damage import check_fields, check_numbers
 from femixer.optional import require
-from femixer.options import check, model_first, parse
+from femixer.options import COUNT, WHOLE, check, check_all, model_first, parse
 from femixer.reporting import Column, Table, as_markdown
 from femixer.tasks.lm import harness
-from femixer.tasks.lm.checkpoint import Placement, check_positions, fingerprint, load
 from femixer.tasks.lm.harness import SUITES, Catalog, Record, Request, metrics
+from femixer.tasks.lm.model import Placement, check_positions, fingerprint, load
 from femixer.training import Results, RunOptions, atomic, show_table
-from femixer.training.processes import Interrupted
+from femixer.training.distributed import Interrupted
 from femixer.training.results import METRICS, hold, model_folder, name_of
 
 
@@ -189,7 +189,7 @@ class Evaluate:
     include_path: tuple[Path, ...] = ()
     """Folders with tasks of your own: YAML files, with their data beside them."""
     limit: float | None = None
-    """Only the first so many samples of each task, or below 1 this share of them: to try, not to report."""
+    """Use only the first N samples of each task, or this fraction if below 1: for trying out, not for reporting."""
     batch_size: int = 8
     """Sequences per forward pass."""
     max_length: int | None = None
@@ -197,7 +197,7 @@ class Evaluate:
     out: Path | None = None
     """Results folder. [default: results/eval-NAME, with the name of the checkpoint's folder]"""
     resume: bool = False
-    """Keep the finished tasks in the results folder and do the others."""
+    """Keep finished tasks in the results folder and run the others."""
     overwrite: bool = False
     """Start anew; what is in the results folder is replaced when the new results are complete."""
 
@@ -205,9 +205,9 @@ class Evaluate:
         self.placement.validate()
         check(bool(self.tasks or self.suite), "tasks", self.tasks, "some --tasks or a --suite")
         check(self.suite is None or self.suite in SUITES, "suite", self.suite, f"one of {', '.join(SUITES)}")
-        check(self.shots is None or self.shots >= 0, "shots", self.shots, "a whole number of at least 0")
+        check_all(self, WHOLE, "shots")
         check(self.shots is None or bool(self.tasks), "shots", self.shots, "some --tasks: a suite has its own shots")
-        check(self.batch_size > 0, "batch_size", self.batch_size, "a whole number above 0")
+        check_all(self, COUNT, "batch_size")
         check(self.max_length is None or self.max_length > 1, "max_length", self.max_length, "a whole number above 1")
         whole = self.limit is None or 0 < self.limit < 1 or (self.limit >= 1 and self.limit == int(self.limit))
         check(whole, "limit", self.limit, "a whole number above 0, or a share below 1")

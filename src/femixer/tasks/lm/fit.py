@@ -17,7 +17,7 @@ from femixer.models import Card, FEMForCausalLM, preset
 from femixer.models.files import without_bars
 from femixer.models.named import parameter_count
 from femixer.optional import require
-from femixer.options import as_typed, check
+from femixer.options import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, as_typed, check, check_all
 from femixer.parallel import own_tokens, parallelize, summed_over_cut
 from femixer.reporting import Column, Table, as_markdown
 from femixer.reporting.figures import banded, figure, looks, plain_log, quiet
@@ -126,7 +126,7 @@ def values(runs: Sequence[Sequence[Record]], split: str) -> tuple[np.ndarray, np
 
 @dataclass(frozen=True)
 class Experiment:
-    """What decides the numbers of a run, besides the text."""
+    """Training options; with the text they determine the numbers of a run."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     context: int | None = None
@@ -142,17 +142,17 @@ class Experiment:
     min_lr_fraction: float = 0.1
     """Share of the largest learning rate that is left at the end."""
     warmup_steps: int | None = None
-    """Batches of the rise, by default a twentieth of the run."""
+    """Warm-up in batches, by default a twentieth of the run."""
     warmup_tokens: int | None = None
-    """Tokens of the rise, instead of --warmup-steps."""
+    """Warm-up in tokens, instead of --warmup-steps."""
     weight_decay: float = 0.1
     """Weight decay of matrices (AdamW)."""
     clip: float | None = 1.0
     """Largest norm of the gradient."""
     beta1: float = 0.9
-    """AdamW's memory of gradients."""
+    """AdamW's beta1, the decay of its gradient average."""
     beta2: float = 0.95
-    """AdamW's memory of squared gradients."""
+    """AdamW's beta2, the decay of its average of squared gradients."""
     seed: int = 0
     """Seed of the weights, of the order of the text and of dropout."""
     evaluate_every: int = 200
@@ -162,20 +162,15 @@ class Experiment:
     prompt: str = ""
     """Beginning of the texts that are sampled at every evaluation."""
     sample_tokens: int = 128
-    """Most tokens of each sample, which ends where the context does; 0 samples nothing."""
+    """Largest number of tokens of a sample, limited by the context; 0: no samples."""
 
     def validate(self) -> None:
         """Everything that can be known before the text is."""
-        for name in ("batch_tokens", "lr", "evaluate_every"):
-            check(getattr(self, name) > 0, name, getattr(self, name), "a number above 0")
-        for name in ("context", "steps", "tokens", "clip", "validation_tokens"):
-            value = getattr(self, name)
-            check(value is None or value > 0, name, value, "a number above 0")
-        for name in ("beta1", "beta2"):
-            check(0 <= getattr(self, name) < 1, name, getattr(self, name), "a number from 0 to below 1")
-        check(0 <= self.min_lr_fraction <= 1, "min_lr_fraction", self.min_lr_fraction, "a number from 0 to 1")
-        for name in ("weight_decay", "sample_tokens"):
-            check(getattr(self, name) >= 0, name, getattr(self, name), "a number of at least 0")
+        check_all(self, POSITIVE, "batch_tokens", "lr", "evaluate_every", "context", "steps", "tokens", "clip")
+        check_all(self, POSITIVE, "validation_tokens")
+        check_all(self, BELOW_ONE, "beta1", "beta2")
+        check_all(self, SHARE, "min_lr_fraction")
+        check_all(self, NOT_NEGATIVE, "weight_decay", "sample_tokens")
         for name in ("", "warmup_"):
             steps, tokens = getattr(self, name + "steps"), getattr(self, name + "tokens")
             either = f"either {name}steps or {name}tokens ({tokens}), and None for the other"

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from femixer.damage import Damaged, reading
 from femixer.optional import require
-from femixer.options import check, model_first, parse
-from femixer.tasks.lm.checkpoint import Placement, check_positions, load
+from femixer.options import COUNT, NOT_NEGATIVE, Rule, check, check_all, model_first, parse
 from femixer.tasks.lm.data.sources import pieces
+from femixer.tasks.lm.model import Placement, check_positions, load
 from femixer.training.engine import free_bytes, gigabytes
 from femixer.training.journal import counting
 from femixer.training.results import model_folder
@@ -309,7 +309,7 @@ class Sampling:
     max_tokens: int = 200
     """Most tokens to generate."""
     temperature: float = 0.0
-    """0 takes the most probable token each time; above 0 tokens are drawn, the more freely the higher."""
+    """0 takes the most probable token each time; above 0 tokens are sampled at this temperature."""
     top_k: int | None = None
     """Draw from this many most probable tokens only."""
     top_p: float | None = None
@@ -322,14 +322,11 @@ class Sampling:
     """Do not stop at the end of the text, but after max-tokens only."""
 
     def validate(self) -> None:
-        check(self.max_tokens > 0, "max_tokens", self.max_tokens, "a whole number above 0")
-        check(0 <= self.temperature < float("inf"), "temperature", self.temperature, "a number of at least 0")
-        check(self.top_k is None or self.top_k > 0, "top_k", self.top_k, "a whole number above 0")
+        check_all(self, COUNT, "max_tokens", "top_k", "beams")
+        check_all(self, NOT_NEGATIVE, "temperature")
         check(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "a number above 0 and up to 1")
-        check(self.beams > 0, "beams", self.beams, "a whole number above 0")
         if self.temperature == 0:
-            for name in ("top_k", "top_p"):
-                check(getattr(self, name) is None, name, getattr(self, name), "a --temperature above 0 to draw tokens")
+            check_all(self, Rule("a --temperature above 0 to draw tokens", lambda given: False), "top_k", "top_p")
         else:
             check(self.beams == 1, "beams", self.beams, "either --beams or a --temperature above 0")
 

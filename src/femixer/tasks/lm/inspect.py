@@ -8,44 +8,160 @@ With --summary, what the read does in it, as one figure and one table:
 
 usage.png      histograms of lambda, hidden temperature and KL by layer
 usage.md       channels that leave the prior, and the loss without each part; it is written last
+
+A channel leaves the prior if its mean KL(posterior at the hidden temperature || prior) is above LEAVES. Without L every
+mixer reads the mean (lambda = 0), without G the outer gate is 1, without C the conditioner modulates nothing.
 """
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from femixer.inspection.inspection import Layer, inspect_model, mixers_of
-from femixer.inspection.page import check_size, write_page
-from femixer.inspection.usage import (
-    HEADING,
-    LEAVES,
-    PARTS,
-    LayerUsage,
-    channels_by_kl,
-    draw,
-    layers_usage,
-    loss,
-    parts_of,
-    table_row,
-    without,
-)
+from femixer.inspection.page import MEANS, channels_by_kl, check_size, means, write_page
 from femixer.optional import require
-from femixer.options import check, check_positive, model_first, parse
-from femixer.reporting import Row, Table, as_markdown
-from femixer.reporting.figures import save
-from femixer.tasks.lm.checkpoint import Placement, check_positions, given_text, load
+from femixer.options import COUNT, Rule, check, check_all, model_first, parse
+from femixer.reporting import Column, Row, Table, as_markdown
+from femixer.reporting.figures import BLUE, GREY, figure, quiet, save
 from femixer.tasks.lm.data.tokenizer import labels
+from femixer.tasks.lm.model import Placement, check_positions, load
 from femixer.training import atomic
 from femixer.training.results import check_no_run, model_folder, name_of
 
 FIGURE, TABLE = "usage.png", "usage.md"
 LENGTH = 512
 """Tokens that are read at a time where the model does not say how many it was trained on."""
+
+
+COLUMNS = [Column(t) for t in ("layer", "prior", "parts", *MEANS.values(), "largest mean KL of a channel")]
+
+
+def table_row(number: int, layer: Layer) -> Row:
+    """A row of summary.md: means over tokens, heads and channels, and the channel with the largest KL."""
+    if layer.inspection is None:
+        return [str(number), layer.prior, "", *[""] * len(MEANS), layer.missing]
+    found = means(layer)
+    numbers = [f"{sum(found[name]) / len(found[name]):.3f}" for name in MEANS]
+    kl, head, channel = max((kl, h, d) for h, row in enumerate(found["kl_channels"]) for d, kl in enumerate(row))
+    largest = f"{kl:.3f} (head {head}, channel {channel})" if kl >= 5e-4 else "none"
+    return [str(number), layer.prior, layer.parts or "none", *numbers, largest]
+
+
+LEAVES = 0.01
+"""Nats, on average over the tokens: a channel that leaves its prior by less reads the mean for all one can see."""
+PARTS = {"L": "every mixer reads the mean", "G": "the outer gate is 1", "C": "no conditioner"}
+
+
+class LayerUsage(NamedTuple):
+    """Of one layer: lambda, hidden temperature relative to beta_max and KL, of every token, head and channel [N]; the
+    mean KL of each channel [H D]."""
+
+    name: str
+    parts: str
+    lam: Tensor
+    temperature: Tensor
+    kl: Tensor
+    kl_of_channels: Tensor
+
+    @property
+    def leaving(self) -> float:
+        """The share of channels that leave the prior."""
+        return float((self.kl_of_channels > LEAVES).double().mean())
+
+
+def layers_usage(layers: Iterable[Layer]) -> Iterator[LayerUsage]:
+    """Of the layers that can be inspected, one after the other."""
+    for layer in layers:
+        r = layer.inspection
+        if r is None or layer.beta_max is None:
+            continue
+        beta = layer.beta_max.double()[:, None].clamp_min(1e-12)
+        yield LayerUsage(
+            layer.name,
+            layer.parts,
+            r.lam.double().flatten(),
+            (r.hidden_beta.double().cpu() / beta).flatten(),
+            r.kl.double().flatten(),
+            r.kl.double().mean((0, 2)).flatten(),
+        )
+
+
+@contextmanager
+def without(model: nn.Module, part: str) -> Iterator[None]:
+    """Inside, no mixer of the model uses this part: L, G or C."""
+    if part not in PARTS:
+        raise ValueError(f"part={part!r} is unknown; choose one of {', '.join(PARTS)}")
+    mixers: list[Any] = [m for m in mixers_of(model).values() if part in getattr(m, "parts", "")]
+    for mixer in mixers:
+        if part == "L":
+            mixer._beta = lambda: None
+        else:
+            mixer._columns = _columns_without(mixer, part)
+    try:
+        yield
+    finally:
+        for mixer in mixers:
+            del mixer.__dict__["_beta" if part == "L" else "_columns"]
+
+
+def _columns_without(mixer: Any, part: str) -> Any:
+    columns = mixer._columns
+    if part == "C":
+        return lambda x, features, context: columns(x, None, context)
+    return lambda *given: columns(*given)._replace(gate=None)
+
+
+def parts_of(model: nn.Module) -> list[str]:
+    """The parts that can be switched off in some mixer of the model."""
+    used = {part for mixer in mixers_of(model).values() for part in getattr(mixer, "parts", "")}
+    return [part for part in PARTS if part in used]
+
+
+@torch.no_grad()
+def loss(model: Any, tokens: Sequence[int], length: int) -> float:
+    """Mean cross entropy in nats per token of a text, read in stretches of `length` tokens."""
+    total, count = 0.0, 0
+    for start in range(0, len(tokens) - 1, length):
+        ids = torch.tensor([tokens[start : start + length + 1]], device=model.device)
+        if ids.shape[1] < 2:
+            break
+        logits = model(ids[:, :-1], use_cache=False).logits.double()
+        total += float(nn.functional.cross_entropy(logits[0], ids[0, 1:], reduction="sum"))
+        count += ids.shape[1] - 1
+    return total / count
+
+
+def draw(usages: Sequence[LayerUsage]) -> Any:
+    """Histograms by layer: lambda, hidden temperature, KL, and the mean KL of the channels, sorted."""
+    drawing = figure(11, 1.0 + 1.5 * len(usages))
+    panels = drawing.subplots(len(usages), 4, squeeze=False)
+    titles = ("lambda", "hidden temperature / beta_max", "KL(posterior || prior), nats", "mean KL by channel, sorted")
+    widest = max([LEAVES * 2, *(float(usage.kl.max()) for usage in usages)])
+    for row, usage in zip(panels, usages, strict=True):
+        for axes, numbers, edge in (
+            (row[0], usage.lam, 1.0),
+            (row[1], usage.temperature, 1.0),
+            (row[2], usage.kl, widest),
+        ):
+            axes.hist(numbers.clamp(0, edge).numpy(), bins=40, range=(0, edge), color=BLUE, log=True)
+        row[3].plot(usage.kl_of_channels.sort(descending=True).values.numpy(), color=BLUE)
+        row[3].axhline(LEAVES, color=GREY, linestyle=":")
+        row[3].set_yscale("symlog", linthresh=LEAVES)
+        row[3].set_ylim(bottom=0)
+        row[0].set_ylabel(f"{usage.name}\n{usage.leaving:.0%} of channels leave", fontsize=7)
+        for axes in row:
+            quiet(axes)
+            axes.tick_params(labelsize=7)
+    for axes, title in zip(panels[0], titles, strict=True):
+        axes.set_title(title, fontsize=9)
+    return drawing
 
 
 def summarize(model: Any, ids: Sequence[int], inspected: int, out: Path) -> Path:
@@ -122,7 +238,7 @@ class Command:
     out: Path = Path("results/inspect")
     """Results folder; what an earlier inspection left there is replaced."""
     max_tokens: int = 128
-    """Tokens of the text that are read, from its beginning; page and memory grow with their square."""
+    """Tokens of the text to read, from its beginning; page size and memory grow with their square."""
     layers: tuple[int, ...] | None = None
     """Layers to show, from 0; by default all."""
     heads: tuple[int, ...] | None = None
@@ -137,13 +253,12 @@ class Command:
     loss of the text without each part (usage.md)."""
 
     def validate(self) -> None:
-        check_positive(max_tokens=self.max_tokens)
-        for name in ("layers", "heads", "channels", "query") if self.summary else ():
-            value = getattr(self, name)
-            check(value is None, name, value, "None with --summary, which sums up all of them")
-        for name in ("layers", "heads", "channels"):
-            chosen = getattr(self, name)
-            check(chosen is None or (len(chosen) > 0 and min(chosen) >= 0), name, chosen, "numbers of at least 0")
+        check_all(self, COUNT, "max_tokens")
+        if self.summary:
+            none = Rule("None with --summary, which sums up all of them", lambda given: False)
+            check_all(self, none, "layers", "heads", "channels", "query")
+        numbers = Rule("numbers of at least 0", lambda chosen: len(chosen) > 0 and min(chosen) >= 0)
+        check_all(self, numbers, "layers", "heads", "channels")
         check_no_run(self.out)
 
 
@@ -151,7 +266,7 @@ def main(args: Sequence[str]) -> int:
     command = parse(Command, model_first(args), "inspect")
     command.validate()
     model_folder(command.checkpoint)  # says what is wrong before anything slow
-    text = given_text(command.text, command.file, "text", "file", errors="replace")
+    text = given_text(command.text, command.file)
     model, tokenizer = load(command.checkpoint, command.placement, writes=False)
     if command.summary:
         print(summarize(model, tokenizer(text)["input_ids"], command.max_tokens, command.out).read_text("utf-8"))
@@ -161,6 +276,18 @@ def main(args: Sequence[str]) -> int:
     print((command.out / SUMMARY).read_text(encoding="utf-8"))
     print(f"Open {command.out / PAGE} ({size / 1e6:.1f} MB) in a browser; figures are in {command.out / FIGURES}/")
     return 0
+
+
+def given_text(text: str | None, file: Path | None) -> str:
+    """The text itself, that of a file, or that of standard input (-)."""
+    check(text is None or file is None, "text", text, "either --text or --file")
+    if text is not None:
+        return text
+    if file is not None and str(file) != "-":
+        return file.read_text(encoding="utf-8", errors="replace")
+    if file is None and sys.stdin.isatty():
+        raise ValueError("text=None is not allowed; choose a --text, a --file or text on standard input")
+    return sys.stdin.read()
 
 
 def run(command: Command, model: Any, tokenizer: Any, text: str) -> int:
@@ -179,7 +306,7 @@ def run(command: Command, model: Any, tokenizer: Any, text: str) -> int:
     chosen = _chosen(command, model)
     check_size([[*mixers_of(model).values()][number] for number in chosen], len(ids))
     layers = inspect_model(model, torch.tensor([ids], device=model.device), only=command.layers, use_cache=False)
-    rows: list[str] = []
+    rows: list[Row] = []
     name = name_of(command.checkpoint)
     with atomic.replacing_files(command.out, SUMMARY, f"{FIGURES}/layer-*-head-*.png") as new:
         (new / FIGURES).mkdir()
@@ -193,8 +320,8 @@ def run(command: Command, model: Any, tokenizer: Any, text: str) -> int:
             query=command.query,
             channels=command.channels,
         )
-        about = f"What {name} reads in {len(tokens)} tokens: means over tokens, heads and channels.\n\n"
-        atomic.write(new / SUMMARY, about + HEADING + "".join(rows))
+        about = f"What {name} reads in {len(tokens)} tokens: means over tokens, heads and channels."
+        atomic.write(new / SUMMARY, as_markdown(Table.of(COLUMNS, rows, about)))
     return size
 
 
@@ -225,7 +352,7 @@ def _progress(layers: Iterator[Layer], count: int) -> Iterator[Layer]:
 
 
 def _drawn(
-    command: Command, figures: Path, layers: Iterator[Layer], tokens: list[str], rows: list[str]
+    command: Command, figures: Path, layers: Iterator[Layer], tokens: list[str], rows: list[Row]
 ) -> Iterator[Layer]:
     """The layers as they come, each drawn and added to the table on its way."""
     for number, layer in enumerate(layers):

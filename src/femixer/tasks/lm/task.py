@@ -14,17 +14,15 @@ from typing import Annotated, Literal
 
 import torch
 
-from femixer.models.named import NAMED, parameter_count
+from femixer.models.named import NAMED, Rivals, parameter_count
 from femixer.optional import require
-from femixer.options import check, check_positive, expanded, parse
+from femixer.options import check, check_positive, expanded, parse, with_recipe
 from femixer.reporting import Row, Score, Table, as_markdown, marked
 from femixer.tasks.lm.data import DataOptions
 from femixer.tasks.lm.evaluate import RESULTS
 from femixer.tasks.lm.fit import Experiment, draw, last, rate, trained
 from femixer.tasks.lm.model import ModelOptions, described
-from femixer.tasks.mixing import Rivals
-from femixer.training import EngineOptions, Interrupted, Results, RunOptions, atomic, distributed, processes, show_table
-from femixer.training.recipe import with_recipe
+from femixer.training import EngineOptions, Interrupted, Results, RunOptions, atomic, distributed, show_table
 from femixer.training.results import CHECKPOINTS, Record, holds_run
 
 
@@ -72,7 +70,7 @@ class Comparison:
     """Models by the names of the paper's tables; paper: those of its table of language models; all: every one that
     has a name; custom is the one that --mixer, --prior and --parts describe."""
     seeds: int = 3
-    """Runs of each model, with seeds that go up from --seed. The same seed means the same order of the text."""
+    """Number of seeds per model, counted up from --seed. Equal seeds see the text in the same order."""
 
     def validate(self) -> None:
         allowed = f"different ones of {', '.join((*MODELS, CUSTOM))}"
@@ -117,7 +115,7 @@ class Compare:
     engine: EngineOptions
     run: RunOptions
     jobs: int = 1
-    """Runs at a time, in processes of their own; the progress of each is in runs/NAME.log."""
+    """Parallel runs, in separate processes; the progress of each is in runs/NAME.log."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +192,7 @@ def carried_out(tasks: Sequence[OneOfMany], jobs: int) -> Iterator[tuple[OneOfMa
     if jobs == 1:
         yield from ((task, task.carry_out()) for task in tasks)
         return
-    with contextlib.closing(processes.carried_out(OneOfMany.carry_out_apart, tasks, jobs)) as finished:
+    with contextlib.closing(distributed.carried_out(OneOfMany.carry_out_apart, tasks, jobs)) as finished:
         for task, future in finished:
             yield task, future.result()
 

@@ -73,6 +73,7 @@ def quick(steps: int, batch: int, *rates: float, **parameters: Any) -> Plan:
 
 
 RATES = (1e-3, 2e-3, 4e-3)
+SMALL: dict[str, Any] = {"width": 64, "heads": 8, "inner": 176, "validation": 256, "test": 512, "resumable": False}
 
 
 PROTOCOLS = {
@@ -80,13 +81,8 @@ PROTOCOLS = {
     for protocol in (
         Protocol(
             "lite",
-            width=64,
-            heads=8,
-            inner=176,
+            **SMALL,
             evaluations=5,
-            validation=256,
-            test=512,
-            resumable=False,
             plans={
                 "compression": quick(700, 32, 2e-3, vocabulary=12, length=16, train=6400),
                 "fuzzy-recall": quick(900, 32, 4e-3, vocabulary=12, length=32, motif=2, train=6400),
@@ -98,13 +94,8 @@ PROTOCOLS = {
         ),
         Protocol(
             "small",
-            width=64,
-            heads=8,
-            inner=176,
+            **SMALL,
             evaluations=20,
-            validation=256,
-            test=512,
-            resumable=False,
             plans={
                 "compression": quick(2000, 32, *RATES, vocabulary=12, length=16, train=12800),
                 "fuzzy-recall": quick(4000, 32, *RATES, vocabulary=12, length=32, motif=2, train=12800),

@@ -27,9 +27,9 @@ from femixer.tasks.mad.protocol import PROTOCOLS
 from femixer.tasks.runner import Run, Tabulate
 from femixer.training import Results, adamw
 from femixer.training.jobs import Jobs
-from femixer.training.jobs.store import as_text, distinct, same
 from femixer.training.results import Record
 from femixer.training.seeding import seeded
+from femixer.training.store import as_text, distinct, same
 
 
 @dataclass(frozen=True)
@@ -193,12 +193,7 @@ def average(record: Record) -> float:
 
 def tabulate(records: Sequence[Record]) -> list[Table]:
     """A table per task: variants in the order of VARIANTS."""
-    same(
-        records,
-        "ways of training",
-        lambda record: as_text([record["lr"], record["steps"], record["parameters"]]),
-        "task",
-    )
+    same(records, "ways of training", training, "task")
     same(records, "variants of one name", lambda record: as_text(record["variant"]), "model")
     records = distinct(records, lambda record: as_text(record["evaluations"]), ("model", "task", "seed"))
     return [table(task, of_task) for task in TASKS if (of_task := [r for r in records if r["task"] == task])]
@@ -307,7 +302,7 @@ class Experiment:
     tasks: tuple[str, ...] = TASKS
     """Tasks, in the setting of the protocol lite."""
     seeds: int = 5
-    """Runs of everything, with seeds that go up from --seed: other data, other starting weights."""
+    """Number of seeds, counted up from --seed; each has other data and initial weights."""
     seed: int = 0
     """The first seed."""
     lr: float = 2e-3
@@ -366,9 +361,6 @@ class StudyRun(Run):
 
     experiment: Experiment = field(default_factory=Experiment)
     how: Jobs = field(default_factory=lambda: Jobs(Path("results/mad-study")))
-
-    def jobs(self) -> list[StudyJob]:
-        return self.experiment.jobs()
 
     def tables(self, records: Sequence[Record]) -> list[Table]:
         return tabulate(records)

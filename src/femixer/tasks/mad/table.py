@@ -22,9 +22,9 @@ from femixer.reporting import Cell, Column, Group, Score, Table, marked_columns,
 from femixer.reporting.figures import figure
 from femixer.tasks.mad.data import TASKS
 from femixer.tasks.mad.protocol import PROTOCOLS
-from femixer.tasks.runner import Tabulate
-from femixer.training.jobs.store import as_text, distinct, same
+from femixer.tasks.runner import Tabulate, over_seeds
 from femixer.training.results import Record
+from femixer.training.store import as_text, distinct, same
 
 WITHOUT_C = "Softmax attention without C"
 """The group that repeats FEM-SM for comparison, as in the paper."""
@@ -228,15 +228,14 @@ def others(table: Mapping[str, Row], all_rows: bool) -> list[str]:
 
 def legend(records: Sequence[Record], select: str, models: Mapping[str, Sequence[Cell]]) -> list[str]:
     """What a reader must know."""
-    seeds = sorted({record["seed"] for record in records})
     pairs = {(record["task"], pair(record)) for record in records}
     most = max(sum(task == name for task, _ in pairs) for name in TASKS)
-    over = f"mean ± standard error over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
     best = f", and of each setting the best of {most} learning rates and weight decays" if most > 1 else ""
-    other = "" if records[0]["protocol"] == "full" else ", of the full protocol: only orderings can be compared"
+    protocol = records[0]["protocol"]
+    other = "" if protocol == "full" else ", of the full protocol: only orderings can be compared"
     text = [
-        f"Test accuracy in percent, macro-averaged over tokens; protocol {records[0]['protocol']}; {over}. The best of "
-        "a column is bold. Size: parameters of the whole model relative to SMAttn.",
+        f"Test accuracy in percent, macro-averaged over tokens; protocol {protocol}; {over_seeds(records)}. "
+        "The best of a column is bold. Size: parameters of the whole model relative to SMAttn.",
         f"In parentheses: the paper's figures{other}.",
         f"Selected on the {select} split: of each job the evaluation of lowest loss{best}.",
     ]

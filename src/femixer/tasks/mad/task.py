@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from femixer.models.named import NAMED, parameters_of
+from femixer.models.named import NAMED, Mixing, Rivals, parameters_of
 from femixer.options import check, expanded, given, parse
 from femixer.reporting import Table
 from femixer.tasks.mad.data import TASKS, sample
@@ -15,7 +15,6 @@ from femixer.tasks.mad.fit import MadJob
 from femixer.tasks.mad.model import build
 from femixer.tasks.mad.protocol import PROTOCOLS, Protocol
 from femixer.tasks.mad.table import FIGURES, tabulate
-from femixer.tasks.mixing import Mixing, Rivals
 from femixer.tasks.runner import Run
 from femixer.training.engine import check_fits
 from femixer.training.jobs import Jobs
@@ -34,7 +33,7 @@ class Experiment:
     """lite, for a CPU; small, longer and with three learning rates to choose from; baseline, the original's six default
     settings; full, its 66 settings."""
     seeds: int = 1
-    """Runs of everything, with seeds that go up from --seed: other data, other starting weights."""
+    """Number of seeds, counted up from --seed; each has other data and initial weights."""
     seed: int = 0
     """The first seed."""
     lr: tuple[float, ...] | None = None
@@ -86,7 +85,7 @@ class Experiment:
         """Each once, whatever options make two settings the same."""
         protocol = self.changed()
         jobs = [
-            job(protocol, model, self.mixing, task, parameters, lr, weight_decay, self.seed + number)
+            self.job(protocol, model, task, parameters, lr, weight_decay, self.seed + number)
             for number in range(self.seeds)
             for task in self.tasks
             for parameters in protocol.settings(task)
@@ -94,8 +93,42 @@ class Experiment:
             for lr in self.lr or protocol.plan(task).learning_rates
             for weight_decay in self.weight_decay or protocol.plan(task).weight_decays
         ]
-        changed = (replace(job, fields={**job.fields, **self.rivals.fields(job.fields)}) for job in jobs)
-        return [*{job.digest: job for job in changed}.values()]
+        return [*{job.digest: job for job in jobs}.values()]
+
+    def job(
+        self,
+        protocol: Protocol,
+        model: str,
+        task: str,
+        parameters: Mapping[str, Any],
+        lr: float,
+        weight_decay: float,
+        seed: int,
+    ) -> MadJob:
+        steps = protocol.steps(task, parameters)
+        row = {
+            **protocol.sizes(),
+            **NAMED[model],
+            **self.mixing.fields(NAMED[model]),
+            "vocab_size": parameters["vocabulary"],
+            "max_position_embeddings": parameters["length"],
+        }
+        return MadJob(
+            model=model,
+            task=task,
+            parameters=parameters,
+            protocol=protocol.name,
+            seed=seed,
+            lr=lr,
+            weight_decay=weight_decay,
+            fields={**row, **self.rivals.fields(row)},
+            batch=protocol.plan(task).batch,
+            steps=steps,
+            evaluate_every=max(1, steps // protocol.evaluations),
+            validation=protocol.validation,
+            test=protocol.test,
+            precision=protocol.precision,
+        )
 
     def changed(self) -> Protocol:
         """The protocol with what the options change, and a name that says so."""
@@ -111,41 +144,6 @@ class Experiment:
         return replace(protocol, name=" ".join([protocol.name, *words]), plans=plans, precision=self.precision)
 
 
-def job(
-    protocol: Protocol,
-    model: str,
-    mixing: Mixing,
-    task: str,
-    parameters: Mapping[str, Any],
-    lr: float,
-    weight_decay: float,
-    seed: int,
-) -> MadJob:
-    steps = protocol.steps(task, parameters)
-    return MadJob(
-        model=model,
-        task=task,
-        parameters=parameters,
-        protocol=protocol.name,
-        seed=seed,
-        lr=lr,
-        weight_decay=weight_decay,
-        fields={
-            **protocol.sizes(),
-            **NAMED[model],
-            **mixing.fields(NAMED[model]),
-            "vocab_size": parameters["vocabulary"],
-            "max_position_embeddings": parameters["length"],
-        },
-        batch=protocol.plan(task).batch,
-        steps=steps,
-        evaluate_every=max(1, steps // protocol.evaluations),
-        validation=protocol.validation,
-        test=protocol.test,
-        precision=protocol.precision,
-    )
-
-
 @dataclass(frozen=True)
 class MadRun(Run):
     """Train models on the tasks of MAD.
@@ -156,7 +154,7 @@ class MadRun(Run):
     experiment: Experiment = field(default_factory=Experiment)
     how: Jobs = field(default_factory=lambda: Jobs(Path("results/mad")))
     select: Literal["validation", "test"] = "validation"
-    """Split that selects for the table at the end, as in `femixer mad table`; nothing that is run depends on it."""
+    """Selecting split of the final table, as in `femixer mad table`; the runs do not depend on it."""
 
     def jobs(self) -> list[MadJob]:
         self.experiment.validate()

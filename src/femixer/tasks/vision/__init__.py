@@ -22,8 +22,11 @@ TASK = Task(
     record=RECORD,
     others={
         "train": ("femixer.tasks.vision.task:train", "a classifier from pictures, or from digits that need none"),
-        "eval": ("femixer.tasks.vision.evaluate", "a trained classifier on any pictures: accuracy and confusion"),
-        "maps": ("femixer.tasks.vision.maps", "which patches each channel of a trained classifier reads"),
+        "eval": (
+            "femixer.tasks.vision.evaluate:evaluate",
+            "a trained classifier on any pictures: accuracy and confusion",
+        ),
+        "maps": ("femixer.tasks.vision.evaluate:maps", "which patches each channel of a trained classifier reads"),
     },
 )
 main = TASK.main

@@ -1,4 +1,5 @@
-"""`femixer vision eval`: a trained classifier on pictures; and the figures of any, its curves and confusions."""
+"""What a trained classifier makes of pictures: `femixer vision eval`, its scores, and `femixer vision maps`, which
+patches each channel reads; and the figures of any, its curves and confusions."""
 
 import json
 import os
@@ -8,15 +9,28 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from femixer.models.pictures import Picture
+from femixer.damage import check_tensor
+from femixer.models.pictures import PatchMaps, Picture, Unreadable, as_tensor, patch_maps
 from femixer.options import check, check_positive, check_threads, model_named, parse
 from femixer.reporting.figures import BLUE, GREY, VERMILION, figure, quiet, save
 from femixer.tasks.runner import told
-from femixer.tasks.vision.data import ABOUT_DIGITS, DIGITS, Broken, Files, Images, Joined, Pictures, Reading, found
-from femixer.tasks.vision.data.views import Views, spread
+from femixer.tasks.vision.data import (
+    ABOUT_DIGITS,
+    DIGITS,
+    Broken,
+    Files,
+    Images,
+    Joined,
+    Pictures,
+    Reading,
+    decoded,
+    found,
+)
+from femixer.tasks.vision.data.views import Views, spread, stacked
 from femixer.tasks.vision.fit import Predictions, predicted
 from femixer.tasks.vision.model import Classifier
 from femixer.training import atomic
@@ -134,7 +148,7 @@ Split = Literal["train", "validation", "test", "all"]
 
 
 @dataclass(frozen=True)
-class Command:
+class Evaluate:
     """Score a trained classifier on pictures: accuracy, loss, and figures of what it confuses.
 
     Writes scores.json, confusion.png and predictions.png. The classes must be among those that the model knows.
@@ -148,7 +162,7 @@ class Command:
     """Part of the pictures; by default test, but all of pictures that come in one part and that the model was not
     trained on."""
     batch: int = 256
-    """Pictures that are computed at once."""
+    """Images per forward pass."""
     threads: int | None = None
     """CPU threads, by default torch's choice."""
     out: Path = Path("results/vision-eval")
@@ -178,17 +192,11 @@ class Renamed:
         return picture, self.labels[label]
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """Pictures to evaluate a model on."""
-
-    images: Images
-    split: str
-    views: Views
-
-
-def choose(classifier: Classifier, data: str, reading: Reading, split: Split | None = None) -> Chosen:
-    """Of pictures that the model was trained on, the parts are those of its training."""
+def choose(
+    classifier: Classifier, data: str, reading: Reading, split: Split | None = None
+) -> tuple[Images, str, Views]:
+    """Pictures to evaluate a model on: all, the part, and what the model sees of it. Of pictures that the model was
+    trained on, the parts are those of its training."""
     trained = classifier.preparation
     given = reading.validation
     share = trained.validation if given is None else given
@@ -200,7 +208,7 @@ def choose(classifier: Classifier, data: str, reading: Reading, split: Split | N
     there = [each for each, pictures in images.splits.items() if len(pictures) > 0]
     check(name in (*there, "all"), "split", name, f"one that data={data!r} has: {', '.join(there)} or all")
     parts = [images.splits[each] for each in (there if name == "all" else [name])]
-    return Chosen(images, name, Views(renamed(images, classifier.classes, Joined(parts)), trained))
+    return images, name, Views(renamed(images, classifier.classes, Joined(parts)), trained)
 
 
 def renamed(images: Images, classes: Sequence[str], pictures: Pictures) -> Pictures:
@@ -212,7 +220,8 @@ def renamed(images: Images, classes: Sequence[str], pictures: Pictures) -> Pictu
     return Renamed(pictures, [known[name] for name in images.classes])
 
 
-def run(command: Command) -> tuple[Predictions, Views]:
+def evaluate(args: Sequence[str]) -> int:
+    command = parse(Evaluate, model_named(args), "vision eval", Evaluate())
     check_positive(batch=command.batch)
     check_threads(command.threads)
     check_no_run(command.out)
@@ -220,15 +229,15 @@ def run(command: Command) -> tuple[Predictions, Views]:
         torch.set_num_threads(command.threads)
     classifier = Classifier.load(command.model)
     told(command.data, ABOUT_DIGITS)
-    chosen = choose(classifier, command.data, command.reading, command.split)
-    images, views = chosen.images, chosen.views
-    predictions = predicted(classifier.model, views, command.batch, chosen.split)
-    broken = [*empty_files(images, chosen.split), *views.broken.values()]
-    title = f"{command.model.name} on {images.name}, {chosen.split}"
+    images, split, views = choose(classifier, command.data, command.reading, command.split)
+    predictions = predicted(classifier.model, views, command.batch, split)
+    broken = [*empty_files(images, split), *views.broken.values()]
+    title = f"{command.model.name} on {images.name}, {split}"
     write(command, predictions, views, classifier.classes, title, len(broken))
     for each in broken:
         print(f"skipped: {each.name}: {each.reason}", file=sys.stderr)
-    return predictions, views
+    print(f"Results are in {command.out}/")
+    return 0
 
 
 def empty_files(images: Images, split: str) -> list[Broken]:
@@ -241,7 +250,7 @@ def empty_files(images: Images, split: str) -> list[Broken]:
 
 
 def write(
-    command: Command, predictions: Predictions, views: Views, classes: Sequence[str], title: str, broken: int
+    command: Evaluate, predictions: Predictions, views: Views, classes: Sequence[str], title: str, broken: int
 ) -> None:
     scores = {**predictions.scores(), "pictures": len(predictions.labels), "broken": broken}
     with atomic.replacing_files(command.out) as new:
@@ -253,8 +262,147 @@ def write(
     print(f"| {scores['top1']:.2%} | {scores['top5']:.2%} | {scores['loss']:.4f} |\n")
 
 
-def main(args: Sequence[str]) -> int:
-    command = parse(Command, model_named(args), "vision eval", Command())
-    run(command)
-    print(f"Results are in {command.out}/")
+MAPS = "maps.png"
+CHANNELS = 5
+"""Drawn, those that differ most from the prior."""
+FULL = 4
+"""Times an even share of the weight, from which on the colour is full."""
+COLOUR = (0.835, 0.369, 0.0)
+"""Of the weights: Okabe and Ito's vermilion."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which layer, head and channels to draw."""
+
+    layer: int = -1
+    """Layer, from 0; -1 is the last."""
+    head: int | None = None
+    """Head, from 0; by default the one whose channels differ most from its prior."""
+    channels: tuple[int, ...] | None = None
+    """Channels of the head, from 0; by default those that differ most from its prior."""
+
+
+@dataclass(frozen=True)
+class Maps:
+    """Draw which patches of pictures the channels of a trained classifier read.
+
+    In each row a picture, what the prior of one head reads in it, and what some channels of that head read: the
+    posterior, as far as the channel's temperature gate lets it through. Full colour is four times an even
+    share of the weight, or more.
+    """
+
+    model: Path = Path("results/vision")
+    """Model folder, or results folder of `femixer vision train`."""
+    images: tuple[Path, ...] = ()
+    """Files with pictures; without any, some of --data that `femixer vision eval` scores by default."""
+    data: str = DIGITS
+    """A folder with a folder per class (train/ and val/ in it, or one that is divided), datasets:NAME, or digits."""
+    count: int = 6
+    """Pictures of --data to draw."""
+    choice: Choice = field(default_factory=Choice)
+    out: Path = Path("results/vision-maps.png")
+    """The figure."""
+    reading: Reading = field(default_factory=Reading)
+
+
+def map_figure(
+    classifier: Classifier, pixels: Tensor, labels: Sequence[int] | None, title: str, choice: Choice | None = None
+) -> Any:
+    """pixels [n, C, S, S] in uint8; labels: the right ones, where they are known."""
+    choice, model = choice or Choice(), classifier.model
+    given = classifier.preparation.normalized(pixels / 255).to(next(model.parameters()).device)
+    maps = patch_maps(model, given, choice.layer)
+    head, channels = chosen(maps, choice)
+    with torch.no_grad():
+        predictions = check_tensor(model(pixel_values=given).logits, f"the logits of {title}").argmax(-1).tolist()
+    prior = maps.prior[:, head] if maps.prior.dim() == 4 else maps.prior[:, head].mean(1)
+    weights = torch.cat([prior[:, None], maps.read[:, head, channels]], 1).cpu().numpy()
+    names = ["picture", f"prior of head {head}", *(f"channel {channel}" for channel in channels)]
+    drawing = figure(1.5 * len(names), 0.7 + 1.6 * len(pixels))
+    panels = drawing.subplots(len(pixels), len(names), squeeze=False)
+    for axes, name in zip(panels[0], names, strict=True):
+        axes.set_title(name, fontsize=9)
+    for number, row in enumerate(panels):
+        told = caption(classifier, predictions[number], None if labels is None else labels[number])
+        row[0].set_ylabel(told, fontsize=9, parse_math=False)
+        for axes, own in zip(row, [None, *weights[number]], strict=True):
+            draw(axes, pixels[number], own)
+    layer = choice.layer % model.config.num_hidden_layers
+    drawing.suptitle(f"{title}: patches read in layer {layer} (full colour: {FULL} x an even share)", x=0.01, **TITLE)
+    return drawing
+
+
+def chosen(maps: PatchMaps, choice: Choice) -> tuple[int, list[int]]:
+    """The head and the channels to draw, by sum |read - prior| over the patches, as the mean over the pictures."""
+    prior = maps.prior if maps.prior.dim() == 5 else maps.prior[:, :, None]
+    distance = (maps.read - prior).abs().sum((-2, -1)).mean(0)
+    heads, count = distance.shape
+    allowed = f"a number from 0 to {heads - 1}"
+    check(choice.head is None or 0 <= choice.head < heads, "head", choice.head, allowed)
+    head = int(distance.mean(1).argmax()) if choice.head is None else choice.head
+    if choice.channels is None:
+        return head, distance[head].topk(min(CHANNELS, count)).indices.tolist()
+    fits = len(choice.channels) > 0 and all(0 <= channel < count for channel in choice.channels)
+    check(fits, "channels", choice.channels, f"numbers from 0 to {count - 1}")
+    return head, [*choice.channels]
+
+
+def draw(axes: Any, pixels: Tensor, weights: np.ndarray | None) -> None:
+    """A picture, pale and grey below weights [rows, columns] where there are any."""
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.spines[:].set_visible(False)
+    if weights is None:
+        axes.imshow(displayed(pixels), cmap="gray", vmin=0, vmax=255)
+        return
+    height, width = pixels.shape[-2:]
+    place = (-0.5, width - 0.5, height - 0.5, -0.5)
+    axes.imshow((255 - (255 - pixels.float().mean(0)) * 0.3).numpy(), cmap="gray", vmin=0, vmax=255)
+    strength = np.clip(weights * weights.size / FULL, 0, 1)
+    coloured = np.concatenate([np.broadcast_to(COLOUR, (*weights.shape, 3)), 0.9 * strength[..., None]], -1)
+    axes.imshow(coloured, extent=place, interpolation="nearest")
+
+
+def caption(classifier: Classifier, predicted: int, label: int | None) -> str:
+    names = shortened(classifier.classes)
+    if label is None:
+        return f"taken for {names[predicted]}"
+    return f"✓ {names[label]}" if predicted == label else f"✗ {names[predicted]}\nis {names[label]}"
+
+
+def maps(args: Sequence[str]) -> int:
+    command = parse(Maps, model_named(args), "vision maps", Maps())
+    classifier = Classifier.load(command.model)
+    preparation = classifier.preparation
+    check_positive(count=command.count)
+    check(command.out.suffix.lower() == ".png", "out", str(command.out), "a file that ends in .png")
+    labels: list[int] | None = None
+    if command.images:
+        pixels = torch.stack(
+            [as_tensor(preparation.fixed(opened(path, preparation.channels))) for path in command.images]
+        )
+    else:
+        told(command.data, ABOUT_DIGITS)
+        _, _, views = choose(classifier, command.data, command.reading)
+        count = min(command.count, len(views))
+        # Evenly over the pictures, which folders have class by class; of a stream the first.
+        step = len(views) / max(count, 1) if views.pictures.blocks is None else 1
+        numbers = [int(n * step) for n in range(count)]
+        found = [view for number in numbers if (view := views.read(number)) is not None]
+        for broken in views.broken.values():
+            print(f"skipped: {broken.name}: {broken.reason}", file=sys.stderr)
+        check(len(found) > 0, "data", command.data, "pictures of which some can be read")
+        pixels, right = stacked(found)
+        labels = right.tolist()
+    command.out.parent.mkdir(parents=True, exist_ok=True)
+    save(map_figure(classifier, pixels, labels, command.model.name, command.choice), command.out)
+    print(f"The figure is {command.out}")
     return 0
+
+
+def opened(path: Path, channels: int) -> Any:
+    try:
+        return decoded(path, channels)
+    except Unreadable as problem:
+        raise ValueError(f"images={str(path)!r} cannot be read: {problem}") from problem

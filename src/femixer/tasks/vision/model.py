@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +11,8 @@ from femixer.baselines import BASELINES
 from femixer.models import FEMForImageClassification, FEMVisionConfig, preset
 from femixer.models.config import plain_refusals
 from femixer.models.files import without_bars
-from femixer.models.named import NAMED, VISION_PRESETS, parameter_count
-from femixer.options import check, check_positive, given
-from femixer.tasks.mixing import Mixing, Rivals
+from femixer.models.named import NAMED, VISION_PRESETS, Mixing, Rivals, parameter_count
+from femixer.options import BELOW_ONE, COUNT, NOT_NEGATIVE, POSITIVE, SHARE, check, check_all, given
 from femixer.tasks.vision.data import PREPARATION, Images, Preparation
 from femixer.tasks.vision.data.augmentation import Augmentation
 from femixer.training.results import MODEL, new_model
@@ -31,7 +29,7 @@ class Training:
     """How a model is trained, with AdamW."""
 
     epochs: int = 100
-    """Times that training goes over all pictures."""
+    """Passes over all training images."""
     warmup_epochs: float = 5
     """Epochs in which the learning rate rises linearly; then it falls like half a cosine."""
     batch: int = 64
@@ -52,13 +50,12 @@ class Training:
     """Decay of a moving average of the weights, which is evaluated too; 0 keeps none."""
 
     def validate(self) -> None:
-        check_positive(epochs=self.epochs, batch=self.batch)
+        check_all(self, COUNT, "epochs", "batch")
+        check_all(self, POSITIVE, "lr", "clip")
+        check_all(self, NOT_NEGATIVE, "weight_decay")
+        check_all(self, SHARE, "min_lr_fraction")
+        check_all(self, BELOW_ONE, "ema")
         check(0 <= self.warmup_epochs <= self.epochs, "warmup_epochs", self.warmup_epochs, f"0 to {self.epochs} epochs")
-        check(0 < self.lr < math.inf, "lr", self.lr, "a number above 0")
-        check(0 <= self.min_lr_fraction <= 1, "min_lr_fraction", self.min_lr_fraction, "a number from 0 to 1")
-        check(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "a number of at least 0")
-        check(self.clip is None or self.clip > 0, "clip", self.clip, "a number above 0")
-        check(0 <= self.ema < 1, "ema", self.ema, "a number from 0 to below 1")
 
 
 @dataclass(frozen=True)
@@ -80,11 +77,11 @@ class Sizes:
     heads: int | None = None
     """Heads of a layer, by default the preset's."""
     parameters: int | None = None
-    """Parameters that the model shall have: its MLPs get the width that comes nearest, instead of 4 x the width."""
+    """Target number of parameters: sets the MLP width that comes nearest, instead of 4 x the width."""
     pooling: Literal["token", "mean"] | None = None
-    """What the classes are told from, a class token or the mean of all patches; by default the preset's."""
+    """Input of the classifier: a class token or the mean of all patches; by default the preset's."""
     positions: Literal["learned", "rotary"] | None = None
-    """How the model knows where a patch is; by default the preset's."""
+    """Position encoding of the patches; by default the preset's."""
     initializer_range: float | None = None
     """Deviation of the starting weights of patches, MLPs and classes, by default 0.02, which suits wide layers."""
     mixing: Mixing = field(default_factory=Mixing)
@@ -140,9 +137,8 @@ def specified(
 ) -> Spec:
     check(model in ENCODERS, "model", model, f"one of {', '.join(ENCODERS)}")
     check(seed >= 0, "seed", seed, "a whole number of at least 0")
-    check_positive(parameters=sizes.parameters)
-    deviation = sizes.initializer_range
-    check(deviation is None or 0 < deviation < math.inf, "initializer_range", deviation, "a number above 0")
+    check_all(sizes, COUNT, "parameters")
+    check_all(sizes, POSITIVE, "initializer_range")
     check(0 < sizes.eval_crop <= 1, "eval_crop", sizes.eval_crop, "a share above 0 and up to 1")
     training.validate()
     augmentation.validate()

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from femixer.reporting import Cell, Column, Group, Row, Score, Table, marked_columns
-from femixer.training.jobs.store import as_text, distinct, same
+from femixer.tasks.runner import over_seeds, usual_notes
 from femixer.training.results import Record
+from femixer.training.store import as_text, besides, best, distinct, same, setting
 
 TOP1 = {
     "deit-tiny": {"SMAttn": 72.20, "TNN": 72.29, "HGRN": 74.40, "HGRN2": 75.39, "FEM-SM": 76.70, "FEM-GLA": 75.80},
@@ -29,7 +30,7 @@ def published(dataset: str, classes: int, preset: str, model: str) -> float | No
     return TOP1.get(preset, {}).get(model)
 
 
-PAIR = ("lr", "weight_decay")
+TUNED = ("lr", "weight_decay")
 
 
 @dataclass(frozen=True)
@@ -61,19 +62,8 @@ def group(dataset: str, preset: str, records: Sequence[Record]) -> Compared:
     for record in records:
         models[record["model"]].append(record)
     seeds = tuple(sorted({record["seed"] for record in records}))
-    chosen = {model: best_pair(own) for model, own in models.items()}
+    chosen = {model: best(own, TUNED, lambda record: -record["validation_top1"]) for model, own in models.items()}
     return Compared(dataset, preset, records[0]["classes"], seeds, chosen)
-
-
-def best_pair(records: Sequence[Record]) -> list[Record]:
-    pairs: dict[tuple[float, ...], list[Record]] = defaultdict(list)
-    for record in records:
-        pairs[pair(record)].append(record)
-    return min(pairs.values(), key=lambda own: (-len(own), -statistics.mean(r["validation_top1"] for r in own)))
-
-
-def pair(record: Record) -> tuple[float, ...]:
-    return tuple(record["training"][name] for name in PAIR)
 
 
 def comparable(records: Sequence[Record]) -> list[Record]:
@@ -86,8 +76,7 @@ def comparable(records: Sequence[Record]) -> list[Record]:
 
 def training(record: Record) -> str:
     """How it was trained, besides the learning rate and weight decay."""
-    rest = {name: value for name, value in record["training"].items() if name not in PAIR}
-    return as_text([rest, record["augmentation"], record["eval_crop"]])
+    return as_text([besides(record, TUNED), record["augmentation"], record["eval_crop"]])
 
 
 def fields(record: Record) -> str:
@@ -138,22 +127,17 @@ def scores(group: Compared, model: str) -> list[Cell]:
 
 def legend(records: Sequence[Record], tables: Sequence[Table]) -> list[str]:
     """What a reader must know."""
-    seeds = sorted({record["seed"] for record in records})
-    over = f"mean ± standard error over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
-    text = [f"On the test part, once, at the best validation accuracy; {over}. The best of a column is bold."]
-    entries = [each for table in tables for row in table.rows for each in row if isinstance(each, Cell)]
-    if any(each.paper for each in entries):
+    text = [
+        f"On the test part, once, at the best validation accuracy; {over_seeds(records)}. The best of a column is bold."
+    ]
+    if any(isinstance(each, Cell) and each.paper for table in tables for row in table.rows for each in row):
         text.append(f"In parentheses: the paper's top-1 accuracy for {' and '.join(TOP1)}.")
-    if any(each.missing for each in entries):
-        text.append("In brackets: what is finished, where that is not all. Such values are never bold.")
+    text += usual_notes(records, tables)
     for table in tables:
         text += spread(table)
-    pairs = {(record["model"], record["dataset"], record["preset"], pair(record)) for record in records}
+    pairs = {(record["model"], record["dataset"], record["preset"], setting(record, TUNED)) for record in records}
     if len(pairs) > len({each[:3] for each in pairs}):
         text.append("Learning rates and weight decays are those of the highest validation accuracy.")
-    diverged = sorted({record["model"] for record in records if record["diverged"]})
-    if diverged:
-        text.append(f"Training diverged, in some runs, of {', '.join(diverged)}; the best weights before that count.")
     broken = max(record["broken"] for record in records)
     if broken:
         text.append(f"Up to {broken} pictures could not be read and were skipped.")

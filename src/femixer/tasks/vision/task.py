@@ -8,7 +8,7 @@ from typing import Self, TypeVar
 
 from femixer.models import Card
 from femixer.models.named import parameter_count
-from femixer.options import as_typed, check, expanded, parse
+from femixer.options import apply_recipe, as_typed, check, expanded, parse, with_recipe
 from femixer.reporting import Table, as_markdown
 from femixer.reporting.figures import save
 from femixer.tasks.runner import DataJob, Run, told
@@ -16,17 +16,16 @@ from femixer.tasks.vision import TASK
 from femixer.tasks.vision.data import ABOUT_DIGITS, DIGITS, Images, Reading, read
 from femixer.tasks.vision.data.augmentation import Augmentation
 from femixer.tasks.vision.data.views import BROKEN, spread, stacked
-from femixer.tasks.vision.evaluate import CONFUSION, PREDICTIONS, confusion, curves, samples
+from femixer.tasks.vision.evaluate import CONFUSION, MAPS, PREDICTIONS, confusion, curves, map_figure, samples
 from femixer.tasks.vision.fit import Fitted, Loading, fitted
-from femixer.tasks.vision.maps import MAPS, map_figure
 from femixer.tasks.vision.model import ENCODERS, Sizes, Spec, Training, config_of, specified
 from femixer.tasks.vision.table import ORDER, TOP1, tabulate
 from femixer.training import EngineOptions, Results, RunOptions, distributed, show_table
 from femixer.training.engine import check_fits
-from femixer.training.jobs import RECORD, Jobs
+from femixer.training.jobs import Jobs
 from femixer.training.loop import check_trained, untrained_note
-from femixer.training.recipe import apply, with_recipe
 from femixer.training.results import MODEL, Record
+from femixer.training.store import RECORD
 
 Options = TypeVar("Options")
 
@@ -51,7 +50,7 @@ def with_recipe_of_data(default: Options, args: Sequence[str]) -> tuple[Options,
         name, _, value = arg.partition("=")
         if name == "--data":
             data = value or next(iter(args[number + 1 :]), "")
-    return apply(default, DIGITS if data == DIGITS else FOLDERS), [*args]
+    return apply_recipe(default, DIGITS if data == DIGITS else FOLDERS), [*args]
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ SHOWN = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """What one training and many have in common."""
+    """Options shared by one training and many."""
 
     data: str = DIGITS
     """A folder with a folder per class (train/ and val/ in it, or one that is divided), datasets:NAME, or digits."""
@@ -202,7 +201,7 @@ class Experiment(Setting):
     """Models by their names in the paper's tables; SMAttn is plain attention. paper: those of its table that are
     encoders here; all: every encoder."""
     seeds: int = 1
-    """Runs of everything, with seeds that go up from --seed."""
+    """Number of seeds, counted up from --seed."""
     seed: int = 0
     """The first seed."""
 
@@ -245,9 +244,6 @@ class VisionRun(Run):
 
     experiment: Experiment = field(default_factory=Experiment)
     how: Jobs = field(default_factory=lambda: Jobs(Path("results/vision-runs")))
-
-    def jobs(self) -> list[VisionJob]:
-        return self.experiment.jobs()
 
     def tables(self, records: Sequence[Record]) -> list[Table]:
         return tabulate(records)

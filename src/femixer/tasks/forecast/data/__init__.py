@@ -83,7 +83,7 @@ class Reading:
     date_column: str | None = None
     """Column of the dates, by default the one called date, datetime, timestamp, time or ds."""
     date_format: str | None = None
-    """Format of the dates as in %d.%m.%Y %H:%M, where it cannot be told from the first of them."""
+    """Format of the dates, e.g. %d.%m.%Y %H:%M, if it cannot be inferred."""
     columns: tuple[str, ...] = ()
     """Columns to forecast, by default all others; of long files, which have several series below each other, y."""
     id_column: str | None = None
@@ -91,9 +91,9 @@ class Reading:
     known: tuple[str, ...] = ()
     """Columns that are not forecast, whose values are known ahead: covariates such as holidays and prices."""
     past: tuple[str, ...] = ()
-    """Columns that are not forecast and not known ahead, which the forecast is made of as well."""
+    """Columns that are not forecast and not known ahead, as additional inputs."""
     missing_below: float | None = None
-    """Values at or below mean missing, by default what is known of the data set (weather: -9000)."""
+    """Values at or below this are missing; the default depends on the data set (weather: -9000)."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Series:
         columns, values = [*self.columns, *self.known, *self.past], self.values
         if self.covariates is not None:
             values = np.concatenate([self.values, self.covariates], 1)
-        frame = require("pandas", "series").DataFrame(values, index=self.dates, columns=columns)
+        frame = require("pandas", "forecast").DataFrame(values, index=self.dates, columns=columns)
         if self.sections:
             names, lengths = zip(*((section.name, section.rows) for section in self.sections), strict=True)
             frame.insert(0, self.id_column, np.repeat(np.array(names, dtype=object), lengths))
@@ -211,7 +211,7 @@ def read_future(data: str, reading: Reading) -> Any:
     `reading` says which."""
     rows = rows_of(locate(data), Known(), reading)
     date_column = find_date_column(rows, reading.date_column)
-    frame = require("pandas", "series").DataFrame({date_column: in_any_order(rows, date_column, reading.date_format)})
+    frame = require("pandas", "forecast").DataFrame({date_column: in_any_order(rows, date_column, reading.date_format)})
     for name in (*([reading.id_column] if reading.id_column else []), *reading.known):
         check(name in rows.columns, "future", data, f"a file with a column {name!r}; it has {', '.join(rows.columns)}")
         frame[name] = rows.frame[name].astype(str) if name == reading.id_column else rows.numbers(name)
@@ -242,12 +242,12 @@ def packaged() -> Path:
     """The series in vega_datasets, found without importing it: that reads all its descriptions."""
     spec = importlib.util.find_spec("vega_datasets")
     if spec is None or spec.origin is None:
-        require("vega_datasets", "series")
+        require("vega_datasets", "forecast")
     return Path(str(spec and spec.origin)).parent / "_data" / f"{PACKAGED}.csv"
 
 
 def read_parquet(path: Path) -> Rows:
-    frame = require("pandas", "series").read_parquet(path)
+    frame = require("pandas", "forecast").read_parquet(path)
     if frame.index.dtype.kind == "M":  # dates as the index, as pandas users keep them
         frame = frame.rename_axis(frame.index.name or DATE_NAMES[0]).reset_index()
     return Rows(path, frame, "row", range(1, len(frame) + 1))

@@ -42,7 +42,7 @@ class Rows:
 
     def numbers(self, column: str) -> np.ndarray:
         """The column [T] in float64, NaN where the cell is empty or says NaN."""
-        pandas = require("pandas", "series")
+        pandas = require("pandas", "forecast")
         cells = self.frame[column]
         if cells.dtype.kind in "Mm":
             self.refuse(0, f"{column} is a date and not a number; --columns chooses among the others")
@@ -63,7 +63,7 @@ HEAD, LARGE = 1 << 22, 10**8
 def read_csv(path: Path, bare: tuple[str, str] | None = None, names_needed: bool = True) -> Rows:
     """bare: the first date and the step of a file that may have neither a header nor dates. names_needed: or else
     numbers in the first line are names, too."""
-    pandas = require("pandas", "series")
+    pandas = require("pandas", "forecast")
     encoding = encoding_of(path)
     with path.open(encoding=encoding, newline="") as file:
         text = file.read(HEAD)
@@ -172,7 +172,7 @@ def as_dates(rows: Rows, column: str, form: str | None, repeated: bool = False) 
 
 def in_any_order(rows: Rows, column: str, form: str | None) -> Any:
     """The column as a pandas.DatetimeIndex; none of its dates is missing."""
-    pandas = require("pandas", "series")
+    pandas = require("pandas", "forecast")
     cells = rows.frame[column]
     dates = pandas.DatetimeIndex(cells if cells.dtype.kind == "M" else parsed(rows, column, form))
     bad = np.flatnonzero(dates.isna())
@@ -268,7 +268,7 @@ class Arranged:
 
 def arranged(rows: Rows, column: str, dates: Any, values: np.ndarray, covariates: np.ndarray | None) -> Arranged:
     """Rows may stand in any order. Two of one series and date are an error; a step without a row is missing values."""
-    pandas = require("pandas", "series")
+    pandas = require("pandas", "forecast")
     cells = rows.frame[column]
     missing = np.flatnonzero(cells.isna().to_numpy())
     if len(missing):

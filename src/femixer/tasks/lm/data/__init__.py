@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from femixer.options import check, check_positive, parse
+from femixer.reporting import Table, as_markdown
 from femixer.tasks.lm.data.building import prepare
-from femixer.tasks.lm.data.corpus import SPLITS, STANDARD_LIBRARY, Corpus, open_corpus
+from femixer.tasks.lm.data.corpus import STANDARD_LIBRARY, Corpus, open_corpus
 from femixer.tasks.lm.data.shards import Shards, incomplete, open_shards, read_index
 from femixer.tasks.lm.data.tokenizer import BYTES, identity, load_tokenizer, train_bpe, vocabulary_size
 from femixer.training import atomic, distributed
@@ -37,7 +38,7 @@ class CorpusOptions:
 
 @dataclass(frozen=True)
 class DataOptions(CorpusOptions):
-    """Which text, as which tokens, kept where."""
+    """Text, tokenizer and folder of the tokens."""
 
     tokenizer: str | None = None
     """bytes (the default), a folder with a saved tokenizer, or the name of a transformers tokenizer."""
@@ -107,17 +108,17 @@ def prepare_data(args: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted; finished parts are kept, and the same command goes on from there", file=sys.stderr)
         return 130
-    print(table(shards))
+    print(as_markdown(table(shards)))
     print(f"Tokens are in {shards.folder}/ (vocabulary {shards.vocabulary})")
     return 0
 
 
-def table(shards: Shards) -> str:
-    lines = ["| split | tokens | documents | bytes of text | bytes per token |", "|---|---:|---:|---:|---:|"]
-    for split in (getattr(shards, name) for name in SPLITS):
-        ratio = split.bytes / split.tokens
-        lines.append(f"| {split.name} | {split.tokens:,} | {split.documents:,} | {split.bytes:,} | {ratio:.3f} |")
-    return "\n".join(lines)
+def table(shards: Shards) -> Table:
+    rows = [
+        [each.name, f"{each.tokens:,}", f"{each.documents:,}", f"{each.bytes:,}", f"{each.bytes / each.tokens:.3f}"]
+        for each in (shards.train, shards.validation)
+    ]
+    return Table.of(("split", "tokens", "documents", "bytes of text", "bytes per token"), rows)
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import multiprocessing
 import os
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +39,8 @@ from femixer.tasks.lm.data.shards import (
 )
 from femixer.tasks.lm.data.sources import PIECE, Document
 from femixer.training import atomic
+from femixer.training.distributed import carried_out, cores
 from femixer.training.journal import SECONDS_BETWEEN_LINES, terminal_bar
-from femixer.training.processes import cores, die_with_parent, interrupts_held
 
 PartCounts = dict[str, Counts]
 
@@ -242,29 +238,21 @@ def finishing(
         for number in todo:
             yield number, job.make(number, parts[number])
         return
-    # Not forked: the threads of torch, numba and tokenizers would not survive it.
-    context = multiprocessing.get_context("spawn")
-    stop = context.Event()
-    waiting, running = iter(todo), set[Future[tuple[int, PartCounts]]]()
-    with ProcessPoolExecutor(workers, context, start_worker, (job, stop)) as pool:
-        try:
-            while True:
-                with interrupts_held():  # submitting starts the workers
-                    for number in islice(waiting, 2 * workers - len(running)):
-                        running.add(pool.submit(work, number, parts[number]))
-                if not running:
-                    return
-                ready, running = wait(running, return_when=FIRST_COMPLETED)
-                for future in ready:
-                    yield future.result()
-        except BrokenProcessPool as error:
-            raise RuntimeError(
-                "a worker process died: out of memory (choose fewer workers), or a script that starts this without "
-                'if __name__ == "__main__":'
-            ) from error
-        finally:
-            stop.set()
-            pool.shutdown(cancel_futures=True)
+    tasks = [(job, number, parts[number]) for number in todo]
+    with contextlib.closing(carried_out(work, tasks, workers)) as finished:
+        for _, future in finished:
+            if isinstance(error := future.exception(), BrokenProcessPool):
+                raise RuntimeError(
+                    "a worker process died: out of memory (choose fewer workers), or a script that starts this without "
+                    'if __name__ == "__main__":'
+                ) from error
+            yield future.result()
+
+
+def work(task: tuple[Tokenization, int, Part]) -> tuple[int, PartCounts]:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the parallelism is in the processes
+    job, number, part = task
+    return number, job.make(number, part)
 
 
 class Tokenization:
@@ -289,7 +277,7 @@ class Tokenization:
         atomic.remove(place)
         return None
 
-    def make(self, number: int, part: Part, stop: Any = None) -> PartCounts:
+    def make(self, number: int, part: Part) -> PartCounts:
         """Tokenize one part. It is on the disk when this returns, and nothing of it when this fails."""
         encode = tokenizers.encoder(self.folder / TOKENIZER, self.plain_bytes)
         with atomic.replacing(self.folder / part_name(number)) as partial:
@@ -297,8 +285,6 @@ class Tokenization:
             writers = {name: Writer(partial / name, self) for name in SPLITS}
             try:
                 for group in groups(part.documents()):
-                    if stop is not None and stop.is_set():
-                        raise InterruptedError("the process that started this one gave up")
                     texts = encode([document.text for _, document in group])
                     for (split, document), ids in zip(group, texts, strict=True):
                         writers[split].add(document, ids)
@@ -350,17 +336,3 @@ class Writer:
         self.file.flush()
         np.array(self.starts, dtype=np.int64).tofile(self.path.with_suffix(".starts"))
         return {"tokens": self.tokens, "documents": len(self.starts), "bytes": self.bytes}
-
-
-WORKER: dict[str, Any] = {}
-"""What a worker process was started with."""
-
-
-def start_worker(job: Tokenization, stop: Any) -> None:
-    WORKER.update(job=job, stop=stop)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the parallelism is in the processes
-    threading.Thread(target=die_with_parent, daemon=True).start()
-
-
-def work(number: int, part: Part) -> tuple[int, PartCounts]:
-    return number, WORKER["job"].make(number, part, WORKER["stop"])

@@ -21,7 +21,7 @@ from torch import Tensor
 from femixer.damage import check_fields, read_json
 from femixer.models.pictures import FEMImageProcessor, Picture, Unreadable, converted, middle, upright
 from femixer.optional import require
-from femixer.options import check, check_positive
+from femixer.options import Rule, check, check_all, check_positive
 from femixer.training import generator
 
 
@@ -358,9 +358,8 @@ def found(data: str, reading: Reading | None = None, channels: int | None = None
     if data.startswith(PREFIX):
         return read_dataset(data, reading, channels or 3)
     check(not reading.streaming, "streaming", True, f"False for data={data!r}: only {PREFIX}NAME can be a stream")
-    for name in ("image_column", "label_column"):
-        value = getattr(reading, name)
-        check(value is None, name, value, f"None for data={data!r}: only {PREFIX}NAME has columns")
+    none = Rule(f"None for data={data!r}: only {PREFIX}NAME has columns", lambda given: False)
+    check_all(reading, none, "image_column", "label_column")
     if data == DIGITS:  # whatever the folder one is in holds; ./digits is a folder
         return read_digits(reading, channels or 1)
     if not Path(data).is_dir():

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from femixer.models.pictures import Picture, middle, resized
 from femixer.optional import require
-from femixer.options import check, check_positive
+from femixer.options import BELOW_ONE, COUNT, NOT_NEGATIVE, SHARE, check, check_all
 from femixer.tasks.vision.data import Preparation
 
 
@@ -295,20 +295,20 @@ def interval(length: int, share: float, generator: Generator) -> tuple[int, int]
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What training pictures go through; without an option, nothing."""
+    """Augmentation of training images; off by default."""
 
     smallest_crop: float = 1.0
     """Smallest share of a picture that a random crop shows; at 1 the picture is taken as in evaluation."""
     flip: float = 0.0
-    """Probability that left and right are exchanged."""
+    """Probability of a horizontal flip."""
     jitter: float = 0.0
     """Strength of random brightness, contrast and saturation, 0 to 1."""
     randaugment: float = 0.0
     """Magnitude of RandAugment, 0 (none at all) to 10."""
     shift: float = 0.0
-    """Pixels that a picture is shifted by at most; for small ones, as are turns."""
+    """Largest random shift in pixels, for small images."""
     turn: float = 0.0
-    """Degrees that a picture is turned by at most."""
+    """Largest random rotation in degrees, for small images."""
     erasing: float = 0.0
     """Probability that a box of the picture is replaced by noise."""
     mixup: float = 0.0
@@ -322,13 +322,11 @@ class Augmentation:
 
     def validate(self) -> None:
         check(0 < self.smallest_crop <= 1, "smallest_crop", self.smallest_crop, "a share above 0 and up to 1")
-        for name in ("flip", "jitter", "erasing"):
-            check(0 <= getattr(self, name) <= 1, name, getattr(self, name), "a number from 0 to 1")
-        check(0 <= self.smoothing < 1, "smoothing", self.smoothing, "a number from 0 to below 1")
+        check_all(self, SHARE, "flip", "jitter", "erasing")
+        check_all(self, BELOW_ONE, "smoothing")
         check(0 <= self.randaugment <= FULL, "randaugment", self.randaugment, f"a number from 0 to {FULL:.0f}")
-        for name in ("shift", "turn", "mixup", "cutmix"):
-            check(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "a number of at least 0")
-        check_positive(repeats=self.repeats)
+        check_all(self, NOT_NEGATIVE, "shift", "turn", "mixup", "cutmix")
+        check_all(self, COUNT, "repeats")
 
     @property
     def of_pictures(self) -> bool:

@@ -1,4 +1,5 @@
-"""Properties of the vision benchmark: equal sizes, whole steps timed, ratios the right way round."""
+"""Properties of the benchmarks of training steps, vision and forecasting: equal sizes, whole steps timed, ratios the
+right way round."""
 
 import json
 from dataclasses import asdict, replace
@@ -9,29 +10,38 @@ import pytest
 import torch
 
 from femixer import bench
-from femixer.bench import measure, vision
-from femixer.bench.models import Report, StepCost, Training
-from femixer.bench.vision import Options, build, config, images, tables
+from femixer.bench import measure
+from femixer.bench.calls import Training
+from femixer.bench.steps import (
+    Forecast,
+    Report,
+    StepCost,
+    Vision,
+    forecast_tables,
+    measure_vision,
+    run_forecast,
+    vision_tables,
+)
 from femixer.models.named import parameter_count
 
-TINY = Options(preset="digits", batch=3, rounds=2, warmup=0, threads=1, priors=("softmax",))
+TINY = Vision(preset="digits", batch=3, rounds=2, warmup=0, threads=1, priors=("softmax",))
 
 
 def test_the_default_is_deit_tiny_against_plain_attention_with_as_many_parameters() -> None:
-    options = Options()
+    options = Vision()
     assert options.batch == 8 and options.contestants[0] == "attention"
-    attention, *fem = (parameter_count(config(prior, options)) for prior in options.contestants)
+    attention, *fem = (parameter_count(options.config(prior)) for prior in options.contestants)
     assert all(1 <= count / attention < 1.02 for count in fem)
-    assert config("attention", options).image_size == 224
-    assert config("gla:decay=channel", options).prior_options == {"gla": {"decay": "channel"}}
-    assert config("gla", replace(options, image_size=96, positions="rotary", parts="LT")).parts == "LT"
+    assert options.config("attention").image_size == 224
+    assert options.config("gla:decay=channel").prior_options == {"gla": {"decay": "channel"}}
+    assert replace(options, image_size=96, positions="rotary", parts="LT").config("gla").parts == "LT"
 
 
 def test_a_step_learns_its_batch_and_leaves_no_gradients() -> None:
     torch.manual_seed(0)
-    batch = images(TINY)
+    batch = TINY.images()
     assert batch["pixel_values"].shape == (3, 1, 8, 8) and batch["labels"].max() < 10
-    training = Training.start(build("softmax", TINY), batch, False)
+    training = Training.start(TINY.model("softmax"), batch, False)
     model: Any = training.call
     assert model.training and training.parameters == model.num_parameters()
     losses = []
@@ -45,13 +55,13 @@ def test_a_step_learns_its_batch_and_leaves_no_gradients() -> None:
 def test_ratios_are_of_times_in_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"attention": [1.0, 2.0, 4.0], "softmax": [1.1, 2.2, 5.0]}
     monkeypatch.setattr(measure, "race", lambda samples, *_: {key: seconds[key] for key in samples})
-    attention, fem = vision.measure(TINY)["training"]
+    attention, fem = measure_vision(TINY)["training"]
     assert (attention.ratio.median, fem.ratio.median) == (1, pytest.approx(1.1))
     assert fem.seconds.median == 2.2 and fem.parameters > attention.parameters
 
 
 def report(**changes: object) -> Report:
-    settings = {**asdict(Options()), "image_size": 224, **changes}
+    settings = {**asdict(Vision()), "image_size": 224, **changes}
     rounds = [1.0] * 3
     costs = [
         StepCost.of("plain attention", "attention", 5, rounds, rounds),
@@ -62,7 +72,7 @@ def report(**changes: object) -> Report:
 
 
 def rows(given: Report, targets: bool) -> list[Any]:
-    (table,) = tables(given, targets)
+    (table,) = vision_tables(given, targets)
     return table.rows
 
 
@@ -111,3 +121,41 @@ def test_wrong_input_is_named_before_anything_is_measured(args: list[str], messa
     with pytest.raises(ValueError, match=message):
         bench.main(["vision", *args, "--out", str(tmp_path)])
     assert not any(tmp_path.iterdir())
+
+
+SERIES: dict[str, Any] = {
+    "batch": 3,
+    "rounds": 2,
+    "warmup": 0,
+    "threads": 1,
+    "channels": 2,
+    "lookback": 29,
+    "horizon": 7,
+}
+
+
+def test_models_are_timed_side_by_side_and_an_epoch_has_all_windows(tmp_path: Path):
+    report = run_forecast(Forecast(**SERIES, windows=10, out=tmp_path))
+    attention, fem = report.training
+    assert (attention.name, fem.name) == ("SMAttn", "FEM-SM") and attention.ratio.median == 1
+    ratios = [a / b for a, b in zip(fem.samples, attention.samples, strict=True)]
+    assert fem.ratio.median == pytest.approx(sum(ratios) / 2)
+    (table,) = forecast_tables(report, True)
+    row = table.rows[1]
+    assert float(str(row[3])) == pytest.approx(4 * fem.seconds.median, abs=0.05)
+    assert ">" not in row[4], "the target is for another size"
+    written = json.loads((tmp_path / "forecast.json").read_text())
+    assert written["training"][1]["samples"] == [*fem.samples]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--models", "SMAttn"], "models='SMAttn' is not allowed"),
+        (["--models", "FEM-SM", "FEM-SM"], "models="),
+        (["--horizon", "0"], "horizon=0 is not allowed; choose a whole number above 0"),
+    ],
+)
+def test_what_forecasters_cannot_be_measured_with_is_refused(given: list[str], message: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=message):
+        bench.main(["forecast", *given, "--out", str(tmp_path)])

@@ -11,7 +11,9 @@ Any number of processes may write to one store: a record appears at once and com
 
 import json
 import os
+import statistics
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -183,6 +185,24 @@ def distinct(
     same(records, "versions of femixer", lambda record: record["environment"]["femixer"])
     same(records, "results of one job", result, *definition)
     return [*{described(record, definition): record for record in records}.values()]
+
+
+def setting(record: Record, tuned: Sequence[str]) -> tuple[float, ...]:
+    """The options of training that were tuned."""
+    return tuple(record["training"][name] for name in tuned)
+
+
+def besides(record: Record, tuned: Sequence[str]) -> Record:
+    """How it was trained, besides what was tuned."""
+    return {name: value for name, value in record["training"].items() if name not in tuned}
+
+
+def best(records: Sequence[Record], tuned: Sequence[str], error: Callable[[Record], float]) -> list[Record]:
+    """Those of one setting: of the most seeds, and among these of the lowest mean error."""
+    settings: dict[tuple[float, ...], list[Record]] = defaultdict(list)
+    for record in records:
+        settings[setting(record, tuned)].append(record)
+    return min(settings.values(), key=lambda own: (-len(own), statistics.mean(map(error, own))))
 
 
 def as_text(value: object) -> str:

@@ -5,7 +5,7 @@ import torch
 
 from femixer import FreeEnergyMixer
 from femixer.inspection import inspect_model
-from femixer.inspection.usage import LEAVES, layers_usage, parts_of, without
+from femixer.tasks.lm.inspect import LEAVES, layers_usage, parts_of, without
 
 PRIORS = ("softmax", "gla", "aft", "mamba")
 
