@@ -235,3 +235,11 @@ def test_what_the_kernels_do_not_serve_is_said() -> None:
     double = [None if x is None else x.double() for x in meta(5, 1)]
     with use_backend("triton"), pytest.raises(dispatch.BackendError, match="float32, bfloat16 and float16"):
         decayed_linear_read(*double)
+
+
+def test_an_older_triton_leaves_it_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self: Any, first: Any, last: Any = None, step: Any = None, num_stages: Any = None) -> None: ...
+
+    monkeypatch.setattr("triton.language.range.__init__", __init__)
+    with use_backend("triton"), pytest.raises(dispatch.BackendError, match=r"decayed_linear: it needs triton 3\.5 or"):
+        decayed_linear_read(*meta(5, 1))
