@@ -227,9 +227,6 @@ def _read(given: Inputs, found: tuple[Tensor, ...]) -> None:
     tokens = q, k, gate, v, beta, marks, mean, free, log_total, again
     operands = *tokens[:6], ln, average, energy, *tokens[6:], plan.length, plan.stretches, plan.steps
     sizes = q.shape[2], v.shape[2], *given.parts, int(given.exclusive)
-    # A product of 32 rows has work for two of NVIDIA's warps; what spills decides.
-    few_warps = plan.BE <= 64 and target_of(q).startswith("sm_")
-    few = 4 if plan.BE == 64 else 2
     registers = all_registers(target_of(q)) if plan.BE <= 32 else {}
     blocks, repeats = triton.cdiv(plan.shape["D"], VALUES), q.shape[2] // v.shape[2]
     loaded = (3 + blocks) * _bytes((q, gate)) + (repeats + 1) * _bytes((k, v))
@@ -243,7 +240,7 @@ def _read(given: Inputs, found: tuple[Tensor, ...]) -> None:
     }
     for kernel in (read, read_again):
         again_only = kernel is read_again  # which finds nothing to do, as a rule
-        tiles = plan.tiles if again_only or not few_warps else {**plan.tiles, "num_warps": few}
+        tiles = {**plan.tiles, "num_warps": _readers(plan.BE, target_of(q), again_only)}
         launch(
             kernel,
             (plan.stretches * plan.rows,),
@@ -256,6 +253,15 @@ def _read(given: Inputs, found: tuple[Tensor, ...]) -> None:
             **tiles,
             **registers,
         )
+
+
+def _readers(width: int, target: str, again: bool) -> int:
+    """Warps of a reader. A product of 32 rows has work for two of NVIDIA's; what spills decides."""
+    if target == "sm_80":
+        return WARPS if width <= 32 else 2 * WARPS
+    if target.startswith("sm_") and not again and width <= 32:
+        return WARPS // 2
+    return WARPS if width <= 64 else 2 * WARPS
 
 
 def _read_token(given: Inputs, plan: Plan, found: tuple[Tensor, ...]) -> None:
@@ -282,6 +288,7 @@ def _read_token(given: Inputs, plan: Plan, found: tuple[Tensor, ...]) -> None:
         num_warps=WARPS,
         **plan.shape,
         **flags,
+        **all_registers(target_of(q)),
     )
 
 
@@ -333,6 +340,31 @@ def _states(given: Inputs, plan: Plan, last: Tensor, last_top: Tensor) -> States
     return states
 
 
+def _carry_back(
+    given: Inputs, plan: Plan, states: States, to_states: tuple[Tensor, ...], to_last: Tensor | None
+) -> Tensor | None:
+    """Gradients of all states, from what chunks gave theirs; the gradient of the sums that were given, if any were."""
+    to_sums = None if given.sums is None else torch.empty_like(given.sums, memory_format=torch.contiguous_format)
+    nobody, width = states.ln, plan.shape["D"]
+    top = nobody if given.top is None else given.top.contiguous()
+    launch(
+        carry_back,
+        (plan.rows, triton.cdiv(width, VALUES)),
+        *(states.decay, states.ln, states.energy, *to_states, top, nobody if to_last is None else to_last),
+        *(nobody if to_sums is None else to_sums, plan.stretches),
+        moved=plan.stored(3 * plan.stretches + 2),
+        exponentials=2 * plan.rows * plan.stretches * plan.shape["E"] * width,
+        BE=plan.BE,
+        BD=VALUES,
+        STATE=to_sums is not None,
+        ENERGETIC=given.beta is not None,
+        BY_LAST=to_last is not None,
+        num_warps=WARPS,
+        **plan.shape,
+    )
+    return to_sums
+
+
 def backward(
     grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
@@ -382,24 +414,7 @@ def backward(
         **options,
     )
     if states is not None:
-        to_sums = None if given.sums is None else torch.empty_like(given.sums, memory_format=torch.contiguous_format)
-        top = mean if given.top is None else given.top.contiguous()
-        launch(
-            carry_back,
-            (plan.rows, triton.cdiv(width, VALUES)),
-            *(states.decay, states.ln, states.energy, read_n, *to_states, top, to[3]),
-            *(mean if to_sums is None else to_sums, n),
-            moved=plan.stored(3 * n + 2),
-            exponentials=2 * plan.rows * n * channels * width,
-            E=channels,
-            D=width,
-            BE=plan.BE,
-            BD=VALUES,
-            STATE=to_sums is not None,
-            ENERGETIC=given.beta is not None,
-            BY_LAST=by_last,
-            num_warps=WARPS,
-        )
+        to_sums = _carry_back(given, plan, states, (read_n, *to_states), to[3] if by_last else None)
     programs = n * plan.rows
     sums = empty(programs, plan.C, channels), empty(programs, plan.C, width), empty(programs, width)
     found = d_k, flow if d_gate is None else d_gate, d_v, *sums, empty(programs, channels)

@@ -67,7 +67,9 @@ def key_gradients(
     # What flows across the end of a chunk: ACROSS [E], and its sum, which is all that one gate per head needs.
     ACROSS += tl.program_id(0).to(tl.int64) * E
     across = _flow_across(LN, AVG, DN, DA, DE, ACROSS, place, length, E, D, BE, BD, ENERGETIC, STATE)
-    count = chunks_of(s, steps, length, C)
+    count = 1  # known beforehand, so that there is no loop and registers are enough on an A100
+    if WALK:
+        count = chunks_of(s, steps, length, C)
     for i in tl.range(count, disable_licm=True):
         c = s * steps + count - 1 - i
         t, real, segment = chunk_marks(MARKS, b, c, length, marked, C)
