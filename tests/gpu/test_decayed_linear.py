@@ -12,7 +12,7 @@ from femixer import use_backend
 from femixer.kernels import check, dispatch
 from femixer.kernels.decayed_linear import OPERATOR, decayed_linear_read, definition, example, examples
 from femixer.kernels.marks import PADDING, START
-from femixer.kernels.triton_launch import recorded
+from femixer.kernels.triton_launch import aimed_at, recorded
 
 GATES = pytest.mark.parametrize("gates", [0, 1, 5], ids=["none", "head", "channel"])
 EXAMPLES = examples()
@@ -74,6 +74,12 @@ def test_a_program_walks_through_several_chunks(name: str, monkeypatch: pytest.M
     """As in long sequences, here because few programs are wanted."""
     monkeypatch.setattr("femixer.kernels.decayed_linear.triton_gpu.PROGRAMS", 1)
     assert_exact(EXAMPLES[name] if name.startswith("values") else one_head(EXAMPLES[name], b=1, g=2))
+
+
+@GATES
+def test_on_an_a100_rows_are_taken_some_at_a_time_and_gradients_chunk_by_chunk(gates: int) -> None:
+    with aimed_at("sm_80"):
+        assert_exact(wide_example(67, gates, keep=True))
 
 
 def test_several_sequences_and_heads() -> None:
