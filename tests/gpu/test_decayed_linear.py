@@ -12,7 +12,7 @@ from femixer import use_backend
 from femixer.kernels import check, dispatch
 from femixer.kernels.decayed_linear import OPERATOR, decayed_linear_read, definition, example, examples
 from femixer.kernels.marks import PADDING, START
-from femixer.kernels.triton_launch import recorded
+from femixer.kernels.triton_launch import aimed_at, recorded
 
 GATES = pytest.mark.parametrize("gates", [0, 1, 5], ids=["none", "head", "channel"])
 EXAMPLES = examples()
@@ -64,6 +64,22 @@ def assert_same(free: Tensor | None, wanted: Tensor) -> None:
 def test_results_and_gradients_are_the_definitions(name: str) -> None:
     # Values of any size: as for the other backends, errors are relative to the largest gradient of all heads.
     assert_exact(EXAMPLES[name] if name.startswith("values") else one_head(EXAMPLES[name], b=1, g=2))
+
+
+WALKS = ("no gate", "marks", "gates of channels", "marks, grouped heads, exclusive, kept", "values of any size")
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_a_program_walks_through_several_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in long sequences, here because few programs are wanted."""
+    monkeypatch.setattr("femixer.kernels.decayed_linear.triton_gpu.PROGRAMS", 1)
+    assert_exact(EXAMPLES[name] if name.startswith("values") else one_head(EXAMPLES[name], b=1, g=2))
+
+
+@GATES
+def test_on_an_a100_rows_are_taken_some_at_a_time_and_gradients_chunk_by_chunk(gates: int) -> None:
+    with aimed_at("sm_80"):
+        assert_exact(wide_example(67, gates, keep=True))
 
 
 def test_several_sequences_and_heads() -> None:
@@ -225,3 +241,11 @@ def test_what_the_kernels_do_not_serve_is_said() -> None:
     double = [None if x is None else x.double() for x in meta(5, 1)]
     with use_backend("triton"), pytest.raises(dispatch.BackendError, match="float32, bfloat16 and float16"):
         decayed_linear_read(*double)
+
+
+def test_an_older_triton_leaves_it_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self: Any, first: Any, last: Any = None, step: Any = None, num_stages: Any = None) -> None: ...
+
+    monkeypatch.setattr("triton.language.range.__init__", __init__)
+    with use_backend("triton"), pytest.raises(dispatch.BackendError, match=r"decayed_linear: it needs triton 3\.5 or"):
+        decayed_linear_read(*meta(5, 1))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from femixer.kernels.triton_math import expm1, log1p
+from femixer.kernels.triton_math import expm1, log1p, rolled
 
 NOTHING = tl.constexpr(-1e30)
 # A log weight below this is of nothing.
@@ -33,7 +33,7 @@ KEYS = tl.constexpr(16)
 MOST = tl.constexpr(80.0)
 # Given as numbers: nothing is compiled anew for other lengths or counts of heads, with marks or without, with one gate
 # per head or none, for the past alone (exclusive), or for what an encoder asks in addition (by_log).
-NUMBERS = ["length", "chunks", "H", "G", "gated", "marked", "exclusive", "by_log"]
+NUMBERS = ["length", "stretches", "steps", "H", "G", "gated", "marked", "exclusive", "by_log"]
 NUMBERS += ["q_b", "k_b", "v_b", "g_b", "g_t", "g_h"]
 
 
@@ -159,12 +159,12 @@ def between(reach, rest):
 
 @triton.jit
 def chunk_scores(
-    Q, K, GATE, start, q_t, k_t, g_t, real, reach, rest, seen, E: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
-    PRECISION: tl.constexpr,
+    Q, K, GATE, start, length, q_t, k_t, g_t, real, reach, rest, seen, E: tl.constexpr, C: tl.constexpr,
+    W: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """s_t(i) [C, C] of what is seen."""
     scores = tl.zeros([C, C], tl.float32)
-    for first in range(0, E, KEYS):
+    for first in tl.range(0, rolled(E, length), KEYS, disable_licm=True):
         q = load_rows(Q, start, q_t, real, E, KEYS, first)
         k = load_rows(K, start, k_t, real, E, KEYS, first)
         if W == 1:

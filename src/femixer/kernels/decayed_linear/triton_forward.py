@@ -1,8 +1,5 @@
-"""Triton kernels of the decayed linear read: what every chunk adds to the state (`sum_chunks`), the states before the
-chunks (`carry`), what the tokens of a chunk read (`read`), and all of it for one token (`step`).
-
-States lie in memory per chunk, [B, G, N + 1, ...] in float32: log weight LN [E], mean AVG [E, D] and log mean
-exponential LME [E, D] of every row. Place c + 1 has first what chunk c adds, then the state after it.
+"""Triton kernels of the decayed linear read: what the tokens of a stretch read (`read`), and all of it for one token
+(`step`). A program walks through the chunks of its stretch and adds each to the state; see triton_states.
 
 Where sums are doubtful (triton_chunks.FAINT) tokens are read again one by one, in logarithms, exact at any range:
 `read` leaves a mark for `read_again`, whose programs end at once where there is none. The host waits for nothing.
@@ -37,227 +34,115 @@ from femixer.kernels.decayed_linear.triton_chunks import (
     store_rows,
     visibility,
 )
-from femixer.kernels.triton_math import expm1, log1p
-
-
-@triton.jit(do_not_specialize=NUMBERS)
-def sum_chunks(
-    K, GATE, V, BETA, MARKS, LNC, DECAY, AVG, LME, length, chunks, G, gated, marked,
-    k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h,
-    E: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
-    W: tl.constexpr, ENERGETIC: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """What chunk c adds to the state, at its end: the sums over the tokens since the last start of a segment."""
-    c, bg = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
-    b, g = bg // G, bg % G
-    t, real, segment = chunk_marks(MARKS, b, c, length, marked, C)
-    last = tl.max(segment, 0)
-    reach, rest, whole, remainder = chunk_gates(
-        GATE + b * g_b + g * g_h, c * C, g_t, real, gated, W if W == 1 else E, C, W
-    )
-    live = real & (segment == last)
-    k = load_rows(K + b * k_b + g * k_h, c * C, k_t, live, E, BE)
-    # Keys at the chunk's end, in every row relative to the one that is decayed least.
-    decay = ((whole[None, :] - reach) + (remainder[None, :] - rest)) + tl.zeros([C, BE], tl.float32)
-    slowest = tl.max(tl.where(k > 0, decay, NOTHING), 0)
-    there = slowest > BARELY
-    slowest = tl.where(there, slowest, 0.0)
-    keys = k * tl.exp(tl.minimum(decay - slowest[None, :], 0.0))
-    total = tl.sum(keys, 0)
-    row = tl.arange(0, BE)
-    place = bg * chunks + c
-    tl.store(LNC + place * E + row, tl.where(there, log_of(total) + slowest, NOTHING), mask=row < E)
-    kept = tl.where(last > 0, NOTHING, whole + remainder) + tl.zeros([BE], tl.float32)
-    tl.store(DECAY + place * E + row, kept, mask=row < E)
-    share = tl.trans(keys / tl.where(there, total, 1.0)[None, :])
-    after = (bg * (chunks + 1) + c + 1) * E * D
-    for first in range(0, D, BD):
-        v = load_rows(V + b * v_b + g * v_h, c * C, v_t, live, D, BD, first)
-        store_rows(AVG + after, 0, D, row < E, tl.dot(share, v, input_precision=PRECISION), D, BD, first)
-        if ENERGETIC:
-            column = first + tl.arange(0, BD)
-            z = v * tl.load(BETA + g * D + column, mask=column < D, other=0).to(tl.float32)[None, :]
-            x, top, base = exponentials(z, live)
-            energy, faint = log_ratio(tl.dot(share, x, input_precision=PRECISION), base)
-            energy += top[None, :]
-            if tl.max((faint & there[:, None]).to(tl.int32)) > 0:
-                level = log_of(k) + (decay - slowest[None, :]) - log_of(total)[None, :]
-                energy = _sum_exactly(level, z, C, BE, BD)
-            store_rows(LME + after, 0, D, row < E, tl.where(there[:, None], energy, 0.0), D, BD, first)
-
-
-@triton.jit
-def _sum_exactly(level, z, C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr):
-    """log sum_i exp(level_i[m] + z_i) [BE, BD], token by token."""
-    energy = tl.full([BE, BD], NOTHING, tl.float32)
-    for i in range(C):
-        weight = row_of(level, i)
-        term = tl.where((weight > BARELY)[:, None], weight[:, None] + row_of(z, i)[None, :], NOTHING)
-        energy = add_logs(energy, term)
-    return energy
-
-
-@triton.jit(do_not_specialize=["chunks"])
-def carry(
-    LNC, DECAY, LN, AVG, LME, FIRST, TOP, LAST, LAST_TOP, chunks, E: tl.constexpr, D: tl.constexpr,
-    BE: tl.constexpr, BD: tl.constexpr, STATE: tl.constexpr, ENERGETIC: tl.constexpr, KEEP: tl.constexpr,
-):  # fmt: skip
-    """The states before every chunk and after the last, for all rows of BD value channels."""
-    bg, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BD
-    row = tl.arange(0, BE)
-    column = first + tl.arange(0, BD)
-    inside = (row < E)[:, None] & (column < D)[None, :]
-    at = row[:, None] * D + column[None, :]
-    weight = tl.full([BE], NOTHING, tl.float32)
-    average, energy = tl.zeros([BE, BD], tl.float32), tl.zeros([BE, BD], tl.float32)
-    if STATE:
-        weight, average, energy = load_state(FIRST, TOP, bg, first, E, D, BE, BD, ENERGETIC)
-    for c in range(chunks + 1):
-        here = bg * (chunks + 1) + c
-        tl.store(LN + here * E + row, weight, mask=row < tl.where(first == 0, E, 0))
-        tl.store(AVG + here * E * D + at, average, mask=inside)
-        if ENERGETIC:
-            tl.store(LME + here * E * D + at, energy, mask=inside)
-        if c < chunks:
-            place = (bg * chunks + c) * E + row
-            kept = weight + tl.load(DECAY + place, mask=row < E, other=0)
-            kept = tl.where(kept > BARELY, kept, NOTHING)
-            added = tl.load(LNC + place, mask=row < E, other=NOTHING)
-            weight = tl.where(tl.maximum(kept, added) > BARELY, add_logs(kept, added), NOTHING)
-            old = tl.where(kept > BARELY, kept - weight, NOTHING)
-            new = tl.where(added > BARELY, added - weight, NOTHING)
-            after = (here + 1) * E * D + at
-            average = tl.exp(old)[:, None] * average
-            average += tl.exp(new)[:, None] * tl.load(AVG + after, mask=inside, other=0)
-            if ENERGETIC:
-                more = tl.load(LME + after, mask=inside, other=0)
-                energy = tl.where((weight > BARELY)[:, None], mix(energy, old[:, None], more, new[:, None]), 0.0)
-    if KEEP:
-        store_state(LAST, LAST_TOP, bg, first, weight, average, energy, E, D, BE, BD, ENERGETIC)
-
-
-@triton.jit
-def load_state(
-    FIRST, TOP, bg, first, E: tl.constexpr, D: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
-    ENERGETIC: tl.constexpr,
-):  # fmt: skip
-    """Sums [E, D + 1 or 2 D + 1] and top [D] as log weights [BE], means and log mean exponentials [BE, BD]."""
-    row = tl.arange(0, BE)
-    column = first + tl.arange(0, BD)
-    inside = (row < E)[:, None] & (column < D)[None, :]
-    COLUMNS: tl.constexpr = 2 * D + 1 if ENERGETIC else D + 1
-    FIRST += bg * E * COLUMNS
-    total = tl.load(FIRST + row * COLUMNS + D, mask=row < E, other=0).to(tl.float32)
-    weight = log_of(total)
-    sums = tl.load(FIRST + row[:, None] * COLUMNS + column[None, :], mask=inside, other=0).to(tl.float32)
-    average = sums / tl.where(total > 0, total, 1.0)[:, None]
-    energy = tl.zeros([BE, BD], tl.float32)
-    if ENERGETIC:
-        top = tl.maximum(tl.load(TOP + bg * D + column, mask=column < D, other=0).to(tl.float32), NOTHING)
-        energy = log_of(
-            tl.load(FIRST + row[:, None] * COLUMNS + D + 1 + column[None, :], mask=inside, other=0).to(tl.float32)
-        )
-        energy = tl.where(energy > BARELY, energy + top[None, :] - weight[:, None], NOTHING)
-        energy = tl.where((total > 0)[:, None], energy, 0.0)
-    return weight, average, energy
-
-
-@triton.jit
-def store_state(
-    LAST, LAST_TOP, bg, first, weight, average, energy, E: tl.constexpr, D: tl.constexpr, BE: tl.constexpr,
-    BD: tl.constexpr, ENERGETIC: tl.constexpr,
-):  # fmt: skip
-    """The inverse of `load_state`."""
-    row = tl.arange(0, BE)
-    column = first + tl.arange(0, BD)
-    inside = (row < E)[:, None] & (column < D)[None, :]
-    COLUMNS: tl.constexpr = 2 * D + 1 if ENERGETIC else D + 1
-    LAST += bg * E * COLUMNS
-    total = tl.exp(weight)
-    tl.store(LAST + row * COLUMNS + D, total, mask=row < tl.where(first == 0, E, 0))
-    tl.store(LAST + row[:, None] * COLUMNS + column[None, :], total[:, None] * average, mask=inside)
-    top = tl.full([BD], NOTHING, tl.float32)
-    if ENERGETIC:
-        level = tl.where((weight > BARELY)[:, None], energy + weight[:, None], NOTHING)
-        top = tl.max(level, 0)
-        e = tl.where(level > BARELY, tl.exp(tl.minimum(level - top[None, :], 0.0)), 0.0)
-        tl.store(LAST + row[:, None] * COLUMNS + D + 1 + column[None, :], e, mask=inside)
-    top = tl.where(top > BARELY, top, -float("inf"))
-    tl.store(LAST_TOP + bg * D + column, top, mask=column < D)
+from femixer.kernels.decayed_linear.triton_states import (
+    add_chunk,
+    chunks_of,
+    joined,
+    load_state,
+    own_place,
+    store_state,
+)
+from femixer.kernels.triton_math import expm1, log1p, rolled
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def read(
-    Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, AGAIN, length, chunks, H, G, gated, marked,
+    Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, AGAIN, length, stretches, steps, H, G, gated, marked,
     exclusive, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, E: tl.constexpr, D: tl.constexpr,
-    C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, ENERGETIC: tl.constexpr,
+    C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, W: tl.constexpr, ENERGETIC: tl.constexpr,
     STATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Mean, free energy and log total of a chunk's tokens, from tokens up to them and the state before the chunk."""
-    c, bh = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
-    b, h = bh // H, bh % H
-    g = h // (H // G)
-    t, real, segment = chunk_marks(MARKS, b, c, length, marked, C)
+    """Mean, free energy and log total of a stretch's tokens, from the state before it."""
+    s, bg = tl.program_id(0) % stretches, (tl.program_id(0) // stretches).to(tl.int64)
+    b, g = bg // G, bg % G
     GATE += b * g_b + g * g_h
-    Q += b * q_b + h * q_h
-    reach, rest, whole, remainder = chunk_gates(GATE, c * C, g_t, real, gated if W == 1 else 0, 1, C, 1)
+    K += b * k_b + g * k_h
+    V += b * v_b + g * v_h
+    BETA += g * D
+    place, own = bg * (stretches + 1) + s, own_place(stretches)
+    count = chunks_of(s, steps, length, C)
+    for i in tl.range(count, disable_licm=True):
+        c = s * steps + i
+        t, real, segment = chunk_marks(MARKS, b, c, length, marked, C)
+        for r in tl.range(H // G, disable_licm=True):
+            h = g * (H // G) + r
+            doubts = _read_chunk(
+                Q + b * q_b + h * q_h, K, GATE, V, BETA, LN, AVG, LME, MEAN, FREE, LOG, place, b, h, t, real, segment,
+                c * C, length, H, gated, exclusive, q_t, k_t, v_t, g_t, E, D, C, BD, W, ENERGETIC, STATE, PRECISION,
+            )  # fmt: skip
+            tl.store(AGAIN + (b * H + h) * tl.cdiv(length, C) + c, doubts)
+        if STATE:
+            for _ in tl.range(i + 1, tl.minimum(i + 2, count), disable_licm=True):
+                add_chunk(
+                    K, GATE, V, BETA, LN, AVG, LME, place, own, c * C, length, k_t, v_t, g_t, real, segment, gated, 1,
+                    E, D, C, R, BD, W, ENERGETIC, PRECISION,
+                )  # fmt: skip
+                place = own
+
+
+@triton.jit
+def _read_chunk(
+    Q, K, GATE, V, BETA, LN, AVG, LME, MEAN, FREE, LOG, place, b, h, t, real, segment, start, length, H, gated,
+    exclusive, q_t, k_t, v_t, g_t, E: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
+    W: tl.constexpr, ENERGETIC: tl.constexpr, STATE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of one head, from tokens up to them and the state at a place. How many doubts there are."""
+    reach, rest, whole, remainder = chunk_gates(GATE, start, g_t, real, gated if W == 1 else 0, 1, C, 1)
     seen = visibility(real, segment, exclusive, C)
-    scores = chunk_scores(
-        Q, K + b * k_b + g * k_h, GATE, c * C, q_t, k_t, g_t, real, reach, rest, seen, E, C, W, PRECISION
-    )
+    scores = chunk_scores(Q, K, GATE, start, length, q_t, k_t, g_t, real, reach, rest, seen, E, C, W, PRECISION)
     total = tl.sum(scores, 1)
     weight = log_of(total)
     p = scores / tl.where(total > 0, total, 1.0)[:, None]
-    place = (b * G + g) * (chunks + 1) + c
+    LN += place * E
+    AVG += place * E * D
+    LME += place * E * D
     heard = real & (segment == 0)
     strongest, far = tl.min(whole), tl.full([C], NOTHING, tl.float32)
     if STATE or W > 1:
-        for e in range(0, E, KEYS):
-            coarse, fine, lowest = slice_gates(GATE, c * C, g_t, real, reach, rest, e, E, C, W)
+        for e in tl.range(0, rolled(E, length), KEYS, disable_licm=True):
+            coarse, fine, lowest = slice_gates(GATE, start, g_t, real, reach, rest, e, E, C, W)
             strongest = tl.minimum(strongest, lowest)
             if STATE:
-                far = tl.maximum(far, tl.max(state_levels(LN + place * E, coarse, fine, e, E), 1))
+                far = tl.maximum(far, tl.max(state_levels(LN, coarse, fine, e, E), 1))
     # Weights that strong decays leave nothing of, but that may be all there is.
     faint = (tl.max(seen.to(tl.int32), 1) > 0) & (tl.where(strongest < -20, total, 1.0) < FAINT)
     before, sums = tl.full([C], NOTHING, tl.float32), tl.zeros([C], tl.float32)
     if STATE:
         heard = heard & (far > BARELY)
-        for e in range(0, E, KEYS):
-            coarse, fine, lowest = slice_gates(GATE, c * C, g_t, real, reach, rest, e, E, C, W)
-            level = state_levels(LN + place * E, coarse, fine, e, E)
-            sums += tl.sum(_past(Q, c * C, q_t, heard, level, far, e, E), 1)
+        for e in tl.range(0, rolled(E, length), KEYS, disable_licm=True):
+            coarse, fine, lowest = slice_gates(GATE, start, g_t, real, reach, rest, e, E, C, W)
+            level = state_levels(LN, coarse, fine, e, E)
+            sums += tl.sum(_past(Q, start, q_t, heard, level, far, e, E), 1)
         faint = faint | (heard & (sums < FAINT))
         before = tl.where(sums > 0, log_of(sums) + far, NOTHING)
         sums = tl.where(sums > 0, 1 / tl.where(sums > 0, sums, 1.0), 0.0)
-    all_weight = tl.where(tl.maximum(weight, before) > BARELY, add_logs(weight, before), NOTHING)
-    own = tl.where(weight > BARELY, weight - all_weight, NOTHING)
-    old = tl.where(before > BARELY, before - all_weight, NOTHING)
+    all_weight, old, own = joined(before, weight)
     doubts = tl.max(faint.to(tl.int32))
-    for first in range(0, D, BD):
+    for first in tl.range(0, rolled(D, length), BD, disable_licm=True):
         column = first + tl.arange(0, BD)
-        v = load_rows(V + b * v_b + g * v_h, c * C, v_t, real, D, BD, first)
+        v = load_rows(V, start, v_t, real, D, BD, first)
         mean = tl.exp(own)[:, None] * tl.dot(p, v, input_precision=PRECISION)
         energy = tl.zeros([C, BD], tl.float32)
         beta = tl.full([BD], 1.0, tl.float32)
         if ENERGETIC:
-            beta = tl.load(BETA + g * D + column, mask=column < D, other=1).to(tl.float32)
+            beta = tl.load(BETA + column, mask=column < D, other=1).to(tl.float32)
             x, top, base = exponentials(v * beta[None, :], real)
             energy, unclear = log_ratio(tl.dot(p, x, input_precision=PRECISION), base)
             energy += top[None, :]
             doubts += tl.max((unclear & (weight > BARELY)[:, None]).to(tl.int32))
         if STATE:
-            old_top, base = _state_range(LN + place * E, LME + place * E * D, first, E, D, BD, ENERGETIC)
+            old_top, base = _state_range(LN, LME, first, length, E, D, BD, ENERGETIC)
             old_mean, old_energy = tl.zeros([C, BD], tl.float32), tl.zeros([C, BD], tl.float32)
-            for e in range(0, E, KEYS):
-                coarse, fine, lowest = slice_gates(GATE, c * C, g_t, real, reach, rest, e, E, C, W)
-                level = state_levels(LN + place * E, coarse, fine, e, E)
-                past = _past(Q, c * C, q_t, heard, level, far, e, E) * sums[:, None]
+            for e in tl.range(0, rolled(E, length), KEYS, disable_licm=True):
+                coarse, fine, lowest = slice_gates(GATE, start, g_t, real, reach, rest, e, E, C, W)
+                level = state_levels(LN, coarse, fine, e, E)
+                past = _past(Q, start, q_t, heard, level, far, e, E) * sums[:, None]
                 row = e + tl.arange(0, KEYS)
-                average = load_rows(AVG + place * E * D, e, D, row < E, D, BD, first)
+                average = load_rows(AVG, e, D, row < E, D, BD, first)
                 old_mean = tl.dot(past, average, old_mean, input_precision=PRECISION)
                 if ENERGETIC:
-                    lme = load_rows(LME + place * E * D, e, D, row < E, D, BD, first) - old_top[None, :]
-                    ln = tl.load(LN + place * E + row, mask=row < E, other=NOTHING)
+                    lme = load_rows(LME, e, D, row < E, D, BD, first) - old_top[None, :]
+                    ln = tl.load(LN + row, mask=row < E, other=NOTHING)
                     lme = tl.where((ln > BARELY)[:, None], lme, 0.0)
                     powers = tl.where(base[None, :], expm1(lme), tl.exp(lme))
                     old_energy = tl.dot(past, powers, old_energy, input_precision=PRECISION)
@@ -266,9 +151,9 @@ def read(
                 more, unclear = log_ratio(old_energy, base)
                 doubts += tl.max((unclear & (before > BARELY)[:, None]).to(tl.int32))
                 energy = mix(energy, own[:, None], more + old_top[None, :], old[:, None])
-        _store(MEAN, FREE, b, h, c * C, length, all_weight, mean, energy, beta, first, H, D, BD, ENERGETIC)
+        _store(MEAN, FREE, b, h, start, length, all_weight, mean, energy, beta, first, H, D, BD, ENERGETIC)
     _store_total(LOG, b, h, t, length, all_weight, H)
-    tl.store(AGAIN + tl.program_id(0), doubts)
+    return doubts
 
 
 @triton.jit
@@ -279,11 +164,11 @@ def _past(Q, start, step, heard, level, far, first, E: tl.constexpr):
 
 
 @triton.jit
-def _state_range(LN, LME, first, E: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ENERGETIC: tl.constexpr):
+def _state_range(LN, LME, first, length, E: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ENERGETIC: tl.constexpr):
     """The largest log mean exponential of the state's rows [BD], and whether they are close together."""
     top, bottom = tl.full([BD], NOTHING, tl.float32), tl.full([BD], -NOTHING, tl.float32)
     if ENERGETIC:
-        for e in range(0, E, KEYS):
+        for e in tl.range(0, rolled(E, length), KEYS, disable_licm=True):
             row = e + tl.arange(0, KEYS)
             there = (tl.load(LN + row, mask=row < E, other=NOTHING) > BARELY)[:, None]
             lme = load_rows(LME, e, D, row < E, D, BD, first)
@@ -316,33 +201,63 @@ def _store_total(LOG, b, h, t, length, weight, H):
 
 @triton.jit(do_not_specialize=NUMBERS)
 def read_again(
-    Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, AGAIN, length, chunks, H, G, gated, marked,
+    Q, K, GATE, V, BETA, MARKS, LN, AVG, LME, MEAN, FREE, LOG, AGAIN, length, stretches, steps, H, G, gated, marked,
     exclusive, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, E: tl.constexpr, D: tl.constexpr,
-    C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, ENERGETIC: tl.constexpr,
+    C: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, W: tl.constexpr, ENERGETIC: tl.constexpr,
     STATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The same as `read`, for chunks that it marked."""
-    if tl.load(AGAIN + tl.program_id(0)) == 0:
-        return
-    c, bh = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
-    b, h = bh // H, bh % H
-    g = h // (H // G)
-    t, real, segment = chunk_marks(MARKS, b, c, length, marked, C)
-    reach, rest, whole, remainder = chunk_gates(
-        GATE + b * g_b + g * g_h, c * C, g_t, real, gated, W if W == 1 else E, C, W
-    )
-    q = load_rows(Q + b * q_b + h * q_h, c * C, q_t, real, E, BE)
-    place = (b * G + g) * (chunks + 1) + c
-    for first in range(0, D, BD):
+    s, bg = tl.program_id(0) % stretches, (tl.program_id(0) // stretches).to(tl.int64)
+    b, g = bg // G, bg % G
+    AGAIN += (b * H + g * (H // G)) * tl.cdiv(length, C) + s * steps
+    count = 0
+    for i in range(chunks_of(s, steps, length, C)):
+        for r in tl.range(H // G, disable_licm=True):
+            count = tl.where(tl.load(AGAIN + r * tl.cdiv(length, C) + i) > 0, i + 1, count)
+    GATE += b * g_b + g * g_h
+    K += b * k_b + g * k_h
+    V += b * v_b + g * v_h
+    BETA += g * D
+    place, own = bg * (stretches + 1) + s, own_place(stretches)
+    for i in tl.range(count, disable_licm=True):
+        c = s * steps + i
+        t, real, segment = chunk_marks(MARKS, b, c, length, marked, C)
+        for r in tl.range(H // G, disable_licm=True):
+            if tl.load(AGAIN + r * tl.cdiv(length, C) + i) > 0:
+                h = g * (H // G) + r
+                _read_exactly(
+                    Q + b * q_b + h * q_h, K, GATE, V, BETA, LN, AVG, LME, MEAN, FREE, LOG, place, b, h, t, real,
+                    segment, c * C, length, H, gated, exclusive, q_t, k_t, v_t, g_t, E, D, C, BE, BD, W, ENERGETIC,
+                    STATE,
+                )  # fmt: skip
+        if STATE:
+            for _ in tl.range(i + 1, tl.minimum(i + 2, count), disable_licm=True):
+                add_chunk(
+                    K, GATE, V, BETA, LN, AVG, LME, place, own, c * C, length, k_t, v_t, g_t, real, segment, gated, 1,
+                    E, D, C, R, BD, W, ENERGETIC, PRECISION,
+                )  # fmt: skip
+                place = own
+
+
+@triton.jit
+def _read_exactly(
+    Q, K, GATE, V, BETA, LN, AVG, LME, MEAN, FREE, LOG, place, b, h, t, real, segment, start, length, H, gated,
+    exclusive, q_t, k_t, v_t, g_t, E: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BE: tl.constexpr,
+    BD: tl.constexpr, W: tl.constexpr, ENERGETIC: tl.constexpr, STATE: tl.constexpr,
+):  # fmt: skip
+    """As `_read_chunk`, row by row of the state and token by token."""
+    reach, rest, whole, remainder = chunk_gates(GATE, start, g_t, real, gated, W if W == 1 else E, C, W)
+    q = load_rows(Q, start, q_t, real, E, BE)
+    for first in tl.range(0, rolled(D, length), BD, disable_licm=True):
         column = first + tl.arange(0, BD)
         beta = tl.full([BD], 1.0, tl.float32)
         if ENERGETIC:
-            beta = tl.load(BETA + g * D + column, mask=column < D, other=1).to(tl.float32)
+            beta = tl.load(BETA + column, mask=column < D, other=1).to(tl.float32)
         weight = tl.full([C], NOTHING, tl.float32)
         mean = tl.zeros([C, BD], tl.float32)
         energy = tl.full([C, BD], NOTHING, tl.float32)
         if STATE:
-            for m in range(E):
+            for m in range(rolled(E, length)):
                 far = tl.sum(reach + rest, 1) if W == 1 else column_of(reach + rest, m)
                 more = log_of(column_of(q, m)) + tl.load(LN + place * E + m) + far
                 more = tl.where(real & (segment == 0) & (more > BARELY), more, NOTHING)
@@ -350,15 +265,15 @@ def read_again(
                 average = tl.load(AVG + at, mask=column < D, other=0)
                 lme = tl.load(LME + at, mask=column < D, other=0)
                 weight, mean, energy = _include(weight, mean, energy, more, average, lme)
-        for i in range(tl.minimum(C, length - c * C)):
+        for i in range(tl.minimum(C, length - start)):
             seen = real & token_seen(t, real, segment, i, exclusive)
             far = (reach - row_of(reach, i)[None, :]) + (rest - row_of(rest, i)[None, :])
-            key = token_row(K + b * k_b + g * k_h, c * C + i, k_t, E, BE)
-            v = token_row(V + b * v_b + g * v_h + first, c * C + i, v_t, D - first, BD)
+            key = token_row(K, start + i, k_t, E, BE)
+            v = token_row(V + first, start + i, v_t, D - first, BD)
             more = score_of(q, key, far, seen, W)
             weight, mean, energy = _include(weight, mean, energy, more, v, v * beta)
         energy -= weight[:, None]
-        _store(MEAN, FREE, b, h, c * C, length, weight, mean, energy, beta, first, H, D, BD, ENERGETIC)
+        _store(MEAN, FREE, b, h, start, length, weight, mean, energy, beta, first, H, D, BD, ENERGETIC)
         _store_total(LOG, b, h, t, length, weight, H)
 
 
@@ -431,15 +346,13 @@ def step(
     beta = tl.full([BD], 1.0, tl.float32)
     if ENERGETIC:
         beta = tl.load(BETA + g * D + column, mask=column < D, other=1).to(tl.float32)
-    weight = tl.where(tl.maximum(before, added) > BARELY, add_logs(before, added), NOTHING)
-    old = tl.where(before > BARELY, before - weight, NOTHING)
-    new = tl.where(added > BARELY, added - weight, NOTHING)
+    weight, old, new = joined(before, added)
     new_average = tl.exp(old)[:, None] * average + tl.exp(new)[:, None] * v[None, :]
     z = (v * beta)[None, :]
     new_energy = tl.where((weight > BARELY)[:, None], mix(energy, old[:, None], z, new[:, None]), 0.0)
     if not EXCLUSIVE:
         average, energy, before = new_average, new_energy, weight
-    for r in range(H // G):
+    for r in tl.range(H // G, disable_licm=True):
         h = g * (H // G) + r
         q = log_of(tl.load(Q + b * q_b + h * q_h + row, mask=row < E, other=0).to(tl.float32)) + before
         q = tl.where((marks & 1) == 0, q, NOTHING)
