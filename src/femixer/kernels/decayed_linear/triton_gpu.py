@@ -11,10 +11,10 @@ import triton
 from torch import Tensor
 
 from femixer.kernels.decayed_linear import OPERATOR
+from femixer.kernels.decayed_linear.triton_backward import query_gradients
 from femixer.kernels.decayed_linear.triton_chunks import KEYS
 from femixer.kernels.decayed_linear.triton_forward import read, read_again, step
 from femixer.kernels.decayed_linear.triton_keys import key_gradients
-from femixer.kernels.decayed_linear.triton_queries import query_gradients
 from femixer.kernels.decayed_linear.triton_states import carry, carry_back, sum_stretches
 from femixer.kernels.triton_launch import all_registers, launch, target_of
 
