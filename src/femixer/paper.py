@@ -59,6 +59,8 @@ ENTRIES: dict[str, Entry] = {
         (
             Ran("lite with an earlier start of the gates, 17 of 24 models, seed 0", "benchmarks/mad-lite.json"),
             Ran("the same, 9 models, seeds 0 and 1", "benchmarks/mad-lite-seeds.json"),
+            Ran("small, softmax with seeds 0 and 1, GLA with seed 0", "benchmarks/mad-small.json"),
+            Ran("small, FEM-SM with start=prior, seeds 0 and 1", "benchmarks/mad-small-prior.json"),
         ),
         "the protocols baseline and full, and the ladders of GLA and of softmax without C",
     ),
@@ -71,7 +73,11 @@ ENTRIES: dict[str, Entry] = {
         ),
         "10 rows of 340M, each about 3e19 FLOPs, and 9 of 1.3B, each 8e20 (estimates: 6 x parameters x tokens)",
         ("femixer lm compare",),
-        (Ran("11 small models on Tiny Shakespeare, 3 seeds", "docs/experiments.md"),),
+        (
+            Ran("11 small models on Tiny Shakespeare, 3 seeds", "docs/experiments.md"),
+            Ran("1M parameters on docstrings of packages, up to 3 seeds", "benchmarks/lm-packages.json"),
+            Ran("the same on WikiText", "benchmarks/lm-wikitext.json"),
+        ),
         "every row at the paper's sizes",
     ),
     "imagenet": Entry(

@@ -269,7 +269,7 @@ def first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def progress(jobs: int) -> Iterator[Callable[[Outcome], None]]:
-    """Gives the function that is told each outcome: `job 3/36, 12 minutes left: ...`, or a line above a bar."""
+    """Gives the function that is told each outcome: `job 3/36, 12 min left: ...`, or a line above a bar."""
     # Jobs take minutes or hours: all of them, and not the last half minute, tell how long one takes.
     bar = terminal_bar("{task.completed}/{task.total} jobs", speed_estimate_period=float("inf"))
     task = None if bar is None else bar.add_task("", total=jobs)

@@ -47,7 +47,7 @@ SAMPLES, MODEL = "samples.jsonl", "model"
 TENSORBOARD, WANDB, TRACKERS = "tensorboard", "wandb", "trackers.json"
 FILES = (CONFIG, METRICS, SAMPLES, TENSORBOARD, WANDB, TRACKERS, CHECKPOINTS, FIGURE, MODEL, TABLE)
 STORE = "store.json"
-"""Of a store of many runs (femixer.training.jobs)."""
+"""Of a store of many runs (femixer.training.store)."""
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
