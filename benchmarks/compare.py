@@ -1,7 +1,8 @@
 """Two versions of femixer, measured in turns: `python benchmarks/compare.py OLD_PYTHON NEW_PYTHON [rounds] [cases]`.
 
 Each interpreter has one version installed and serves the cases it is asked for, so that both see the same minutes of
-the machine. Printed are the least milliseconds of each, and the median over rounds of new / old.
+the machine. Printed are the least milliseconds of each, and the median over rounds of new / old: of the time on the
+clock, and of the processors' time, which other work on the machine hardly changes.
 """
 
 from __future__ import annotations
@@ -70,10 +71,10 @@ for line in sys.stdin:
     case, times = cases[line.strip()], []
     gc.collect()
     for _ in range(2):
-        start = time.perf_counter()
+        start = time.perf_counter(), time.process_time()
         case()
-        times.append(time.perf_counter() - start)
-    print(min(times), flush=True)
+        times.append((time.perf_counter() - start[0], time.process_time() - start[1]))
+    print(*map(min, zip(*times)), flush=True)
 """
 
 
@@ -81,23 +82,24 @@ def main(old: str, new: str, rounds: str = "4", *chosen: str) -> None:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     servers = [subprocess.Popen([python, "-c", SERVER], **pipes) for python in (old, new)]  # type: ignore[call-overload]
     ready = [server.stdout.readline().split() for server in servers]
-    times: dict[str, list[tuple[float, ...]]] = {name: [] for name in chosen or ready[0]}
+    times: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in chosen or ready[0]}
 
-    def ask(server: subprocess.Popen[str], name: str) -> float:
+    def ask(server: subprocess.Popen[str], name: str) -> tuple[float, float]:
         assert server.stdin is not None
         assert server.stdout is not None
         server.stdin.write(f"{name}\n")
         server.stdin.flush()
-        return float(server.stdout.readline())
+        clock, processors = map(float, server.stdout.readline().split())
+        return clock, processors
 
     for _ in range(int(rounds)):
         for name, measured in times.items():
-            measured.append(tuple(ask(server, name) for server in servers))
-    print(f"{'case':<22}{'old ms':>9}{'new ms':>9}{'new / old':>11}")
+            measured.append([ask(server, name) for server in servers])
+    print(f"{'case':<22}{'old ms':>9}{'new ms':>9}{'new / old':>11}{'processors':>12}")
     for name, measured in times.items():
-        least = [1e3 * min(column) for column in zip(*measured, strict=True)]
-        ratio = statistics.median(b / a for a, b in measured)
-        print(f"{name:<22}{least[0]:>9.1f}{least[1]:>9.1f}{ratio:>11.3f}")
+        old, new = (1e3 * min(clock for clock, _ in column) for column in zip(*measured, strict=True))
+        clock, processors = (statistics.median(b[i] / a[i] for a, b in measured) for i in (0, 1))
+        print(f"{name:<22}{old:>9.1f}{new:>9.1f}{clock:>11.3f}{processors:>12.3f}")
     for server in servers:
         server.kill()
 
