@@ -1,5 +1,6 @@
 """The command line around the commands: help, errors, signals."""
 
+import ast
 import importlib
 import json
 import shlex
@@ -7,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import started
@@ -36,6 +39,20 @@ def test_every_listed_command_has_help(command, capsys):
         sys.exit(main([*command, "--help"]))
     assert stop.value.code == 0
     assert f"femixer {' '.join(command)}" in capsys.readouterr().out
+
+
+def test_the_help_of_an_option_breaks_its_lines_between_sentences():
+    """tyro keeps the line breaks of a field's docstring, so one within a sentence shows as a stray short line."""
+    found = []
+    for path in Path(cli.__file__).parent.rglob("*.py"):
+        for kind in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(kind, ast.ClassDef) or "dataclass" not in " ".join(map(ast.unparse, kind.decorator_list)):
+                continue
+            for field, text in pairwise(kind.body):
+                if isinstance(field, ast.AnnAssign) and field.value and isinstance(text, ast.Expr):
+                    *broken, _ = ast.literal_eval(text.value).splitlines()
+                    found += [line for line in broken if not line.endswith((".", ":", ";"))]
+    assert not found
 
 
 def test_the_help_of_a_command_explains_every_option(capsys):
@@ -89,6 +106,13 @@ def test_python_m_femixer_is_the_command():
     done = subprocess.run([sys.executable, "-m", "femixer", "--version"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("femixer ")
+
+
+def test_a_command_that_imports_transformers_says_only_what_it_has_to_say():
+    command = [sys.executable, "-m", "femixer", "lm", "presets"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("| preset |")
 
 
 OPTIONS = shlex.split(

@@ -135,7 +135,9 @@ def test_a_run_learns_and_leaves_a_model_with_the_recorded_loss(tmp_path):
     config = json.loads((out / "config.json").read_text())
     assert config["experiment"]["lr"] == 0.02 and config["experiment"]["vocabulary"] == len(tokenizer)
     assert (out / "figure.png").read_bytes().startswith(b"\x89PNG")
-    assert f"| {model.num_parameters():,} | {final['loss']:.4f} |" in (out / "table.md").read_text()
+    table = (out / "table.md").read_text()
+    assert f"| {model.num_parameters():,} | {final['loss']:.4f} |" in table
+    assert table.startswith(f"Language model tiny (hidden_size {model.config.hidden_size}, layers ")  # not the preset's
 
     pair = tokenizer(["violet qu", "phobic jumbled skew"], padding=True, padding_side="left", return_tensors="pt")
     written = model.generate(**pair, max_new_tokens=5, do_sample=False)  # no warning about a missing pad token

@@ -1,5 +1,6 @@
 """The command line: `femixer <command> [options]`."""
 
+import logging
 import os
 import re
 import shlex
@@ -28,6 +29,9 @@ COMMANDS = {
 }
 """Besides the tasks."""
 
+CHATTY = ("torchao", "torch.utils._pytree")
+"""transformers imports torchao wherever it is installed, and these warn then about parts that no command uses."""
+
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0 done, 1 the doctor found something wrong, 2 wrong usage,
@@ -38,6 +42,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
         print(f"femixer {__version__}")
         return 0
+    for name in () if sys.flags.dev_mode else CHATTY:
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         with running(args):
             return dispatch("femixer", {**TASKS, **COMMANDS}, args) or 0

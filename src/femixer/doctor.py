@@ -40,9 +40,9 @@ class Options:
     operators: tuple[str, ...] = ()
     """Check only these operators (default: all)."""
     compile: bool = False
-    """Compile the Triton kernels of all layers ahead of time instead, for GPUs that need not be here: registers,
-    spills and shared memory of each. What was compiled before is not compiled again, so a run that was stopped goes on.
-    The exit code is 1 if one spills or takes too much shared memory."""
+    """Compile the Triton kernels of all layers ahead of time instead; needs no GPU. Shows registers, spills and memory.
+    What was compiled before is not compiled again, so a run that was stopped goes on.
+    The exit code is 1 if a kernel spills or takes too much shared memory."""
     targets: tuple[str, ...] = ()
     """With --compile: for these GPUs only, e.g. sm_90 or gfx942."""
 
@@ -91,7 +91,7 @@ def main(args: Sequence[str]) -> int:
     for text in wrong:
         print(text)
     seconds = time.perf_counter() - start
-    count = f"{len(cases)} checks of {len(chosen)} operators in {seconds:.1f} s"
+    count = f"{len(cases)} checks of {len(chosen)} operator{'s' * (len(chosen) > 1)} in {seconds:.1f} s"
     print(f"{len(wrong)} of {count} failed" if wrong else f"All right: {count}")
     return 1 if wrong else 0
 

@@ -42,9 +42,20 @@ class FreeEnergyMixer(MixerLayer):
 
         o_t = g_t * [(1 - lam_t) E_p[v] + lam_t log(E_p[exp(beta_max v)]) / beta_max],   y_t = o_t W_o
 
+    prior, prior_options: the distribution p over positions, by name, and the options of its own (femixer.priors).
+
     parts: any subset of C (conditioner), L (log-sum-exp, the free energy), T (temperature gate lam, needs L) and
     G (outer gate g). Without L the read is the mean; L without T is the free energy itself. parts="" with the softmax
-    prior is standard attention. Any parts and prior have as many parameters as standard attention (see budget.py).
+    prior is standard attention.
+
+    budget, value_dim: widths. With any parts and prior the projections have as many parameters as those of standard
+    attention, so gates make the values narrower. Queries and keys keep attention's width ("attention") or get that of
+    the values ("balanced"); value_dim sets the width of the values over all heads. The conditioner adds about 5 % of a
+    layer's parameters.
+
+    kv_heads: key/value heads, a divisor of heads, and rope: rotary positions; both for priors with queries and keys,
+    where rope is on by default. window: a token reads only this many tokens, itself included (softmax, fox).
+    causal=False: every token reads all. dropout: of the read.
 
     start: "paper" initializes all projections from N(0, 0.02), so lam starts near 1/2, and beta_max at 1.95. "prior"
     makes the layer start as its prior's mean read, to 1e-3 of the output: the projections of lam and g start at zero,

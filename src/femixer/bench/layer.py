@@ -43,8 +43,7 @@ class Options(MixerOptions):
     priors: tuple[str, ...] = ("softmax",)
     """The priors of FEM, each alone or with options: gla, gla:decay=channel, name:option=value,option=value."""
     parts: tuple[str, ...] = ("LTG", "CLTG")
-    """One FEM layer per prior for each: subsets of C (conditioner), L (free energy), T (temperature gate), G (outer
-    gate)."""
+    """One FEM layer per prior for each: subsets of C (conditioner), L (free energy), T (its gate), G (outer gate)."""
     lengths: tuple[int, ...] = (1024,)
     """Tokens of a sequence; a table for each."""
     forward_lengths: tuple[int, ...] = ()

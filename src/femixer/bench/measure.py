@@ -434,4 +434,4 @@ def heads_of(settings: Mapping[str, Any]) -> str:
 def place_of(report: Report, *words: str) -> str:
     """Where and how it was measured, for a title."""
     s, e = report.settings, report.environment
-    return ", ".join([s["dtype"], *words, f"{e['threads']} threads", f"torch {e['torch']}"])
+    return ", ".join([s["dtype"], *words, f"{e['threads']} thread{'s' * (e['threads'] > 1)}", f"torch {e['torch']}"])

@@ -53,8 +53,7 @@ class Options(MixerOptions):
     warmup: int = 1
     """Rounds before that, not counted."""
     priors: tuple[str, ...] = (ATTENTION, *PRIORS)
-    """Attention, and the priors of FEM, each alone or with options: gla, gla:decay=channel,
-    name:option=value,option=value."""
+    """Attention and priors of FEM, each alone or with options (gla, gla:decay=channel, name:option=value,...)."""
     parts: str = "CLTG"
     """Parts of FEM: a subset of C (conditioner), L (free energy), T (temperature gate), G (outer gate)."""
     lengths: tuple[int, ...] = tuple(2**n for n in range(9, 17))

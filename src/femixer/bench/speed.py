@@ -113,8 +113,8 @@ class Options(MeasureOptions):
     """
 
     table: Literal["latency", "gpt2"] = "latency"
-    """latency: 8 layers, 4 heads, dim 512, 2048 tokens, batch 4; gpt2: 12 layers, 12 heads, dim 768, 1024 tokens,
-    batch 8."""
+    """latency: 8 layers, 4 heads, dim 512, 2048 tokens, batch 4;
+    gpt2: 12 layers, 12 heads, dim 768, 1024 tokens, batch 8."""
     quick: bool = False
     """Fewer layers, tokens and rounds: about five minutes on two CPU cores that do nothing else."""
     rows: tuple[str, ...] = ()

@@ -240,7 +240,8 @@ def mixers_of(model: nn.Module) -> dict[str, nn.Module]:
     """The mixers of a model by name, one per layer: modules with a method `inspect`, and baselines, called "mixer"."""
     mixers = {name: m for name, m in model.named_modules() if name.endswith("mixer") or hasattr(m, "inspect")}
     if not any(hasattr(m, "inspect") for m in mixers.values()):
-        raise ValueError(f"model={type(model).__name__} cannot be inspected: it has no FreeEnergyMixer")
+        why = "it has no FreeEnergyMixer (models of `femixer upgrade` have none)"
+        raise ValueError(f"model={type(model).__name__} cannot be inspected: {why}")
     return mixers
 
 

@@ -192,8 +192,8 @@ class Rivals:
     """Options of the baselines among the models."""
 
     mixer_options: tuple[str, ...] = ()
-    """Options of baselines (docs/baselines.md), for those models that take them: slots=64 heads=4, or as JSON
-    '{"slots": 64}'."""
+    """Options of baselines (docs/baselines.md), for those models that take them:
+    slots=64 heads=4, or as JSON '{"slots": 64}'."""
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Self:

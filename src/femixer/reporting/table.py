@@ -86,8 +86,8 @@ class Table:
     stacked: bool = False
     """In LaTeX: what stands beside a number stands below it, in a \\makecell."""
     melted: tuple[str, str] | None = None
-    """In CSV: one line per score instead of one per row. The names of the column that says which score it is, and of
-    its value."""
+    """In CSV: one line per score instead of one per row.
+    The names of the column that says which score it is, and of its value."""
 
     def __post_init__(self) -> None:
         names = [column.name for column in self.columns]

@@ -49,8 +49,8 @@ class Experiment:
     batch: int = 64
     """Sequences per step."""
     fixed_data: int | None = None
-    """Draw so many training sequences once and go through them in a new order each time, as the paper does with 200000;
-    by default every sequence is new."""
+    """Draw this many training sequences once and reuse them in a new order each time; the paper has 200000.
+    By default every sequence is new."""
     steps: int = 800
     """Training steps."""
     validation: int = 2000
@@ -292,8 +292,8 @@ class Command:
     experiment: Experiment
     run: RunOptions
     paper: bool = False
-    """Start from the paper's setting (512 channels, 4 heads, lr 0.01, 2000 steps); other options still apply. Its data
-    set of 200000 is --fixed-data 200000, of which 2000 steps see 128000."""
+    """Start from the paper's setting (512 channels, 4 heads, lr 0.01, 2000 steps); other options still apply.
+    Its data set of 200000 is --fixed-data 200000, of which 2000 steps see 128000."""
 
 
 def main(args: Sequence[str]) -> int:

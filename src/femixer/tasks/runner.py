@@ -69,7 +69,7 @@ class Run(ABC):
     """The options of `femixer NAME run`: a dataclass with what is run; its docstring is the help."""
 
     experiment: Any
-    """What is run, which says its `jobs`."""
+    """What to train, and with which options."""
     how: Jobs
 
     def jobs(self) -> Sequence[Job]:

@@ -34,8 +34,8 @@ class EngineOptions:
     accumulate: int = 1
     """Pieces into which a process splits its share of a batch: less memory, the same gradient."""
     shard: Literal["none", "full"] = "none"
-    """Several processes (torchrun): none keeps a copy of the model in each (DDP), full divides weights, gradients and
-    optimizer among them (FSDP2)."""
+    """Several processes (torchrun): none keeps a copy of the model in each (DDP);
+    full divides weights, gradients and optimizer among them (FSDP2)."""
     compile: bool = False
     """Compile the model with torch.compile."""
     checkpointing: bool = False

@@ -54,8 +54,7 @@ class Predict:
     start: str | None = None
     """First date to forecast, from the rows before it; by default the one after the last row."""
     future: str | None = None
-    """A file with the known covariates of the dates to forecast, where the model has any; with --start, by default the
-    data."""
+    """A file with the known covariates of the dates to forecast, if the model has any; --data with --start."""
     levels: tuple[float, ...] = ()
     """Prediction intervals in percent, as 80 95: columns NAME-lo-80, NAME-hi-80 and so on."""
     intervals: Kind = "auto"

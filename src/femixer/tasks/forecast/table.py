@@ -211,8 +211,8 @@ class ForecastTabulate(Tabulate):
     results: tuple[Path, ...]
     """Stores of `femixer forecast run`, or files of `femixer forecast export`."""
     choose_epochs: bool = False
-    """Take results of different --epochs, which set how fast the rate rises and falls, as choices like the rate itself,
-    of which the lowest validation MSE counts; otherwise they do not stand in one table."""
+    """Choose among results of different --epochs by validation MSE too, as among learning rates.
+    Without it, such results do not stand in one table."""
     out: Path = Path("results/forecast-table")
     """Folder of the files."""
 

@@ -204,8 +204,8 @@ class Experiment(Setting):
     seed: int = 0
     """The first seed."""
     paper: Path | None = None
-    """Run the paper's table: a folder with weather, solar, ETTh1, ETTh2, ETTm1 and ETTm2 (CSV or parquet), on which its
-    nine models are trained for all horizons. Other options still apply."""
+    """Run the paper's table (nine models, all horizons); other options still apply.
+    The folder holds weather, solar, ETTh1, ETTh2, ETTm1 and ETTm2 (CSV or parquet)."""
 
     def jobs(self) -> list[ForecastJob]:
         """Each once, all of the first seed first; a ValueError if one of them is not possible."""

@@ -334,7 +334,10 @@ def summary(experiment: Experiment, model: FEMForCausalLM, metrics: Sequence[Rec
     row = [f"{model.num_parameters():,}", f"{end['loss']:.4f}", f"{end['perplexity']:.3f}"]
     row += [f"{end['bits_per_byte']:.4f}", f"{rate(metrics):,.0f}"]
     titles = ("parameters", "validation loss", "perplexity", "bits per byte", "tokens/s")
-    title = f"Language model {options.preset}, {mixer}: {experiment.duration}, seed {experiment.seed}. Text: {text}."
+    chosen = {name: getattr(options, name) for name in ("hidden_size", "layers", "heads", "kv_heads")}
+    sizes = ", ".join(f"{name} {value}" for name, value in chosen.items() if value is not None)
+    size = f"{options.preset} ({sizes})" if sizes else options.preset
+    title = f"Language model {size}, {mixer}: {experiment.duration}, seed {experiment.seed}. Text: {text}."
     return Table.of([Column(name, align="right") for name in titles], [row], title)
 
 

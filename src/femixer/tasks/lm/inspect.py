@@ -244,13 +244,13 @@ class Command:
     heads: tuple[int, ...] | None = None
     """Heads to draw as figures; by default, in each layer, the one with the largest mean KL. The page has all."""
     channels: tuple[int, ...] | None = None
-    """Channels to draw as figures, and to store in the page where the prior differs per channel (aft, decay, ssm,
-    mamba); by default those with the largest mean KL."""
+    """Channels to draw as figures, by default those with the largest mean KL.
+    The page stores these alone where the prior differs per channel (aft, decay, ssm, mamba)."""
     query: int | None = None
     """Token, from 0, whose channels are compared; by default the one with the largest KL."""
     summary: bool = False
-    """Only sum up what the read does: histograms of lambda, hidden temperature and KL by layer (usage.png), and the
-    loss of the text without each part (usage.md)."""
+    """Only sum up what the read does;
+    usage.png: histograms of lambda, hidden temperature and KL by layer; usage.md: the loss without each part."""
 
     def validate(self) -> None:
         check_all(self, COUNT, "max_tokens")

@@ -34,8 +34,8 @@ class ModelOptions:
     mixer: tuple[str, ...] = ("fem",)
     """fem, or a baseline (attention, gsa, ...; docs/baselines.md). Several names are repeated over the layers."""
     prior: tuple[str, ...] = ("softmax",)
-    """Prior of the free energy mixer, also with options as in gla:decay=channel. Several are repeated over the layers:
-    gla gla gla softmax makes every fourth layer softmax."""
+    """Prior of the free energy mixer (docs/priors.md): softmax, gla, ..., or with options, gla:decay=channel.
+    Several are repeated over the layers: gla gla gla softmax makes every fourth layer softmax."""
     parts: str = "CLTG"
     """Parts of the free energy mixer: C convolution, L log-sum-exp, T temperature, G gate."""
     mixing: Mixing = field(default_factory=Mixing)

@@ -158,8 +158,8 @@ class LmTabulate:
     """
 
     results: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Results folders of `femixer eval`, as FOLDER, NAME=FOLDER or GROUP/NAME=FOLDER. Without a group, models of
-    about the same size are one."""
+    """Results folders of `femixer eval`, as FOLDER, NAME=FOLDER or GROUP/NAME=FOLDER.
+    Without a group, models of about the same size form one."""
     out: Path = Path("results/lm-table")
     """Folder of the three files."""
 

@@ -67,8 +67,8 @@ class Comparison:
 
     experiment: Experiment = field(default_factory=Experiment)
     models: tuple[str, ...] = SHOWN
-    """Models by the names of the paper's tables; paper: those of its table of language models; all: every one that
-    has a name; custom is the one that --mixer, --prior and --parts describe."""
+    """Models by the names of the paper's tables; paper: those of its table of language models; all: every one;
+    custom: the one that --mixer, --prior and --parts describe."""
     seeds: int = 3
     """Number of seeds per model, counted up from --seed. Equal seeds see the text in the same order."""
 

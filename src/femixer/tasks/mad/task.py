@@ -30,8 +30,8 @@ class Experiment:
     tasks: tuple[str, ...] = tuple(TASKS)
     """Tasks."""
     protocol: str = "lite"
-    """lite, for a CPU; small, longer and with three learning rates to choose from; baseline, the original's six default
-    settings; full, its 66 settings."""
+    """lite, for a CPU; small, longer and with three learning rates to choose from;
+    baseline, the original's six default settings; full, its 66 settings."""
     seeds: int = 1
     """Number of seeds, counted up from --seed; each has other data and initial weights."""
     seed: int = 0

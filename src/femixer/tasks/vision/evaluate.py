@@ -159,8 +159,8 @@ class Evaluate:
     data: str = DIGITS
     """A folder with a folder per class (train/ and val/ in it, or one that is divided), datasets:NAME, or digits."""
     split: Split | None = None
-    """Part of the pictures; by default test, but all of pictures that come in one part and that the model was not
-    trained on."""
+    """Part of the pictures, by default test;
+    of pictures in a single part that the model was not trained on, all."""
     batch: int = 256
     """Images per forward pass."""
     threads: int | None = None

@@ -198,8 +198,8 @@ class Experiment(Setting):
     """What is run."""
 
     models: tuple[str, ...] = ORDER
-    """Models by their names in the paper's tables; SMAttn is plain attention. paper: those of its table that are
-    encoders here; all: every encoder."""
+    """Models by their names in the paper's tables; SMAttn is plain attention.
+    paper: those of its table that are encoders here; all: every encoder."""
     seeds: int = 1
     """Number of seeds, counted up from --seed."""
     seed: int = 0

@@ -21,14 +21,13 @@ class CorpusOptions:
     """Which text."""
 
     data: tuple[str, ...] = ()
-    """Text files, .jsonl (also .gz), .parquet, folders of them, datasets:NAME[@REVISION][:CONFIG[:SPLIT]] (e.g.
-    datasets:HuggingFaceFW/fineweb-edu:sample-10BT), or python: the standard library's sources on this machine, which is
-    the default."""
+    """Text files, .jsonl (also .gz), .parquet, or folders of them;
+    datasets:NAME[@REVISION][:CONFIG[:SPLIT]], e.g. datasets:HuggingFaceFW/fineweb-edu:sample-10BT;
+    python, the default: the standard library's sources on this machine."""
     validation: tuple[str, ...] = ()
     """Sources to validate on, instead of a part of --data."""
     validation_fraction: float = 0.05
-    """Share of --data that is held out when --validation is not given: documents chosen by hash, or the end of a single
-    text file."""
+    """Share of --data that is held out without --validation: documents chosen by hash, or the end of a single file."""
     text_field: str = "text"
     """Field of JSON lines, parquet and datasets that holds the text."""
 

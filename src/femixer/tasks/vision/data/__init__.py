@@ -275,8 +275,8 @@ class Reading:
     """How pictures are read."""
 
     validation: float | None = None
-    """Share of the training pictures, of each class alike, that is held out to choose the best weights by, where the
-    data have no validation part of their own; by default 0.1, or what the model to be evaluated was trained with."""
+    """Share of the training pictures of each class to hold out, if the data have no validation part of their own.
+    By default 0.1, or what the model to be evaluated was trained with."""
     image_column: str | None = None
     """Column of the pictures of a `datasets:` data set, by default the first one of its image type."""
     label_column: str | None = None
