@@ -25,9 +25,10 @@ import torch
 
 from femixer import __version__
 from femixer.options import check, check_positive, check_threads, parse
-from femixer.reporting import Table, progress, show, write
+from femixer.reporting import Table, show, write
 from femixer.state import SPARE
 from femixer.training import atomic
+from femixer.training.journal import counting
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -150,8 +151,8 @@ def stopwatch(call: Callable[[], object], device: torch.device) -> float:
 
 def timed(what: str, samples: Mapping[Key, Callable[[], float]], options: MeasureOptions) -> dict[Key, list[float]]:
     """The race with the rounds of the options, and a progress bar that says what it is about."""
-    with progress(what, options.warmup + options.rounds) as advance:
-        return race(samples, options.rounds, options.warmup, advance)
+    with counting(options.warmup + options.rounds, f"rounds of {what}") as done:
+        return race(samples, options.rounds, options.warmup, lambda: done(1))
 
 
 def race(

@@ -27,8 +27,9 @@ from femixer.bench.measure import Report as BenchReport
 from femixer.optional import require
 from femixer.options import check, check_positive, parse
 from femixer.priors import PRIORS
-from femixer.reporting import Row, Table, as_markdown, figures, progress, show
+from femixer.reporting import Row, Table, as_markdown, figures, show
 from femixer.training import atomic
+from femixer.training.journal import counting
 
 NAME = "scaling.json"
 PASSES = {"forward": "forward", "training": "forward + backward"}
@@ -194,11 +195,11 @@ def measure_sequences(
     samples = {length: _sampler(c, step, length, options.batch) for length, c in calls.items()}
     seconds = timed(f"{mixer.prior} {step}", samples, options)
     points = []
-    with progress(f"{mixer.prior} memory", len(lengths)) as advance:
+    with counting(len(lengths), f"peaks of memory, {mixer.prior}") as done:
         for length, c in calls.items():
             peak = peak_memory(c.forward if step == "forward" else c.train_and_clear, c.x.device)
             points.append(SequencePoint(mixer.prior, step, length, grows, peak, seconds[length]))
-            advance()
+            done(1)
     return points
 
 
