@@ -27,7 +27,7 @@ from femixer.bench.measure import (
     unlimited_compilation,
 )
 from femixer.bench.measure import Report as BenchReport
-from femixer.options import check, check_positive
+from femixer.options import check, check_positive, parse
 from femixer.priors import parse_prior
 from femixer.reporting import Column, Table
 from femixer.training.journal import counting
@@ -361,4 +361,4 @@ def run(options: Options) -> Report:
 
 
 def main(args: Sequence[str]) -> int:
-    return command("layer", Options, args, run, tables)
+    return command(parse(Options, args, "bench layer"), run, tables)

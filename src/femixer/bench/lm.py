@@ -30,7 +30,7 @@ from femixer.bench.measure import (
 )
 from femixer.bench.measure import Report as BenchReport
 from femixer.models import FEMConfig, FEMForCausalLM
-from femixer.options import COUNT, check, check_all
+from femixer.options import COUNT, check, check_all, parse
 from femixer.priors import parse_prior
 from femixer.reporting import Column, Table
 from femixer.training.journal import counting
@@ -396,4 +396,4 @@ def run(options: Options) -> Report:
 
 
 def main(args: Sequence[str]) -> int:
-    return command("lm", Options, args, run, tables)
+    return command(parse(Options, args, "bench lm"), run, tables)
