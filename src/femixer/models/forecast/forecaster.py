@@ -262,9 +262,11 @@ class Forecaster(FEMPreTrainedModel):
         """history [B, L, C]: a longer one than the look-back is cut, a shorter one is unobserved on the left.
 
         observed bool [B, L, C]: False is a missing value, and what stands there does not matter. known [B, L + horizon,
-        K] and past [B, L, P]: covariates of a model that was made with some. With `future`, the losses: so that
-        wrappers of the model (DDP, torch.compile) see them computed. With quantiles=True the forecast and its
+        K] and past [B, L, P]: covariates of a model that was made with some. With quantiles=True the forecast and its
         quantiles [B, horizon, C, Q].
+
+        With `future`, the losses by name, to be minimised together: sums over windows, each window's the mean over its
+        observed points. "loss" is the squared error of the forecast.
         """
         self._check("history", history, None, observed)
         found = covariates_of(self.config, history, known, past)
@@ -275,22 +277,6 @@ class Forecaster(FEMPreTrainedModel):
             self._check("future", future, self.config.horizon, future_observed)
             return self.score(window, observed, future, future_observed, *extra)
         return (self.forecast_quantiles if quantiles else self.forecast)(window, observed, *extra)
-
-    def losses(
-        self,
-        history: Tensor,
-        future: Tensor,
-        observed: Tensor | None = None,
-        future_observed: Tensor | None = None,
-        known: Tensor | None = None,
-        past: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """For femixer.training.train: sums over windows (so `items` is their number, len(history)) to be minimised
-        together, each window's the mean over its observed points. "loss" is the squared error of the forecast; further
-        names are losses besides."""
-        losses = self.forward(history, observed, future, future_observed, known, past)
-        assert isinstance(losses, dict)
-        return losses
 
     def score(
         self, window: Tensor, observed: Tensor | None, future: Tensor, future_observed: Tensor | None
