@@ -149,7 +149,7 @@ def _refusals(
 def examine(cases: Sequence[Case]) -> list[str]:
     """What is wrong, in one line each."""
     wrong = []
-    with counting(len(cases), "checks") as done:
+    with counting(len(cases), "checks") as told:
         for case in cases:
             allowed = check.tolerance(case.operator, case.dtype)
             try:
@@ -162,7 +162,7 @@ def examine(cases: Sequence[Case]) -> list[str]:
                 ]
             except Exception as problem:
                 wrong.append(f"wrong: {case}: {type(problem).__name__}: {problem}")
-            done(1)
+            told(1)
     return wrong
 
 
@@ -224,10 +224,10 @@ def warm(operators: Sequence[Operator], layers: bool) -> str:
     if layers:
         run_layers()
     pairs = [(parallel, signature) for serial, parallel in numba_kernel.KERNELS for signature in serial.signatures]
-    with counting(len(pairs), "kernels compiled") as done:
+    with counting(len(pairs), "kernels compiled") as told:
         for parallel, signature in pairs:
             parallel.compile(signature)
-            done(1)
+            told(1)
     return f"{len(pairs)} kernels are compiled and on disk ({time.perf_counter() - start:.0f} s)"
 
 
@@ -252,8 +252,8 @@ def compile_kernels(options: Options) -> int:
     left = [pair for pair in pairs if pair not in done]
     print(f"{len(pairs)} kernels, {len(known)} of them compiled before ({memory.path})", flush=True)
     start = time.perf_counter()
-    with counting(len(left), "kernels compiled") as done:
-        results = known + gpu_compile.compile_all(left, advance=lambda: done(1), memory=memory)
+    with counting(len(left), "kernels compiled") as told:
+        results = known + gpu_compile.compile_all(left, advance=lambda: told(1), memory=memory)
     for line in (*gpu_compile.table(results, targets), "", *gpu_compile.summary(results, targets)):
         print(line)
     wrong = sum(result.problem is not None for result in results)
@@ -276,7 +276,7 @@ def run_layers() -> None:
         for causal in (True, False)
         for length in (5, 300)
     ]
-    with counting(len(uses), "layers run") as done:
+    with counting(len(uses), "layers run") as told:
         for name, options, parts, causal, length in uses:
             mixer = FreeEnergyMixer(32, 2, prior=name, parts=parts, causal=causal, prior_options=options)
             x = torch.randn(2, length, 32)
@@ -289,7 +289,7 @@ def run_layers() -> None:
                         _, state = mixer(x, mask=mask, return_state=True)
                         for _ in range(2):
                             _, state = mixer(x[:, :1], state=state, return_state=True)
-            done(1)
+            told(1)
 
 
 def _short(dtype: torch.dtype) -> str:
