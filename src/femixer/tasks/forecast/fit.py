@@ -214,7 +214,9 @@ def coverage(model: Forecaster, windows: Windows, batch: int) -> dict[str, dict[
         for place, level in enumerate(config.conformal_levels or ()):
             width = widths[place].where(widths[place] >= 0, math.inf) if widths is not None else math.inf
             inside["conformal", level] += int((((point - given.future).abs() <= width) & there).sum())
-        for level in quantile_levels(config) if spread is not None else ():
+        if spread is None:
+            continue
+        for level in quantile_levels(config):
             low, high = (spread[..., has.index(end)] for end in pair(level))
             inside["quantiles", level] += int(((low <= given.future) & (given.future <= high) & there).sum())
     shares: dict[str, dict[float, float]] = {}
