@@ -115,7 +115,7 @@ def test_the_command_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFi
     assert all(len(p["samples"]) == 2 and min(p["samples"]) > 0 for p in written["sequences"] + written["decode"])
     assert all(p["peak_bytes"] > 0 for p in written["sequences"])
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
-    shown, text = capsys.readouterr().out, (tmp_path / "scaling.md").read_text()
+    shown, text = " ".join(capsys.readouterr().out.split()), (tmp_path / "scaling.md").read_text()
     for part in ("batch 1, dim 24, 3 heads, parts LTG", "FEM running:decay=channel", "8 to 16", "Tokens per second"):
         assert part in shown and part in text
 

@@ -33,8 +33,8 @@ def test_rows_stand_beside_the_paper_and_finished_ones_are_kept(tmp_path: Path) 
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".tex", ".csv", ".png"}
     with pytest.raises(ValueError, match="tokens was 13 and is now 7"):
         run(replace(options, tokens=7))
-    speed.Report.read(options.path).save(tmp_path / "again.json")
-    assert json.loads((tmp_path / "again.json").read_text()) == json.loads(options.path.read_text())
+    speed.Report.read(options.path).save(tmp_path / "speed-again.json")
+    assert json.loads((tmp_path / "speed-again.json").read_text()) == json.loads(options.path.read_text())
 
 
 def test_naive_attention_is_attention_with_all_weights_in_memory() -> None:

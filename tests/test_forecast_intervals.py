@@ -68,7 +68,7 @@ def test_losses_of_quantiles_pass_over_missing_values():
     by_hand = (loss.flatten(1).sum(1) / seen.flatten(1).sum(1).clamp_min(1)).sum()
     for garbage in (0.0, math.nan):
         model.zero_grad()
-        losses = model.losses(history, future.masked_fill(~seen, garbage), future_observed=seen)
+        losses = model(history, future=future.masked_fill(~seen, garbage), future_observed=seen)
         torch.testing.assert_close(losses["quantiles"], by_hand)
         losses["quantiles"].backward()
         assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())

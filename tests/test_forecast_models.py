@@ -83,13 +83,13 @@ def test_an_output_does_not_depend_on_later_patches(mixer):
 
 def test_losses_are_sums_over_windows_of_the_squared_errors_of_forecast_and_next_patches():
     model, history, future = make(), walks(), walks(length=HORIZON, seed=3)
-    losses = model.losses(history, future)
+    losses = model(history, future=future)
     assert losses.keys() == {"loss", "next_patch"}
     torch.testing.assert_close(losses["loss"], 5 * (model(history) - future).square().mean())
     patches = model.patched(history, None)
     error = model.outputs(patches)[:, :, :-1] - patches.values[:, :, 1:]
     torch.testing.assert_close(losses["next_patch"], 5 * error.square().mean())
-    assert make(lookback=HORIZON).losses(history, future).keys() == {"loss"}
+    assert make(lookback=HORIZON)(history, future=future).keys() == {"loss"}
 
 
 def test_next_patches_are_scored_at_observed_points_after_a_patch_that_has_any():
@@ -105,20 +105,18 @@ def test_next_patches_are_scored_at_observed_points_after_a_patch_that_has_any()
                 if n > 0 and observed[b, t, c] and before.any():
                     errors.append((outputs[b, c, n - 1, i] - patches.values[b, c, n, i]).square())
         total = total + sum(errors) / max(len(errors), 1)
-    torch.testing.assert_close(model.losses(history, walks(length=HORIZON), observed)["next_patch"], total)
+    torch.testing.assert_close(model(history, observed, walks(length=HORIZON))["next_patch"], total)
 
 
 def test_missing_points_of_the_future_and_of_the_history_are_not_scored(model):
     history, future = walks(), walks(length=HORIZON, seed=3)
     observed, future_observed = gaps(history.shape), gaps(future.shape, seed=4)
     future_observed[4] = False
-    expected = model.losses(history, future, observed, future_observed)
+    expected = model(history, observed, future, future_observed)
     error = (model(history, observed) - future).square() * future_observed
     by_hand = error.flatten(1).sum(1) / future_observed.flatten(1).sum(1).clamp_min(1)
     torch.testing.assert_close(expected["loss"], by_hand.sum())
-    parts = [
-        model.losses(*(x[rows] for x in (history, future, observed, future_observed))) for rows in ([0, 3], [1, 2, 4])
-    ]
+    parts = [model(*(x[rows] for x in (history, observed, future, future_observed))) for rows in ([0, 3], [1, 2, 4])]
     for name in expected:
         torch.testing.assert_close(parts[0][name] + parts[1][name], expected[name])
     if not model.trainable:
@@ -126,8 +124,8 @@ def test_missing_points_of_the_future_and_of_the_history_are_not_scored(model):
     gradients = []
     for garbage in (0.0, math.nan):
         model.zero_grad()
-        given = (history.masked_fill(~observed, garbage), future.masked_fill(~future_observed, garbage))
-        sum(model.losses(*given, observed, future_observed).values()).backward()
+        given = (history.masked_fill(~observed, garbage), observed, future.masked_fill(~future_observed, garbage))
+        sum(model(*given, future_observed).values()).backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     assert all(torch.equal(*pair) and pair[0].isfinite().all() for pair in zip(*gradients, strict=True))
 
@@ -187,7 +185,7 @@ def test_constant_channels_and_windows_have_finite_forecasts_and_gradients(model
     history[..., 0] = 1234.567
     history[1] = -1e-30
     history[2] = 1e6
-    losses = model.losses(history, history[:, :HORIZON])
+    losses = model(history, future=history[:, :HORIZON])
     assert all(loss.isfinite() for loss in losses.values())
     if model.trainable:
         sum(losses.values()).backward()
@@ -270,7 +268,7 @@ TRAINED = {**MIXERS, **{kind: {"kind": kind} for kind in ("dlinear", "nlinear", 
 def test_gradients_reach_every_parameter(fields):
     model = make(**fields).train()
     torch.manual_seed(0)
-    sum(model.losses(walks(), walks(length=HORIZON, seed=3)).values()).backward()
+    sum(model(walks(), future=walks(length=HORIZON, seed=3)).values()).backward()
     # The mean that follows takes out the biases before a BatchNorm, and softmax those of keys.
     idle = ("out.bias", "down.bias") if model.kind == "patchtst" else ()
     for name, parameter in model.named_parameters():
@@ -291,7 +289,7 @@ def test_gradient_checkpointing_changes_nothing():
     for _ in range(2):
         model.zero_grad()
         torch.manual_seed(0)
-        sum(model.losses(walks(), walks(length=HORIZON, seed=3)).values()).backward()
+        sum(model(walks(), future=walks(length=HORIZON, seed=3)).values()).backward()
         gradients.append(model.head.weight.grad.clone())
         model.gradient_checkpointing_enable()
     torch.testing.assert_close(*gradients)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
@@ -20,11 +18,11 @@ from femixer.kernels import check, dispatch
 from femixer.kernels.operator import Operator
 from femixer.options import check as check_option
 from femixer.options import parse
+from femixer.training.journal import counting
 
 PACKAGES = ("femixer.kernels", "femixer.baselines.kernels")
 VERSIONS = ("torch", "numpy", "numba", "triton", "transformers", "femixer")
 FLOATS = (torch.float32, torch.float64)
-SECONDS_BETWEEN_LINES = 30
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,7 @@ def _refusals(
 def examine(cases: Sequence[Case]) -> list[str]:
     """What is wrong, in one line each."""
     wrong = []
-    with _bar("checking", len(cases)) as advance:
+    with counting(len(cases), "checks") as told:
         for case in cases:
             allowed = check.tolerance(case.operator, case.dtype)
             try:
@@ -164,7 +162,7 @@ def examine(cases: Sequence[Case]) -> list[str]:
                 ]
             except Exception as problem:
                 wrong.append(f"wrong: {case}: {type(problem).__name__}: {problem}")
-            advance()
+            told(1)
     return wrong
 
 
@@ -226,10 +224,10 @@ def warm(operators: Sequence[Operator], layers: bool) -> str:
     if layers:
         run_layers()
     pairs = [(parallel, signature) for serial, parallel in numba_kernel.KERNELS for signature in serial.signatures]
-    with _bar("compiling", len(pairs)) as advance:
+    with counting(len(pairs), "kernels compiled") as told:
         for parallel, signature in pairs:
             parallel.compile(signature)
-            advance()
+            told(1)
     return f"{len(pairs)} kernels are compiled and on disk ({time.perf_counter() - start:.0f} s)"
 
 
@@ -254,29 +252,13 @@ def compile_kernels(options: Options) -> int:
     left = [pair for pair in pairs if pair not in done]
     print(f"{len(pairs)} kernels, {len(known)} of them compiled before ({memory.path})", flush=True)
     start = time.perf_counter()
-    with _bar("compiling", len(left)) if sys.stderr.isatty() else nullcontext(_lines(len(left))) as advance:
-        results = known + gpu_compile.compile_all(left, advance=advance, memory=memory)
+    with counting(len(left), "kernels compiled") as told:
+        results = known + gpu_compile.compile_all(left, advance=lambda: told(1), memory=memory)
     for line in (*gpu_compile.table(results, targets), "", *gpu_compile.summary(results, targets)):
         print(line)
     wrong = sum(result.problem is not None for result in results)
     print(f"{wrong} of {len(results)} are wrong ({time.perf_counter() - start:.0f} s)")
     return 1 if wrong else 0
-
-
-def _lines(total: int) -> Callable[[], None]:
-    """Says now and then how many are left and how long that will take, where there is no terminal for a bar."""
-    start = time.perf_counter()
-    count, said = 0, start
-
-    def advance() -> None:
-        nonlocal count, said
-        count, now = count + 1, time.perf_counter()
-        if now - said > SECONDS_BETWEEN_LINES:
-            said = now
-            minutes = (now - start) / count * (total - count) / 60
-            print(f"{total - count} of {total} left, about {minutes:.0f} minutes", flush=True)
-
-    return advance
 
 
 def run_layers() -> None:
@@ -294,7 +276,7 @@ def run_layers() -> None:
         for causal in (True, False)
         for length in (5, 300)
     ]
-    with _bar("running layers", len(uses)) as advance:
+    with counting(len(uses), "layers run") as told:
         for name, options, parts, causal, length in uses:
             mixer = FreeEnergyMixer(32, 2, prior=name, parts=parts, causal=causal, prior_options=options)
             x = torch.randn(2, length, 32)
@@ -307,11 +289,7 @@ def run_layers() -> None:
                         _, state = mixer(x, mask=mask, return_state=True)
                         for _ in range(2):
                             _, state = mixer(x[:, :1], state=state, return_state=True)
-            advance()
-
-
-def _bar(what: str, total: int) -> Any:
-    return reporting.progress(what, total) if sys.stderr.isatty() else nullcontext(lambda: None)
+            told(1)
 
 
 def _short(dtype: torch.dtype) -> str:

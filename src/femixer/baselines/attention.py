@@ -55,18 +55,14 @@ class Attention(Baseline):
         self,
         dim: int,
         heads: int,
-        causal: bool = True,
+        *,
         kv_heads: int | None = None,
         rope: bool = True,
         rope_base: float = 10000.0,
-        bias: bool = True,
-        dropout: float = 0.0,
-        *,
         expand: float = 1.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **common: Unpack[Common],
     ) -> None:
-        super().__init__(dim, heads, causal=causal, dropout=dropout)
+        super().__init__(dim, heads, **common)
         kv_heads = heads if kv_heads is None else kv_heads
         if kv_heads < 1:
             raise ValueError(f"kv_heads={kv_heads!r} must be a positive integer")
@@ -80,14 +76,15 @@ class Attention(Baseline):
         self.kv_heads, self.rope, self.rope_base = kv_heads, rope, rope_base
         self.width = head_width(dim, heads, expand, 2 if rope else 1)
         # Two products are as fast as one, and what is rotated need not stay in memory with the values.
-        self.query_key_proj = nn.Linear(dim, (heads + kv_heads) * self.width, bias=bias, device=device, dtype=dtype)
-        self.value_proj = nn.Linear(dim, kv_heads * self.width, bias=bias, device=device, dtype=dtype)
-        self.out_proj = nn.Linear(heads * self.width, dim, bias=bias, device=device, dtype=dtype)
+        bias, made = made_with({"bias": True, **common})
+        self.query_key_proj = nn.Linear(dim, (heads + kv_heads) * self.width, bias=bias, **made)
+        self.value_proj = nn.Linear(dim, kv_heads * self.width, bias=bias, **made)
+        self.out_proj = nn.Linear(heads * self.width, dim, bias=bias, **made)
         self.reset_parameters()
 
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
         read, memory = self._read(x, layout, memory, keep)
-        return self.out_proj(self.dropout(read.flatten(2))), memory
+        return read.flatten(2), memory
 
     def _read(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
         """What the heads read, [B, T, H, E], and what to remember."""
@@ -149,30 +146,27 @@ class GatedAttention(Attention):
         self,
         dim: int,
         heads: int,
-        causal: bool = True,
+        *,
         kv_heads: int | None = None,
         rope: bool = True,
         rope_base: float = 10000.0,
-        bias: bool = False,
-        dropout: float = 0.0,
-        *,
         gate: str = "elementwise",
         expand: float | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **common: Unpack[Common],
     ) -> None:
         check(gate in GATES, "gate", gate, f"one of {', '.join(GATES)}")
         if expand is None:
             expand = 0.8 if gate == "elementwise" else 1.0
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        super().__init__(dim, heads, causal, kv_heads, rope, rope_base, bias, dropout, expand=expand, **made)
+        bias, made = made_with(common)
+        own: Common = {**common, "bias": bias}
+        super().__init__(dim, heads, kv_heads=kv_heads, rope=rope, rope_base=rope_base, expand=expand, **own)
         self.gate_proj = nn.Linear(dim, heads * (self.width if gate == "elementwise" else 1), bias=bias, **made)
         self.reset_parameters()
 
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
         read, memory = self._read(x, layout, memory, keep)
         gate = self.gate_proj(x).sigmoid().unflatten(-1, (self.heads, -1))
-        return self.out_proj(self.dropout((gate * read).flatten(2))), memory
+        return (gate * read).flatten(2), memory
 
 
 class Laser(Baseline):
@@ -202,7 +196,7 @@ class Laser(Baseline):
         v = self.value_proj(x).unflatten(-1, (-1, self.width))
         _, free, memory = self.prior.read({"q": q, "k": k}, v, torch.ones_like(v[0, 0]), layout, memory, keep)
         assert free is not None
-        return self.out_proj(self.dropout(free.flatten(2).to(x.dtype))), memory
+        return free.flatten(2).to(x.dtype), memory
 
 
 class DiffTransformer(Baseline):
@@ -260,7 +254,7 @@ class DiffTransformer(Baseline):
         q1, k1, q2, k2 = self.lam.to(read.dtype)
         lam = (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.lambda_init
         o = (1 - self.lambda_init) * self.norm(first - lam * second).flatten(2)
-        return self.out_proj(self.dropout(o.to(x.dtype))), memory
+        return o.to(x.dtype), memory
 
     def _heads(self, x: Tensor, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Queries and keys [B, T, H, E]; maps 2 j and 2 j + 1 are those of differential head j."""
@@ -331,7 +325,7 @@ class FoX(Baseline):
         o, _, cache = self.prior.read(inputs, v, None, layout, cache, keep)
         if self.pro:
             o = self.norm(o) * self.gate_proj(x).to(o.dtype).sigmoid().unflatten(-1, (self.heads, -1))
-        return self.out_proj(self.dropout(o.flatten(2).to(x.dtype))), FoXMemory(recent, cache) if keep else None
+        return o.flatten(2).to(x.dtype), FoXMemory(recent, cache) if keep else None
 
 
 class HeadsNorm(RMSNorm):
@@ -407,8 +401,7 @@ class PaTH(Baseline):
                 keys, values = memory.keys, memory.values
                 segment = segments_together(memory.segment, keys.shape[2], segment, x)
             read, keys, values = path_attention(q, k, v, w, beta.transpose(1, 2), keys, values, segment)
-        y = self.out_proj(self.dropout(read.transpose(1, 2).flatten(2).to(x.dtype)))
-        return y, PaTHMemory(keys, values, segment, recent) if keep else None
+        return read.transpose(1, 2).flatten(2).to(x.dtype), PaTHMemory(keys, values, segment, recent) if keep else None
 
 
 def path_attention(

@@ -67,14 +67,15 @@ def made_with(common: Common) -> tuple[bool, dict[str, Any]]:
 
 
 class Baseline(MixerLayer):
-    """Mixer [B, T, dim] -> [B, T, dim], causal unless it can be an `encoder`. Subclasses define `mix` and end in
-    `self.out_proj`.
+    """Mixer [B, T, dim] -> [B, T, dim], causal unless it can be an `encoder`. Subclasses define `mix` and the
+    `out_proj` behind it.
 
     Padding is taken out here: `mix` sees the real tokens of every row first and padding, if any, behind them, so that
     a convolution or a token shift finds its neighbours where it looks for them.
     """
 
     encoder = False
+    out_proj: nn.Linear
 
     def __init__(
         self,
@@ -92,13 +93,17 @@ class Baseline(MixerLayer):
             raise ValueError(f"causal={causal!r} is not allowed: {type(self).__name__} is causal by definition")
 
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
-        """x [B, T, dim] -> (y [B, T, dim], what to remember of it if `keep`).
+        """x [B, T, dim] -> (the read [B, T, C] that `out_proj` maps to y, what to remember of it if `keep`).
 
         layout.segment is None, or [B, T] with padding (-1) only at the end of rows. memory: of the tokens before x,
         None before the first; a NamedTuple of tensors with the batch first or of Growing, or such a tensor itself.
-        What y is at padding does not matter, but it must be finite and memory must not depend on it.
+        What is read at padding does not matter, but it must be finite and memory must not depend on it.
         """
         raise TypeError(f"{type(self).__name__} must define mix()")
+
+    def _mixed(self, *given: Any) -> tuple[Tensor, Any]:
+        read, memory = self.mix(*given)
+        return self.out_proj(self.dropout(read)), memory
 
     def forward(
         self,
@@ -120,14 +125,14 @@ class Baseline(MixerLayer):
         if x.shape[0] == 0 or x.shape[1] == 0:
             y = x.clone()
         elif padding is None or layout.segment is None:
-            y, memory = self.mix(x, layout, memory, return_state)
+            y, memory = self._mixed(x, layout, memory, return_state)
         else:
             order = padding.long().argsort(dim=1, stable=True)
             fields = (x.gather(1, order) for x in (layout.segment, layout.position, padding))
             together = Layout(*fields)
             # Whatever stands at padding, also infinity, must not reach a sum, not even multiplied by zero.
             real = x.masked_fill(padding[..., None], 0).gather(1, order[..., None].expand_as(x))
-            mixed, memory = self.mix(real, together, memory, return_state)
+            mixed, memory = self._mixed(real, together, memory, return_state)
             y = torch.zeros_like(mixed).scatter(1, order[..., None].expand_as(mixed), mixed)
             y = y.masked_fill(padding[..., None], 0)
         return (y, before.next(past, memory, None)) if return_state else y

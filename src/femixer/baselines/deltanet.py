@@ -57,7 +57,7 @@ class DeltaNet(Baseline):
             q, k = unit(q), unit(k)
             read, state = delta_rule(q, k, beta * v, beta * k, None, None, layout.marks(), state)
             y = self.norm(read).flatten(2)
-        return self.out_proj(self.dropout(y.to(x.dtype))), Memory(recent, state) if keep else None
+        return y.to(x.dtype), Memory(recent, state) if keep else None
 
 
 # As published: rates A start below this; those of Gated DeltaNet anywhere above zero, but not at it, KDA's above one.
@@ -122,7 +122,7 @@ class GatedDeltaNet(Baseline):
             q, k = unit(q), unit(k)
             read, state = delta_rule(q, k, beta * v, beta * k, None, gate, layout.marks(), state)
             y = self.norm(read).flatten(2) * F.silu(g.to(dtype))
-        return self.out_proj(self.dropout(y.to(x.dtype))), Memory(recent, state) if keep else None
+        return y.to(x.dtype), Memory(recent, state) if keep else None
 
 
 class KDA(Baseline):
@@ -174,4 +174,4 @@ class KDA(Baseline):
             q, k = unit(q), unit(k)
             read, state = delta_rule(q, k, beta * v, beta * k, None, alpha, layout.marks(), state, steep=True)
             y = self.norm(read).flatten(2) * torch.sigmoid(gate.to(dtype))
-        return self.out_proj(self.dropout(y.to(x.dtype))), Memory(recent, state) if keep else None
+        return y.to(x.dtype), Memory(recent, state) if keep else None

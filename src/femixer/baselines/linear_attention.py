@@ -64,7 +64,7 @@ class LinearAttention(Baseline):
             # A value of one sums the keys.
             sums, state = linear_attention(q, k, F.pad(v, (0, 1), value=1.0), None, layout.marks(), memory, keep=keep)
             y = sums[..., :-1] / (sums[..., -1:] + EPS)
-        return self.out_proj(self.dropout(y.flatten(2).to(x.dtype))), state
+        return y.flatten(2).to(x.dtype), state
 
     def _features(self, x: Tensor, of: int) -> Tensor:
         """[B, T, H, E] -> [B, T, H, E or 2 E], positive."""
@@ -110,7 +110,7 @@ class RetNet(Baseline):
             v = v.unflatten(-1, (self.heads, -1))
             read, state = linear_attention(q * self.width**-0.5, k, v, gate, layout.marks(), memory, keep=keep)
             y = self.norm(read) * F.silu(g.to(dtype))
-        return self.out_proj(self.dropout(y.to(x.dtype))), state
+        return y.to(x.dtype), state
 
 
 # Log decays are divided by this: a sigmoid of one half keeps 0.96 of a channel.
@@ -148,7 +148,7 @@ class GLA(Baseline):
             q, k, v, gate = (part.unflatten(-1, (self.heads, -1)) for part in (q, k, v, gate))
             read, state = linear_attention(q, k, v, gate, layout.marks(), memory, keep=keep)
             y = self.norm(read).flatten(2) * F.silu(g.to(dtype))
-        return self.out_proj(self.dropout(y.to(x.dtype))), state
+        return y.to(x.dtype), state
 
 
 # Log decays are divided by this, as published.
@@ -196,7 +196,7 @@ class GSA(Baseline):
             read, values = linear_attention(scores.softmax(-1), fresh, v, gate, layout.marks(), values, keep=keep)
             y = self.norm(F.silu(read.flatten(2)))
         memory = None if keys is None or values is None else Slots(keys, values)
-        return self.out_proj(self.dropout(y.to(x.dtype))), memory
+        return y.to(x.dtype), memory
 
 
 class AFT(Baseline):
@@ -220,8 +220,7 @@ class AFT(Baseline):
         # The scan has its three rows first; a state has the batch first.
         state = None if memory is None else memory.transpose(0, 1)
         read = channel_scan(k.to(dtype), None, v.to(dtype), None, layout.marks(), state)
-        y = self.out_proj(self.dropout((q.sigmoid() * read.mean).to(x.dtype)))
-        return y, read.state.transpose(0, 1) if keep else None
+        return (q.sigmoid() * read.mean).to(x.dtype), read.state.transpose(0, 1) if keep else None
 
 
 class HGRN(Baseline):
@@ -278,7 +277,7 @@ class HGRN(Baseline):
             if not self.causal:
                 h = h + self._scanned(decay, inputs, layout, None, True)[0]
             o = self.norm(h[:, :, None]).flatten(2) * F.silu(g.to(dtype))
-        return self.out_proj(self.dropout(o.to(x.dtype))), last.clone() if keep else None
+        return o.to(x.dtype), last.clone() if keep else None
 
     def _scanned(
         self, decay: Tensor, inputs: Tensor, layout: Layout, initial: Tensor | None, backwards: bool
@@ -340,7 +339,7 @@ class HGRN2(Baseline):
                 q, k, i, gate = (part.flip(1) for part in (q, k, i, gate))
                 read = read + linear_attention(q, k, i, gate, reversed_marks(marks), keep=False)[0].flip(1)
             y = self.norm(read.flatten(2))
-        return self.out_proj(self.dropout(y.to(x.dtype))), state
+        return y.to(x.dtype), state
 
     def _log_forget(self, logits: Tensor) -> Tensor:
         """log(lower_bound + (1 - lower_bound) sigmoid(logits)), also where the sigmoid is zero."""

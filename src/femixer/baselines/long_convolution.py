@@ -131,8 +131,7 @@ class Hyena(Baseline):
         whole, history, segment = with_past(u, layout, memory, keep)
         read = long_convolution(whole, self.filter(whole.shape[1]), segment, last=x.shape[1] == 1)[:, -x.shape[1] :]
         o = q.to(read.dtype) * torch.addcmul(read, self.skip.to(read.dtype), u.to(read.dtype))
-        y = self.out_proj(self.dropout(o.to(x.dtype)))
-        return y, None if history is None or not keep else HyenaMemory(recent, history, segment)
+        return o.to(x.dtype), None if history is None or not keep else HyenaMemory(recent, history, segment)
 
 
 class Coefficients(nn.Module):
@@ -218,8 +217,7 @@ class TNN(Baseline):
             future = F.pad(self.coefficients(length, -1)[1:], (0, 0, 1, 0))  # the token itself is read already
             read = read + long_convolution(v.flip(1), future, _mirrored(segment)).flip(1)
         o = u.to(read.dtype) * read
-        y = self.out_proj(self.dropout(o.to(x.dtype)))
-        return y, None if history is None or not keep else TNNMemory(history, segment)
+        return o.to(x.dtype), None if history is None or not keep else TNNMemory(history, segment)
 
 
 def _mirrored(segment: Tensor | None) -> Tensor | None:

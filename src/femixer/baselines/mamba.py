@@ -83,8 +83,7 @@ class Mamba(Baseline):
         state = None if memory is None else memory.states
         y, modes = selective_scan(rate, step, b, c, u, layout.marks(), state)
         y = (y + self.skip.to(dtype) * u) * F.silu(z.to(dtype))
-        y = self.out_proj(self.dropout(y.to(x.dtype)))
-        return y, Memory(recent, modes) if keep else None
+        return y.to(x.dtype), Memory(recent, modes) if keep else None
 
 
 # As published: rates A start between these.
@@ -151,4 +150,4 @@ class Mamba2(Baseline):
             read, state = linear_attention(c, b, v, gate, layout.marks(), state, keep=keep)
             y = (read + self.skip.to(dtype)[:, None] * u).flatten(2)
             y = self.norm(y * F.silu(z.to(dtype)))
-        return self.out_proj(self.dropout(y.to(x.dtype))), None if state is None else Memory(recent, state)
+        return y.to(x.dtype), None if state is None else Memory(recent, state)

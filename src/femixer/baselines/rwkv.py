@@ -92,8 +92,7 @@ class RWKV6(Baseline):
             read, state = linear_attention(r, k, v, gate, layout.marks(), state, exclusive=True, keep=keep)
             read = read + (r * self.bonus.to(dtype) * k).sum(-1, keepdim=True) * v
             y = self.norm(read) * F.silu(g.to(dtype))
-        y = self.out_proj(self.dropout(y.to(x.dtype)))
-        return y, None if state is None else Memory(recent, state)
+        return y.to(x.dtype), None if state is None else Memory(recent, state)
 
     def _shifted(self, x: Tensor, back: Tensor) -> list[Tensor]:
         """x^j [B, T, dim] for each use; back: the way to the token before."""
@@ -195,5 +194,4 @@ class RWKV7(Baseline):
             read, state = delta_rule(r, k, v, kappa * torch.exp(-gate), -a * kappa, gate, layout.marks(), state)
             bonus = (r * self.bonus.to(dtype) * k).sum(-1, keepdim=True) * v
             y = (self.norm(read) + bonus.flatten(2)) * g.to(dtype)
-        y = self.out_proj(self.dropout(y.to(x.dtype)))
-        return y, Memory(recent, state) if keep else None
+        return y.to(x.dtype), Memory(recent, state) if keep else None

@@ -171,19 +171,6 @@ class _FusedAttention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(q, k, v)
-
-
-def _attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return sdpa_backward_flop_count(grad, q, k, v)
-
-
-def _solve_flops(matrix: Any, right: Any, *_: Any, **__: Any) -> int:
-    """A triangular system [..., N, N] with K right sides: N^2 K."""
-    return math.prod(right) * matrix[-1]
-
-
 def _convolution_flops(tokens: Any, products: int, transforms: int) -> int:
     """Hyena's filters over tokens [B, S, C]: so many products with a Toeplitz matrix of a chunk, and for each block of
     2, 4, 8, ... chunks so many Fourier transforms of its N real numbers, 2.5 N log2 N each."""
@@ -195,21 +182,18 @@ def _convolution_flops(tokens: Any, products: int, transforms: int) -> int:
     return batch * channels * int(2 * products * length * chunk + transforms * each)
 
 
-def _convolution_forward(u: Any, *_: Any, **__: Any) -> int:
-    return _convolution_flops(u, products=1, transforms=2)
-
-
-def _convolution_backward(to_y: Any, *_: Any, **__: Any) -> int:
-    return _convolution_flops(to_y, products=2, transforms=3)
-
-
 # torch counts its fused attention on a GPU, not on a CPU, and neither triangular systems nor our one opaque operator.
-_UNCOUNTED = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-    torch.ops.aten.linalg_solve_triangular: _solve_flops,
-    torch.ops.femixer.long_convolution: _convolution_forward,
-    torch.ops.femixer.long_convolution_backward: _convolution_backward,
+_UNCOUNTED: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
+    ),
+    # [..., N, N] with K right sides: N^2 K.
+    torch.ops.aten.linalg_solve_triangular: lambda matrix, right, *_, **__: math.prod(right) * matrix[-1],
+    torch.ops.femixer.long_convolution: lambda u, *_, **__: _convolution_flops(u, products=1, transforms=2),
+    torch.ops.femixer.long_convolution_backward: (
+        lambda to_y, *_, **__: _convolution_flops(to_y, products=2, transforms=3)
+    ),
 }
 
 

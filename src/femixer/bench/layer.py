@@ -27,9 +27,10 @@ from femixer.bench.measure import (
     unlimited_compilation,
 )
 from femixer.bench.measure import Report as BenchReport
-from femixer.options import check, check_positive
+from femixer.options import check, check_positive, parse
 from femixer.priors import parse_prior
-from femixer.reporting import Column, Table, progress
+from femixer.reporting import Column, Table
+from femixer.training.journal import counting
 
 
 @dataclass(frozen=True)
@@ -181,20 +182,20 @@ def measure_sequences(options: Options) -> list[SequenceCost]:
 def _measure_length(options: Options, length: int, training: bool) -> list[SequenceCost]:
     counts = counted(options, length, training)
     field = contestants(options, length)
-    with progress(f"first calls {length}", len(field)) as advance:
+    with counting(len(field), f"first calls, {length} tokens") as done:
         for call in field.values():
             call.forward()
             if training:
                 call.train_and_clear()
-            advance()
+            done(1)
     peaks = {}
-    with progress(f"peak memory {length}", len(field)) as advance:
+    with counting(len(field), f"peaks of memory, {length} tokens") as done:
         for entry, call in field.items():
             peaks[entry] = peak_memory(call.train_and_clear if training else call.forward, call.x.device)
-            advance()
-    forward = timed(f"forward {length}", {entry: call.time_forward for entry, call in field.items()}, options)
+            done(1)
+    forward = timed(f"forward, {length} tokens", {entry: call.time_forward for entry, call in field.items()}, options)
     steps = {entry: call.time_training for entry, call in field.items()} if training else {}
-    trained = timed(f"training {length}", steps, options) if training else {}
+    trained = timed(f"training, {length} tokens", steps, options) if training else {}
     return [
         SequenceCost(
             entry.mixer.name,
@@ -359,4 +360,4 @@ def run(options: Options) -> Report:
 
 
 def main(args: Sequence[str]) -> int:
-    return command("layer", Options, args, run, tables)
+    return command(parse(Options, args, "bench layer"), run, tables)

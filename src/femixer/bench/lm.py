@@ -30,9 +30,10 @@ from femixer.bench.measure import (
 )
 from femixer.bench.measure import Report as BenchReport
 from femixer.models import FEMConfig, FEMForCausalLM
-from femixer.options import COUNT, check, check_all
+from femixer.options import COUNT, check, check_all, parse
 from femixer.priors import parse_prior
-from femixer.reporting import Column, Table, progress
+from femixer.reporting import Column, Table
+from femixer.training.journal import counting
 
 Measure = Literal["training", "decode"]
 MEASURES: tuple[Measure, ...] = ("training", "decode")
@@ -254,12 +255,12 @@ def generator_of(model: Model, context: int, options: Options) -> Generator:
 def measure_decode(options: Options) -> list[DecodeCost]:
     field = {}
     contestants = decoding(options)
-    with progress("contexts", len(contestants) * len(options.contexts)) as advance:
+    with counting(len(contestants) * len(options.contexts), "contexts read") as done:
         for contestant in contestants:
             model = contestant.build(options).eval()
             for context in options.contexts:
                 field[Entry(contestant, context)] = generator_of(model, context, options)
-                advance()
+                done(1)
     seconds = timed("decode", {entry: generator.time for entry, generator in field.items()}, options)
     return [
         DecodeCost(
@@ -395,4 +396,4 @@ def run(options: Options) -> Report:
 
 
 def main(args: Sequence[str]) -> int:
-    return command("lm", Options, args, run, tables)
+    return command(parse(Options, args, "bench lm"), run, tables)

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import random
+import re
 import subprocess
 import sys
 import time
@@ -24,10 +25,11 @@ import numpy as np
 import torch
 
 from femixer import __version__
-from femixer.options import check, check_positive, check_threads, parse
-from femixer.reporting import Table, progress, show, write
+from femixer.options import check, check_positive, check_threads
+from femixer.reporting import Table, show, write
 from femixer.state import SPARE
 from femixer.training import atomic
+from femixer.training.journal import counting
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -150,8 +152,8 @@ def stopwatch(call: Callable[[], object], device: torch.device) -> float:
 
 def timed(what: str, samples: Mapping[Key, Callable[[], float]], options: MeasureOptions) -> dict[Key, list[float]]:
     """The race with the rounds of the options, and a progress bar that says what it is about."""
-    with progress(what, options.warmup + options.rounds) as advance:
-        return race(samples, options.rounds, options.warmup, advance)
+    with counting(options.warmup + options.rounds, f"rounds of {what}") as done:
+        return race(samples, options.rounds, options.warmup, lambda: done(1))
 
 
 def race(
@@ -272,7 +274,7 @@ def busy(count: int) -> Iterator[list[int]]:
             process.communicate()
 
 
-AnyOptions = TypeVar("AnyOptions", bound=BenchOptions)
+AnyOptions = TypeVar("AnyOptions", bound=MeasureOptions)
 AnyReport = TypeVar("AnyReport", bound="Report")
 Tables = Callable[[AnyReport, bool], Iterable[Table]]
 """The tables of a report, with targets or without."""
@@ -286,7 +288,9 @@ class Report:
     environment: dict[str, Any]
 
     def save(self, path: Path) -> None:
-        atomic.write(path, json.dumps({"benchmark": path.stem, **asdict(self)}, indent=2) + "\n")
+        """The file has the benchmark's name, and may have more behind a hyphen or a full stop."""
+        benchmark = re.split("[-.]", path.name)[0]
+        atomic.write(path, json.dumps({"benchmark": benchmark, **asdict(self)}, indent=2) + "\n")
 
     @classmethod
     def read(cls: type[AnyReport], path: Path) -> AnyReport:
@@ -390,16 +394,17 @@ def measured(
     return report
 
 
-def command(
-    benchmark: str,
-    kind: type[AnyOptions],
-    args: Sequence[str],
-    run: Callable[[AnyOptions], AnyReport],
-    tables: Tables[AnyReport],
-) -> int:
-    """`femixer bench BENCHMARK`: read the options, run, show the tables."""
-    options = parse(kind, args, f"bench {benchmark}")
-    show(*tables(run(options), options.targets))
+def command(options: AnyOptions, run: Callable[[AnyOptions], Report], tables: Callable[..., Iterable[Table]]) -> int:
+    """`femixer bench ...`: run, show the tables."""
+    try:
+        report = run(options)
+    except KeyboardInterrupt:
+        if not hasattr(options, "overwrite"):  # nothing of it is kept
+            raise
+        told = "keeps what is finished, and the same command without --overwrite goes on from there"
+        print(f"interrupted; {options.out}/ {told}", file=sys.stderr)
+        return 130
+    show(*tables(report, *([options.targets] if isinstance(options, BenchOptions) else [])))
     print(f"Results are in {options.out}/")
     return 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from femixer.bench.measure import (
     MixerOptions,
     Spread,
     check_distinct,
+    command,
     heads_of,
     paired_ratio,
     place_of,
@@ -27,8 +27,8 @@ from femixer.bench.measure import Report as BenchReport
 from femixer.optional import require
 from femixer.options import check, check_positive, parse
 from femixer.priors import PRIORS
-from femixer.reporting import Row, Table, as_markdown, figures, progress, show
-from femixer.training import atomic
+from femixer.reporting import Row, Table, figures, write
+from femixer.training.journal import counting
 
 NAME = "scaling.json"
 PASSES = {"forward": "forward", "training": "forward + backward"}
@@ -193,11 +193,11 @@ def measure_sequences(
     samples = {length: _sampler(c, step, length, options.batch) for length, c in calls.items()}
     seconds = timed(f"{mixer.prior} {step}", samples, options)
     points = []
-    with progress(f"{mixer.prior} memory", len(lengths)) as advance:
+    with counting(len(lengths), f"peaks of memory, {mixer.prior}") as done:
         for length, c in calls.items():
             peak = peak_memory(c.forward if step == "forward" else c.train_and_clear, c.x.device)
             points.append(SequencePoint(mixer.prior, step, length, grows, peak, seconds[length]))
-            advance()
+            done(1)
     return points
 
 
@@ -247,7 +247,7 @@ FROM, TO, TARGET = 4096, 65536, 1.30
 
 
 def setting(report: Report) -> str:
-    """The line above the tables."""
+    """In front of the first table's title."""
     s = report.settings
     place = place_of(report, "causal")
     return (
@@ -257,11 +257,13 @@ def setting(report: Report) -> str:
 
 def tables(report: Report, targets: bool) -> Iterator[Table]:
     target = TARGET if targets and report.settings["batch"] == 1 else None
+    above = f"{setting(report)}. "
     for step, name in PASSES.items():
         points = {mixer: line for mixer in report.mixers if (line := report.sequence(mixer, step))}
         if not points:
             continue
-        yield _grid(f"Time per token in µs, {name}", "tokens", points, lambda p: f"{p.seconds.median * 1e6:.2f}")
+        title, above = f"{above}Time per token in µs, {name}", ""
+        yield _grid(title, "tokens", points, lambda p: f"{p.seconds.median * 1e6:.2f}")
         yield _grid(f"Peak memory in MB, {name}", "tokens", points, lambda p: f"{p.peak_bytes / 1e6:.4g}")
         rows = [_growth_row(mixer, line, target) for mixer, line in points.items()]
         header = ("mixer", "tokens", "time per token", "peak memory per token")
@@ -367,24 +369,10 @@ def run(options: Options) -> Report:
     options.out.mkdir(parents=True, exist_ok=True)
     with resumed(Report, options.out / NAME, options, options.overwrite) as (report, save):
         measure(report, options, save)
-    text = as_markdown(*tables(report, options.targets))
-    atomic.write(options.out / "scaling.md", f"{setting(report)}\n\n{text}")
+    write(options.out, [*tables(report, options.targets)], "scaling", ("md",))
     figures.save(draw(report), options.out / "scaling.png")
     return report
 
 
 def main(args: Sequence[str]) -> int:
-    options = parse(Options, args, "bench scaling")
-    try:
-        report = run(options)
-    except KeyboardInterrupt:
-        print(
-            f"interrupted; {options.out}/ keeps what is finished, and the same command without --overwrite "
-            "goes on from there",
-            file=sys.stderr,
-        )
-        return 130
-    print(setting(report))
-    show(*tables(report, options.targets))
-    print(f"Results are in {options.out}/")
-    return 0
+    return command(parse(Options, args, "bench scaling"), run, tables)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -16,15 +15,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from femixer.bench.calls import Call, flops, peak_memory
-from femixer.bench.measure import MeasureOptions, Timing, place_of, ratio_cell, resumed, timed
+from femixer.bench.measure import MeasureOptions, Timing, command, place_of, ratio_cell, resumed, timed
 from femixer.bench.measure import Report as BenchReport
 from femixer.models import FEMConfig, FEMModel
 from femixer.models.config import plain_refusals
 from femixer.models.named import NAMED, Fields, baseline, fem, parameters_of
 from femixer.optional import require
 from femixer.options import check, check_positive, parse
-from femixer.reporting import Column, Row, Table, figures, show, write
-from femixer.training import atomic
+from femixer.reporting import Column, Row, Table, figures, write
 
 tyro = require("tyro", "cli")
 
@@ -238,9 +236,6 @@ class Report(BenchReport):
 
     rows: list[Cost]
 
-    def save(self, path: Path) -> None:
-        atomic.write(path, json.dumps({"benchmark": "speed", **asdict(self)}, indent=2) + "\n")
-
     @property
     def costs(self) -> dict[str, Cost]:
         """In the order of the paper's table, others behind."""
@@ -407,13 +402,4 @@ def draw(report: Report) -> Any:
 
 
 def main(args: Sequence[str]) -> int:
-    options = read(args)
-    try:
-        report = run(options)
-    except KeyboardInterrupt:
-        told = "keeps the finished rows, and the same command without --overwrite goes on from there"
-        print(f"interrupted; {options.out}/ {told}", file=sys.stderr)
-        return 130
-    show(*tables(report))
-    print(f"Results are in {options.out}/")
-    return 0
+    return command(read(args), run, tables)

@@ -31,7 +31,7 @@ from femixer.models.config import plain_refusals
 from femixer.models.forecast import ForecastConfig, build
 from femixer.models.named import NAMED, parameter_count
 from femixer.models.vision import POSITIONS
-from femixer.options import check, check_positive, given
+from femixer.options import check, check_positive, given, parse
 from femixer.priors import parse_prior
 from femixer.reporting import Table
 
@@ -190,7 +190,7 @@ def run_vision(options: Vision) -> Report:
 
 
 def vision(args: Sequence[str]) -> int:
-    return command("vision", Vision, args, run_vision, vision_tables)
+    return command(parse(Vision, args, "bench vision"), run_vision, vision_tables)
 
 
 # Forecasters
@@ -266,4 +266,4 @@ def run_forecast(options: Forecast) -> Report:
 
 
 def forecast(args: Sequence[str]) -> int:
-    return command("forecast", Forecast, args, run_forecast, forecast_tables)
+    return command(parse(Forecast, args, "bench forecast"), run_forecast, forecast_tables)

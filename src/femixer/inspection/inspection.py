@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from femixer.free_energy import free_energy, hidden_temperature, kl_divergence, posterior
 from femixer.gates import outer_gate, temperature_gate
-from femixer.optional import require
+from femixer.reporting.figures import figure
 
 if TYPE_CHECKING:
     from femixer.mixer import FreeEnergyMixer
@@ -105,7 +105,24 @@ class Inspection:
         tokens: list[str] | None = None,
     ) -> None:
         """Draw prior and per-channel posteriors of one head; `row` is the position whose channels are compared."""
-        draw(self, path, batch=batch, head=head, row=row, channels=channels, tokens=tokens)
+        _check(self, batch, head, row, channels, tokens)
+        row = row % self.prior.shape[2]
+        prior = self.prior[batch, head].float().cpu()
+        at_row = self.posterior_of(batch, head, rows=[row])[0].float().cpu()
+        channels = differing_channels(at_row, SHOWN) if channels is None else channels
+        posterior = self.posterior_of(batch, head, channels).float().cpu()
+        average = "" if prior.dim() == 2 else " (mean over channels)"
+        prior = prior if prior.dim() == 2 else prior.mean(-1)
+        width = max(2.6 * (1 + len(channels)) + 0.8, 8.0)
+        drawing = figure(width, 9.6)
+        labels = None if tokens is None else [_drawable(token) for token in tokens]
+        maps, rows, strips = drawing.subfigures(3, 1)
+        titled = [(f"prior, head {head}{average}", prior)]
+        titled += [(f"posterior, channel {channel}", posterior[..., at]) for at, channel in enumerate(channels)]
+        _draw_maps(maps, titled, row, labels, width)
+        _draw_channels(rows, prior[row], at_row, head, row, labels, width)
+        _draw_strips(strips, {name: getattr(self, name)[batch, head] for name in STRIPS}, labels, width)
+        drawing.savefig(path, format="png")
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the page of `femixer inspect`, for this mixer and the first sequence of the batch."""
@@ -308,43 +325,6 @@ def differing_channels(posterior: Tensor, count: int) -> list[int]:
         distance[chosen] = -1
         chosen.append(int(distance.argmax()))
     return sorted(chosen)
-
-
-def draw(
-    inspection: Inspection,
-    path: str | PathLike[str],
-    *,
-    batch: int,
-    head: int,
-    row: int,
-    channels: list[int] | None,
-    tokens: list[str] | None,
-) -> None:
-    require("matplotlib", extra="plot")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    _check(inspection, batch, head, row, channels, tokens)
-    row = row % inspection.prior.shape[2]
-    prior = inspection.prior[batch, head].float().cpu()
-    at_row = inspection.posterior_of(batch, head, rows=[row])[0].float().cpu()
-    channels = differing_channels(at_row, SHOWN) if channels is None else channels
-    posterior = inspection.posterior_of(batch, head, channels).float().cpu()
-    average = "" if prior.dim() == 2 else " (mean over channels)"
-    prior = prior if prior.dim() == 2 else prior.mean(-1)
-    labels = None if tokens is None else [_drawable(token) for token in tokens]
-
-    width = max(2.6 * (1 + len(channels)) + 0.8, 8.0)
-    figure = Figure(figsize=(width, 9.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    parts: Any = figure.subfigures(3, 1)
-    maps, rows, strips = parts
-    titled = [(f"prior, head {head}{average}", prior)]
-    titled += [(f"posterior, channel {channel}", posterior[..., at]) for at, channel in enumerate(channels)]
-    _draw_maps(maps, titled, row, labels, width)
-    _draw_channels(rows, prior[row], at_row, head, row, labels, width)
-    _draw_strips(strips, {name: getattr(inspection, name)[batch, head] for name in STRIPS}, labels, width)
-    figure.savefig(path, dpi=120, format="png")
 
 
 def _draw_maps(figure: Any, titled: list[tuple[str, Tensor]], row: int, labels: list[str] | None, width: float) -> None:

@@ -29,8 +29,9 @@ def check_types(config: Any) -> None:
 
 
 def declared(kind: Any) -> dict[str, Any]:
-    """Name -> type of the fields that a class itself declares."""
-    return inspect.get_annotations(kind, eval_str=True)
+    """Name -> type of the fields that a class of ours declares, or one that it comes from."""
+    ours = [each for each in reversed(kind.__mro__) if each.__module__.startswith("femixer.")]
+    return {name: known for each in ours for name, known in inspect.get_annotations(each, eval_str=True).items()}
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -62,14 +63,40 @@ HEADS_STYLE = "fem_heads"  # of the mixers in a plan of tensor parallelism
 
 
 @strict
-class FEMConfig(PreTrainedConfig):
-    """Sizes, mixers and tokens of a model.
+class MixerConfig(PreTrainedConfig):
+    """What the configurations of all models have: which mixers, and how these read.
 
     mixer, prior: one name for all layers, or a list of names that is repeated over the layers, so that
     prior=["gla", "gla", "gla", "softmax"] makes every fourth layer softmax. prior_options, mixer_options: per name of a
-    prior or of a baseline its options, as {"gla": {"decay": "channel"}}. max_position_embeddings is the length of the
-    training sequences; longer ones may be read, and nothing depends on it but the filters of mixer="hyena".
-    causal=False makes an encoder, in which every token reads all others.
+    prior or of a baseline its options, as {"gla": {"decay": "channel"}}.
+    """
+
+    mixer: str | list[str] = "fem"  # "fem", or a baseline: see femixer.models.block
+    prior: str | list[str] = "softmax"
+    parts: str = "CLTG"
+    budget: str = "attention"
+    start: str = "paper"  # of FreeEnergyMixer, or "prior"
+    readout: str = "free_energy"  # of FreeEnergyMixer, or "posterior_mean"
+    mixer_temperature: str = "learned"  # temperature of FreeEnergyMixer, or "fixed"; transformers has the short name
+    mixer_options: dict[str, Any] | None = None
+    prior_options: dict[str, Any] | None = None
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing: see FEMPreTrainedModel."""
+
+    def mixer_fields(self) -> dict[str, Any]:
+        """These, for the FEMConfig of the layers."""
+        return {name: getattr(self, name) for name in inspect.get_annotations(MixerConfig)}
+
+
+@strict
+class FEMConfig(MixerConfig):
+    """Sizes, mixers and tokens of a model.
+
+    mixer ... prior_options: as in MixerConfig. max_position_embeddings is the length of the training sequences; longer
+    ones may be read, and nothing depends on it but the filters of mixer="hyena". causal=False makes an encoder, in
+    which every token reads all others.
     """
 
     model_type = "fem"
@@ -88,16 +115,7 @@ class FEMConfig(PreTrainedConfig):
     num_attention_heads: int = 8
     num_key_value_heads: int | None = None  # None: as many as num_attention_heads
     intermediate_size: int | None = None  # width of SwiGLU; None: 8/3 hidden_size, up to a multiple of 256
-    mixer: str | list[str] = "fem"  # "fem", or a baseline: see femixer.models.block
-    prior: str | list[str] = "softmax"
-    parts: str = "CLTG"
     causal: bool = True
-    budget: str = "attention"
-    start: str = "paper"  # of FreeEnergyMixer, or "prior"
-    readout: str = "free_energy"  # of FreeEnergyMixer, or "posterior_mean"
-    mixer_temperature: str = "learned"  # temperature of FreeEnergyMixer, or "fixed"; transformers has the short name
-    mixer_options: dict[str, Any] | None = None
-    prior_options: dict[str, Any] | None = None
     rope: bool | None = None  # None: on where the prior has queries and keys
     rope_base: float = 10000.0
     window: int | None = None  # sliding window of the layers with the prior softmax or fox
@@ -111,10 +129,6 @@ class FEMConfig(PreTrainedConfig):
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing: see FEMPreTrainedModel."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         check_types(self)
@@ -155,16 +169,6 @@ class FEMConfig(PreTrainedConfig):
         """`mixer` or `prior` of a layer."""
         names = getattr(self, field)
         return names if isinstance(names, str) else names[layer % len(names)]
-
-
-# What the configurations of all models have: which mixers, and how these read.
-READ_FIELDS = ("start", "readout", "mixer_temperature")
-MIXER_FIELDS = ("mixer", "prior", "parts", "budget", *READ_FIELDS, "mixer_options", "prior_options")
-
-
-def mixer_fields(config: Any) -> dict[str, Any]:
-    """MIXER_FIELDS of a configuration, for the FEMConfig of its layers."""
-    return {name: getattr(config, name) for name in MIXER_FIELDS}
 
 
 @contextmanager

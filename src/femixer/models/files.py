@@ -374,28 +374,10 @@ def card_of(model: Any, card: Card) -> str:
 
 
 SHOWN = (
-    "kind",
-    "mixer",
-    "prior",
-    "parts",
-    "start",
-    "readout",
-    "mixer_temperature",
-    "budget",
-    "causal",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "hidden_size",
-    "intermediate_size",
-    "vocab_size",
-    "max_position_embeddings",
-    "image_size",
-    "patch_size",
-    "channels",
-    "lookback",
-    "horizon",
-    "fem_parts",
-    "fem_rank",
+    *("kind", "mixer", "prior", "parts", "start", "readout", "mixer_temperature", "budget", "causal"),
+    *("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size"),
+    *("vocab_size", "max_position_embeddings", "image_size", "patch_size", "channels", "lookback", "horizon"),
+    *("fem_parts", "fem_rank"),
 )
 
 
@@ -408,21 +390,10 @@ def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> str:
 
 
 def _use(model: Any) -> str:
-    if model.config.model_type not in CLASSES:  # upgraded: a class of transformers with FEM in it
-        name = type(model).__name__
-        return (
-            'Install it with `pip install "femixer[lm]"`.\n\n```python\nfrom femixer.surgery import load\n\n'
-            f"model = load(path)  # {name}\n```"
-        )
-    found = {name: auto for auto, name in CLASSES[model.config.model_type].items()}
-    auto = found.get(type(model).__name__, "AutoModel")
-    lines = [
-        'Install it with `pip install "femixer[lm]"`.',
-        "",
-        "```python",
-        f"from transformers import {auto}",
-        "",
-        f"model = {auto}.from_pretrained(path, trust_remote_code=True)",
-        "```",
-    ]
-    return "\n".join(lines)
+    name, kind = type(model).__name__, model.config.model_type
+    lines = ["from femixer.surgery import load", "", f"model = load(path)  # {name}"]  # upgraded: of transformers
+    if kind in CLASSES:
+        auto = {own: auto for auto, own in CLASSES[kind].items()}.get(name, "AutoModel")
+        loading = f"model = {auto}.from_pretrained(path, trust_remote_code=True)"
+        lines = [f"from transformers import {auto}", "", loading]
+    return "\n".join(['Install it with `pip install "femixer[lm]"`.', "", "```python", *lines, "```"])

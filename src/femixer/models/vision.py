@@ -10,13 +10,12 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from femixer.models.block import GELUMLP, FEMBlock, build_mixer, check_encoder, takes_rope
-from femixer.models.config import LARGEST, FEMConfig, check_types, mixer_fields
+from femixer.models.config import LARGEST, FEMConfig, MixerConfig, check_types
 from femixer.models.language import FEMPreTrainedModel, check_arguments
 from femixer.options import check
 from femixer.priors import prior_class
@@ -28,11 +27,11 @@ POSITIONS = ("learned", "rotary")
 
 
 @strict
-class FEMVisionConfig(PreTrainedConfig):
+class FEMVisionConfig(MixerConfig):
     """Sizes, mixers and classes of a model.
 
-    mixer, prior, parts, budget, start, readout, mixer_temperature, mixer_options, prior_options: as in FEMConfig, so
-    that a row of femixer.models.named fits. pooling: "token" reads a learned class token in front of the patches,
+    mixer ... prior_options: as in MixerConfig, so that a row of femixer.models.named fits; the mixer must be one that
+    can be an encoder. pooling: "token" reads a learned class token in front of the patches,
     "mean" has none and takes the mean of the patches. positions: "learned" adds an embedding per patch, interpolated
     for images of another size; "rotary" rotates half of the pairs of a head's query and key channels with the row and
     half with the column.
@@ -48,15 +47,6 @@ class FEMVisionConfig(PreTrainedConfig):
     num_hidden_layers: int = 12
     num_attention_heads: int = 3
     intermediate_size: int | None = None  # width of the MLP; None: 4 hidden_size
-    mixer: str | list[str] = "fem"  # "fem", or a baseline that can be an encoder: "attention"
-    prior: str | list[str] = "softmax"
-    parts: str = "CLTG"
-    budget: str = "attention"
-    start: str = "paper"
-    readout: str = "free_energy"
-    mixer_temperature: str = "learned"
-    mixer_options: dict[str, Any] | None = None
-    prior_options: dict[str, Any] | None = None
     rope_base: float = 100.0  # of rotary positions; a grid has few rows, a text many tokens
     mixer_bias: bool = True
     mixer_dropout: float = 0.0
@@ -66,10 +56,6 @@ class FEMVisionConfig(PreTrainedConfig):
     drop_path: float = 0.0  # chance of the last block's branches to be skipped, rising linearly from 0 at the first
     layer_norm_eps: float = 1e-6
     initializer_range: float = 0.02  # deviation of the starting weights of patches, MLPs and classes
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing: see FEMPreTrainedModel."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         check_types(self)
@@ -131,7 +117,7 @@ class FEMVisionConfig(PreTrainedConfig):
             rope_base=self.rope_base,
             mixer_bias=self.mixer_bias,
             mixer_dropout=self.mixer_dropout,
-            **mixer_fields(self),
+            **self.mixer_fields(),
         )
 
 

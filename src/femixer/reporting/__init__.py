@@ -1,7 +1,7 @@
 """Results as tables: one model of a table, and Markdown, LaTeX, CSV, HTML and the terminal from it.
 
     tables of cells, means over seeds, differences, ranks, marks  reporting.table
-    as_markdown, as_latex, as_csv, as_html, show, progress        reporting.writers
+    as_markdown, as_latex, as_csv, as_html, show, write           reporting.writers
     colours, axes                                                 reporting.figures
 
 README.md beside this file says how the tables of the tasks and benchmarks are expressed with it.
@@ -24,7 +24,7 @@ from femixer.reporting.table import (
     rank,
     ranks,
 )
-from femixer.reporting.writers import as_csv, as_html, as_latex, as_markdown, progress, show, write
+from femixer.reporting.writers import as_csv, as_html, as_latex, as_markdown, show, write
 
 __all__ = [
     "Cell",
@@ -44,7 +44,6 @@ __all__ = [
     "marked",
     "marked_columns",
     "mean_of",
-    "progress",
     "rank",
     "ranks",
     "show",

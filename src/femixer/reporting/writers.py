@@ -8,7 +8,6 @@ import io
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -283,21 +282,6 @@ def write(
 
 # Where there is no terminal there is no width to keep to.
 WIDTH_OF_A_FILE = 200
-
-
-@contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Gives the function that moves the bar by one."""
-    rich, console = require("rich.progress", "cli"), require("rich.console", "cli").Console(stderr=True)
-    columns = (
-        rich.TextColumn("{task.description}"),
-        rich.BarColumn(),
-        rich.MofNCompleteColumn(),
-        rich.TimeRemainingColumn(),
-    )
-    with rich.Progress(*columns, console=console) as bar:
-        task = bar.add_task(f"{what:<18}", total=total)
-        yield lambda: bar.advance(task)
 
 
 def show(*tables: Table) -> None:

@@ -83,12 +83,8 @@ def restore(folder: Path, model: nn.Module, optimizer: Optimizer) -> Position:
                 warnings.warn(f"checkpoint {path} is damaged ({problem}); going back to the one before", stacklevel=2)
                 atomic.remove(path)
             continue
-        if is_named_otherwise(model, _held(path)):
-            _read_translated(path, model, optimizer)
-        elif (path / SHARDS).exists():
-            _read_shards(path, model, optimizer)
-        else:
-            _read_whole(path, model, optimizer)
+        shards = (path / SHARDS).exists() and not is_named_otherwise(model, _shards_of(path, "model"))
+        (_read_shards if shards else _read_whole)(path, model, optimizer)
         return position
     return Position()
 
@@ -102,22 +98,13 @@ def _whole(path: Path, kind: str, file: str) -> dict[str, Tensor]:
     """The tensors of the model or of the optimizer, all of them, on the CPU."""
     if not (path / SHARDS).exists():
         return require("safetensors.torch", "cli").load_file(path / file)
-    about = _shards_held(path).items()
-    found = {key: torch.empty(e.size, dtype=e.properties.dtype) for key, e in about if key.startswith(f"{kind}:")}
-    _load_shards(path, found)
-    return {key.removeprefix(f"{kind}:"): value for key, value in found.items()}
+    empty = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in _shards_of(path, kind).items()}
+    _load_shards(path, {f"{kind}:{name}": tensor for name, tensor in empty.items()})
+    return empty
 
 
-def _held(path: Path) -> list[str]:
-    """Names of the weights in a checkpoint."""
-    if (path / SHARDS).exists():
-        return [key.removeprefix("model:") for key in _shards_held(path) if key.startswith("model:")]
-    with require("safetensors", "cli").safe_open(path / WEIGHTS, framework="pt") as file:
-        return [*file.keys()]
-
-
-def _read_translated(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """A checkpoint of a model whose heads were divided and are not here, or the other way round."""
+def _read_whole(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """All tensors in every process, also of a model whose heads were divided and are not here, or the other way."""
     held, target = fitting(model, weights(path)), model_state(model)
     _check_same(path, {name: tuple(value.shape) for name, value in held.items()}, target)
     for name, tensor in target.items():
@@ -216,18 +203,6 @@ def _write_whole(partial: Path, model: nn.Module, optimizer: Optimizer) -> None:
         save_file({key: tensor.contiguous() for key, tensor in state.items()}, partial / name)
 
 
-def _read_whole(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    safe_open = require("safetensors", "cli").safe_open
-    target = model_state(model)
-    with safe_open(path / WEIGHTS, framework="pt") as file:
-        held = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        _check_same(path, held, target)
-        for name, tensor in target.items():
-            tensor.copy_(like(tensor, file.get_tensor(name)))
-    with safe_open(path / OPTIMIZER, framework="pt") as file:
-        _fill(model, optimizer, ((key, file.get_tensor(key)) for key in file.keys()))  # noqa: SIM118
-
-
 def _write_shards(partial: Path, model: nn.Module, optimizer: Optimizer) -> None:
     from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.api import CheckpointException
@@ -241,28 +216,24 @@ def _write_shards(partial: Path, model: nn.Module, optimizer: Optimizer) -> None
 
 
 def _read_shards(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    about, target, parameters = _shards_held(path), model_state(model), dict(model.named_parameters())
-    held = {key.removeprefix("model:"): tuple(entry.size) for key, entry in about.items() if key.startswith("model:")}
-    _check_same(path, held, target)
-    state = {f"model:{name}": tensor for name, tensor in target.items()}
+    target, parameters = model_state(model), dict(model.named_parameters())
+    _check_same(path, {name: tuple(entry.size) for name, entry in _shards_of(path, "model").items()}, target)
     moments = {}
-    for key, entry in about.items():
-        kind, name, *_ = key.split(":")
-        if kind == "optimizer":
-            same = parameters[name].shape == entry.size
-            empty = (
-                torch.zeros_like(parameters[name]) if same else torch.empty(entry.size, dtype=entry.properties.dtype)
-            )
-            moments[key.removeprefix("optimizer:")] = state[key] = empty
-    _load_shards(path, state)
+    for key, entry in _shards_of(path, "optimizer").items():
+        parameter = parameters[key.partition(":")[0]]
+        same = parameter.shape == entry.size
+        moments[key] = torch.zeros_like(parameter) if same else torch.empty(entry.size, dtype=entry.properties.dtype)
+    named = (("model", target), ("optimizer", moments))
+    _load_shards(path, {f"{kind}:{name}": tensor for kind, tensors in named for name, tensor in tensors.items()})
     _fill(model, optimizer, moments.items())
 
 
-def _shards_held(path: Path) -> dict[str, Any]:
-    """Size and type of every tensor in the checkpoint of a sharded run."""
+def _shards_of(path: Path, kind: str) -> dict[str, Any]:
+    """Size and type of the tensors of the model, or of the optimizer, in the checkpoint of a sharded run."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    return {**FileSystemReader(path).read_metadata().state_dict_metadata}
+    held = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {key.removeprefix(f"{kind}:"): entry for key, entry in held.items() if key.startswith(f"{kind}:")}
 
 
 def _load_shards(path: Path, state: dict[str, Tensor]) -> None:

@@ -90,7 +90,7 @@ def display(start: int, steps: int, shown: bool = True) -> Iterator[Display]:
     texts = ("{task.completed}/{task.total} steps", "{task.fields[loss]}", "{task.fields[rate]}")
     bar = terminal_bar(*texts) if shown else None
     if bar is None:
-        yield Lines(steps) if shown else Display()
+        yield (Lines if shown else Display)(steps)
         return
     with bar:
         _shown.append(bar)
@@ -103,13 +103,21 @@ def display(start: int, steps: int, shown: bool = True) -> Iterator[Display]:
 class Display:
     """What the training loop tells its watcher; this one shows nothing."""
 
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def say(self, text: str) -> None: ...
+
     def stepped(self, step: int, losses: Callable[[], Mapping[str, Tensor]], rate: str) -> None: ...
 
     def trained(self, step: int, records: Records) -> None: ...
 
-    def evaluated(self, step: int, records: Records) -> None: ...
+    def evaluated(self, step: int, records: Records) -> None:
+        self.say(record_line(step, self.steps, records))
 
-    def sampled(self, samples: Records) -> None: ...
+    def sampled(self, samples: Records) -> None:
+        for sample in samples:
+            self.say(sample_text(sample))
 
 
 class Lines(Display):
@@ -118,23 +126,20 @@ class Lines(Display):
     SECONDS = 60.0
 
     def __init__(self, steps: int) -> None:
-        self.steps = steps
+        super().__init__(steps)
+        self.last = time.monotonic()
+
+    def say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
         self.last = time.monotonic()
 
     def stepped(self, step: int, losses: Callable[[], Mapping[str, Tensor]], rate: str) -> None:
         if time.monotonic() - self.last >= self.SECONDS:
             shown = {name: float(value) for name, value in losses().items()}
-            self.trained(step, [{"split": "training", **shown, "rate": rate}])
+            self.evaluated(step, [{"split": "training", **shown, "rate": rate}])
 
     def trained(self, step: int, records: Records) -> None:
-        print(record_line(step, self.steps, records), file=sys.stderr, flush=True)
-        self.last = time.monotonic()
-
-    evaluated = trained
-
-    def sampled(self, samples: Records) -> None:
-        for sample in samples:
-            print(sample_text(sample), file=sys.stderr, flush=True)
+        self.evaluated(step, records)
 
 
 class Bar(Display):
@@ -143,9 +148,13 @@ class Bar(Display):
     REFRESH_SECONDS = 0.25
 
     def __init__(self, bar: Any, start: int, steps: int) -> None:
-        self.bar, self.steps = bar, steps
+        super().__init__(steps)
+        self.bar = bar
         self.drawn = time.monotonic()
         self.task = bar.add_task("", total=steps, completed=start, loss="", rate="")
+
+    def say(self, text: str) -> None:
+        self.bar.console.print(text, highlight=False, markup=False)
 
     def stepped(self, step: int, losses: Callable[[], Mapping[str, Tensor]], rate: str) -> None:
         now = time.monotonic()
@@ -155,13 +164,6 @@ class Bar(Display):
         self.drawn = now
         loss = " ".join(f"{name} {float(value):.4g}" for name, value in losses().items())
         self.bar.update(self.task, completed=step, loss=loss, rate=rate)
-
-    def evaluated(self, step: int, records: Records) -> None:
-        self.bar.console.print(record_line(step, self.steps, records), highlight=False, markup=False)
-
-    def sampled(self, samples: Records) -> None:
-        for sample in samples:
-            self.bar.console.print(sample_text(sample), highlight=False, markup=False)
 
 
 def record_line(step: int, steps: int, records: Records) -> str:

@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from femixer.damage import check_tensor, reading
-from femixer.models.config import LARGEST, FEMConfig, check_types, mixer_fields
+from femixer.models.config import LARGEST, FEMConfig, MixerConfig, check_types
 from femixer.models.files import check_kind
 from femixer.models.forecast import frames
 from femixer.models.forecast.window import (
@@ -57,7 +56,7 @@ FIELDS = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermedia
 
 
 @strict
-class ForecastConfig(PreTrainedConfig):
+class ForecastConfig(MixerConfig):
     """Sizes of a forecaster, its mixer and what is needed to read and write series in the user's own units.
 
     Sizes that are None are filled in by kind, as published:
@@ -67,8 +66,7 @@ class ForecastConfig(PreTrainedConfig):
                       16 heads, width 128, MLP 256, dropout 0.2
         itransformer  8 heads, dropout 0.1; 2 layers, width and MLP 256 for few channels, else 3 layers, 512
 
-    mixer, prior, parts, budget, start, readout, mixer_temperature, mixer_options, prior_options, rope: as in FEMConfig,
-    read by kind="fem" only.
+    mixer ... prior_options, rope: as in FEMConfig, read by kind="fem" only.
     scaler_mean, scaler_std: per channel, of the training rows; the model works on (x - mean) / std, and `predict` goes
     there and back. frequency (of pandas, such as "h"), columns, date_column and date_format: of what it was trained on.
     missing_below: values at or below it mean missing, there and in `predict`.
@@ -91,15 +89,6 @@ class ForecastConfig(PreTrainedConfig):
     num_attention_heads: int | None = None
     intermediate_size: int | None = None
     dropout: float | None = None
-    mixer: str | list[str] = "fem"
-    prior: str | list[str] = "softmax"
-    parts: str = "CLTG"
-    budget: str = "attention"
-    start: str = "paper"
-    readout: str = "free_energy"
-    mixer_temperature: str = "learned"
-    mixer_options: dict[str, Any] | None = None
-    prior_options: dict[str, Any] | None = None
     rope: bool | None = None
     season: int = 24  # points after which kind="seasonal-naive" repeats
     scaler_mean: list[float] | None = None
@@ -118,10 +107,6 @@ class ForecastConfig(PreTrainedConfig):
     id_column: str | None = None
     series_scale: dict[str, list[float]] | None = None
     label: str | None = None
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing: see FEMPreTrainedModel."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         check_types(self)
@@ -190,7 +175,7 @@ class ForecastConfig(PreTrainedConfig):
             intermediate_size=sizes.intermediate,
             rope=self.rope,
             mixer_bias=True,
-            **mixer_fields(self),
+            **self.mixer_fields(),
         )
 
 
@@ -277,9 +262,11 @@ class Forecaster(FEMPreTrainedModel):
         """history [B, L, C]: a longer one than the look-back is cut, a shorter one is unobserved on the left.
 
         observed bool [B, L, C]: False is a missing value, and what stands there does not matter. known [B, L + horizon,
-        K] and past [B, L, P]: covariates of a model that was made with some. With `future`, the losses: so that
-        wrappers of the model (DDP, torch.compile) see them computed. With quantiles=True the forecast and its
+        K] and past [B, L, P]: covariates of a model that was made with some. With quantiles=True the forecast and its
         quantiles [B, horizon, C, Q].
+
+        With `future`, the losses by name, to be minimised together: sums over windows, each window's the mean over its
+        observed points. "loss" is the squared error of the forecast.
         """
         self._check("history", history, None, observed)
         found = covariates_of(self.config, history, known, past)
@@ -290,22 +277,6 @@ class Forecaster(FEMPreTrainedModel):
             self._check("future", future, self.config.horizon, future_observed)
             return self.score(window, observed, future, future_observed, *extra)
         return (self.forecast_quantiles if quantiles else self.forecast)(window, observed, *extra)
-
-    def losses(
-        self,
-        history: Tensor,
-        future: Tensor,
-        observed: Tensor | None = None,
-        future_observed: Tensor | None = None,
-        known: Tensor | None = None,
-        past: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """For femixer.training.train: sums over windows (so `items` is their number, len(history)) to be minimised
-        together, each window's the mean over its observed points. "loss" is the squared error of the forecast; further
-        names are losses besides."""
-        losses = self.forward(history, observed, future, future_observed, known, past)
-        assert isinstance(losses, dict)
-        return losses
 
     def score(
         self, window: Tensor, observed: Tensor | None, future: Tensor, future_observed: Tensor | None

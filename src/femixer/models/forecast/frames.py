@@ -235,10 +235,7 @@ def value_columns(frame: Any, config: ForecastConfig) -> Any:
             f"history has {frame.shape[1]} columns besides the dates ({', '.join(map(str, frame.columns))}); this "
             f"model was made for {config.channels}"
         )
-    for name in frame.columns:
-        if frame[name].dtype.kind not in "fiub":
-            raise TypeError(f"history has dtype {frame[name].dtype} in column {name!r}; allowed are numbers")
-    return frame
+    return numbers_of(frame, frame.columns, "column")
 
 
 def regular(stamps: Any, given: str | None, where: str = "") -> tuple[Any, Any]:

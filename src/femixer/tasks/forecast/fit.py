@@ -54,25 +54,25 @@ def window_sums(model: Callable[..., Any], windows: Windows, batch: int, what: s
     return torch.cat(found)
 
 
-def batch_sums(model: Callable[..., Any], given: Batch) -> Tensor:
+def forecasts(model: Any, given: Batch) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The forecast [B, H, C], its quantiles [B, H, C, Q] where the model has any, and what is known of the future, bool
+    [B, H, C]. Covariates are for models that were made with some: rivals on the same windows were not."""
     config = getattr(model, "config", None)
-    levels: list[float] = (config.quantiles if config is not None else None) or []
-    found = model(
-        given.history, given.observed, **covariates_for(config, given), **({"quantiles": True} if levels else {})
-    )
-    point, spread = found if levels else (found, None)
-    error = point - given.future
-    known = torch.ones_like(error, dtype=torch.bool) if given.future_observed is None else given.future_observed
-    error = error.masked_fill(~known, 0)
+    covariates = given.covariates if config is not None and config.covariates else {}
+    known = given.future_observed
+    known = torch.ones_like(given.future, dtype=torch.bool) if known is None else known
+    if config is None or not config.quantiles:
+        return model(given.history, given.observed, **covariates), None, known
+    return (*model(given.history, given.observed, **covariates, quantiles=True), known)
+
+
+def batch_sums(model: Any, given: Batch) -> Tensor:
+    point, spread, known = forecasts(model, given)
+    error = (point - given.future).masked_fill(~known, 0)
     parts = [known, error.square(), error.abs()]
     if spread is not None:
-        parts.append(pinball(spread, given.future, levels).masked_fill(~known, 0))
+        parts.append(pinball(spread, given.future, model.config.quantiles).masked_fill(~known, 0))
     return torch.stack([x.flatten(1).sum(1, dtype=torch.float64) for x in parts], 1).cpu()
-
-
-def covariates_for(config: Any, given: Batch) -> Mapping[str, Tensor]:
-    """Those of the batch, if the model was made with covariates: rivals on the same windows are not."""
-    return given.covariates if config is not None and config.covariates else {}
 
 
 BETAS, CLIP = (0.9, 0.95), 1.0
@@ -193,9 +193,8 @@ def calibrated(model: Forecaster, windows: Windows, batch: int) -> None:
     chosen, errors = spaced(windows, model.config.channels), []
     for numbers in chosen.split(batch):
         given = windows.take(numbers)
-        error = model(given.history, given.observed, **covariates_for(model.config, given)) - given.future
-        missing = None if given.future_observed is None else ~given.future_observed
-        errors.append((error if missing is None else error.masked_fill(missing, math.nan)).cpu())
+        point, _, known = forecasts(model, given)
+        errors.append((point - given.future).masked_fill(~known, math.nan).cpu())
     levels = [level for level in LEVELS if len(chosen) >= enough_for(level)]
     if levels:
         model.calibrate(levels, conformal_widths(torch.cat(errors), levels))
@@ -205,25 +204,24 @@ def calibrated(model: Forecaster, windows: Windows, batch: int) -> None:
 def coverage(model: Forecaster, windows: Windows, batch: int) -> dict[str, dict[float, float]]:
     """Kind of interval -> level -> share of the known values of windows that lie within, in percent."""
     model.eval()
-    config, inside, known = model.config, Counter[tuple[str, float]](), 0
-    widths, point_only = getattr(model, "conformal_widths", None), torch.empty(0)
+    config, inside, count = model.config, Counter[tuple[str, float]](), 0
+    widths = getattr(model, "conformal_widths", None)
+    has = [round(q, 6) for q in config.quantiles or ()]
     for numbers in spaced(windows, config.channels).split(batch):
         given = windows.take(numbers)
-        asked = {"quantiles": True} if config.quantiles else {}
-        found = model(given.history, given.observed, **covariates_for(config, given), **asked)
-        point, spread = found if config.quantiles else (found, point_only)
-        there = torch.ones_like(point, dtype=torch.bool) if given.future_observed is None else given.future_observed
-        known += int(there.sum())
+        point, spread, there = forecasts(model, given)
+        count += int(there.sum())
         for place, level in enumerate(config.conformal_levels or ()):
             width = widths[place].where(widths[place] >= 0, math.inf) if widths is not None else math.inf
             inside["conformal", level] += int((((point - given.future).abs() <= width) & there).sum())
+        if spread is None:
+            continue
         for level in quantile_levels(config):
-            has = [round(q, 6) for q in config.quantiles or ()]
             low, high = (spread[..., has.index(end)] for end in pair(level))
             inside["quantiles", level] += int(((low <= given.future) & (given.future <= high) & there).sum())
     shares: dict[str, dict[float, float]] = {}
-    for (kind, level), count in inside.items():
-        shares.setdefault(kind, {})[level] = 100 * count / max(known, 1)
+    for (kind, level), number in inside.items():
+        shares.setdefault(kind, {})[level] = 100 * number / max(count, 1)
     return shares
 
 

@@ -12,7 +12,7 @@ from femixer.models.named import NAMED, Fields, Mixing, Rivals, parameters_of
 from femixer.options import COUNT, NOT_NEGATIVE, POSITIVE, Rule, check, check_all, given
 from femixer.tasks.forecast.data import KNOWN, Series, default_lookback
 from femixer.tasks.forecast.data.files import frequency_of, season_of
-from femixer.tasks.forecast.data.windows import Held, Scaling, long_places, scaling_of, section_ends, wide_places
+from femixer.tasks.forecast.data.windows import Held, Scaling, places_of, scaling_of, section_ends
 from femixer.training.engine import check_fits
 from femixer.training.seeding import seeded
 
@@ -181,7 +181,7 @@ def build_model(spec: Spec, series: Series, scaling: Scaling, held: Held | None 
 
 def check_possible(spec: Spec, series: Series, held: Held | None = None) -> None:
     """A ValueError unless there are windows and the model can be built: before anything is written."""
-    (long_places if series.sections else wide_places)(series, spec.lookback, spec.horizon, held)
+    places_of(series, spec.lookback, spec.horizon, held)
     with torch.device("meta"):
         model = build_model(spec, series, scaling_of(series, spec.horizon, held), held)
     check_fits(parameters_of(model), "width", model.config.hidden_size)

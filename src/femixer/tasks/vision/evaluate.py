@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from femixer.damage import check_tensor
-from femixer.models.pictures import PatchMaps, Picture, Unreadable, as_tensor, patch_maps
+from femixer.models.pictures import PatchMaps, Unreadable, as_tensor, patch_maps
 from femixer.options import check, check_positive, check_threads, model_named, parse
 from femixer.reporting.figures import BLUE, GREY, VERMILION, figure, quiet, save
 from femixer.tasks.runner import told
@@ -25,7 +25,6 @@ from femixer.tasks.vision.data import (
     Files,
     Images,
     Joined,
-    Pictures,
     Reading,
     decoded,
     found,
@@ -170,28 +169,6 @@ class Evaluate:
     reading: Reading = field(default_factory=Reading)
 
 
-@dataclass(frozen=True)
-class Renamed:
-    """Pictures with the labels of the model, whose classes may have another order or be more."""
-
-    whole: Pictures
-    labels: Sequence[int]
-
-    @property
-    def blocks(self) -> Sequence[int] | None:
-        return self.whole.blocks
-
-    def __len__(self) -> int:
-        return len(self.whole)
-
-    def name(self, index: int) -> str:
-        return self.whole.name(index)
-
-    def read(self, index: int, channels: int) -> tuple[Picture, int]:
-        picture, label = self.whole.read(index, channels)
-        return picture, self.labels[label]
-
-
 def choose(
     classifier: Classifier, data: str, reading: Reading, split: Split | None = None
 ) -> tuple[Images, str, Views]:
@@ -208,16 +185,17 @@ def choose(
     there = [each for each, pictures in images.splits.items() if len(pictures) > 0]
     check(name in (*there, "all"), "split", name, f"one that data={data!r} has: {', '.join(there)} or all")
     parts = [images.splits[each] for each in (there if name == "all" else [name])]
-    return images, name, Views(renamed(images, classifier.classes, Joined(parts)), trained)
+    return images, name, Views(Joined(parts), trained, labels=labels_of(images, classifier.classes))
 
 
-def renamed(images: Images, classes: Sequence[str], pictures: Pictures) -> Pictures:
+def labels_of(images: Images, classes: Sequence[str]) -> list[int]:
+    """Of the classes of pictures, the labels that the model has for them: it may have another order, or more."""
     known = {name: label for label, name in enumerate(classes)}
     strangers = [name for name in images.classes if name not in known]
     if strangers:
         told = f"it has the class {strangers[0]!r}, and the model knows {', '.join(classes)}"
         raise ValueError(f"data={images.name!r} has other classes than the model: {told}")
-    return Renamed(pictures, [known[name] for name in images.classes])
+    return [known[name] for name in images.classes]
 
 
 def evaluate(args: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ import re
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -132,30 +132,23 @@ def encoding_of(path: Path) -> str:
 def checked_lines(path: Path, encoding: str, separator: str, named: bool = True) -> Sequence[int]:
     """The line of each row below the header, or of all without one. pandas would fill up rows that are too short, and
     say nothing."""
+    lines = array("q", [] if named else [1])
     with path.open(encoding=encoding, newline="") as file:
-        return _checked_lines(file, path, separator, named)
-
-
-def _checked_lines(file: Iterable[str], path: Path, separator: str, named: bool) -> Sequence[int]:
-    reader = csv.reader(file, delimiter=separator)
-    lines = array("q")
-    try:
-        header = [name.strip() for name in next(reader, [])]
-        if not any(header):
-            raise ValueError(f"{path} is empty, or begins with an empty line; its first line must name the columns")
-        if named and len({*header}) < len(header):
-            twice = next(name for name in header if header.count(name) > 1)
-            raise ValueError(f"{path}, line 1: the column {twice!r} is there twice")
-        if not named:
-            lines.append(1)
-        for row in reader:
-            if row and len(row) != len(header):
-                has = f"it has {len(row)} values, and the header names" if named else f"it has {len(row)} values, not"
-                raise ValueError(f"{path}, line {reader.line_num}: {has} {len(header)}")
-            if row:
+        reader = csv.reader(file, delimiter=separator)
+        try:
+            header = [name.strip() for name in next(reader, [])]
+            if not any(header):
+                raise ValueError(f"{path} is empty, or begins with an empty line; its first line must name the columns")
+            if named and len({*header}) < len(header):
+                twice = next(name for name in header if header.count(name) > 1)
+                raise ValueError(f"{path}, line 1: the column {twice!r} is there twice")
+            for row in filter(None, reader):
+                if len(row) != len(header):
+                    rest = f"{len(row)} values, {'and the header names' if named else 'not'} {len(header)}"
+                    raise ValueError(f"{path}, line {reader.line_num}: it has {rest}")
                 lines.append(reader.line_num)
-    except csv.Error as error:
-        raise ValueError(f"{path}, line {reader.line_num}: {error}") from error
+        except csv.Error as error:
+            raise ValueError(f"{path}, line {reader.line_num}: {error}") from error
     return lines
 
 

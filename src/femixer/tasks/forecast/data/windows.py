@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from femixer.models.forecast.window import mean_and_std
-from femixer.options import check
+from femixer.options import check, check_positive
 from femixer.tasks.forecast.data import KNOWN, RATIOS, Series
 from femixer.tasks.forecast.data.files import Section
 
@@ -181,11 +181,7 @@ def windows(
     """Every window of each split, with stride 1: those of validation and test reach back into the rows before. held:
     windows of cross-validation in place of the test split."""
     scaling = scaling_of(series, horizon, held)
-    placed = (
-        long_places(series, lookback, horizon, held)
-        if series.sections
-        else wide_places(series, lookback, horizon, held)
-    )
+    placed = places_of(series, lookback, horizon, held)
     lengths = [section.rows for section in series.sections]
     mean, std = (np.repeat(x, lengths, 0) if lengths else x for x in (scaling.mean, scaling.std))
     scaled = (series.values - mean) / std
@@ -249,7 +245,9 @@ class Placed(NamedTuple):
         return out
 
 
-def wide_places(series: Series, lookback: int, horizon: int, held: Held | None = None) -> Placed:
+def places_of(series: Series, lookback: int, horizon: int, held: Held | None = None) -> Placed:
+    if series.sections:
+        return long_places(series, lookback, horizon, held)
     ranges = counted(series, lookback, horizon, held)
     step = {"test": 1 if held is None else held.step}
     return Placed({split: first + np.arange(count) * step.get(split, 1) for split, (first, count) in ranges.items()})
@@ -258,8 +256,7 @@ def wide_places(series: Series, lookback: int, horizon: int, held: Held | None =
 def long_places(series: Series, lookback: int, horizon: int, held: Held | None = None) -> Placed:
     """Windows of every series that is long enough. Those of a series without a full look-back for training reach into
     empty rows before its first."""
-    check(lookback > 0, "lookback", lookback, "a whole number above 0")
-    check(horizon > 0, "horizon", horizon, "a whole number above 0")
+    check_positive(lookback=lookback, horizon=horizon)
     places: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     rows, at = [], 0
     for section in series.sections:
@@ -317,8 +314,7 @@ def rows_needed(horizon: int, held: Held | None) -> int:
 
 def counted(series: Series, lookback: int, horizon: int, held: Held | None = None) -> dict[str, tuple[int, int]]:
     """Of a wide file: the first row that a window of each split forecasts, and how many windows there are."""
-    check(lookback > 0, "lookback", lookback, "a whole number above 0")
-    check(horizon > 0, "horizon", horizon, "a whole number above 0")
+    check_positive(lookback=lookback, horizon=horizon)
     ranges = {}
     for split, (begin, end) in borders(series, held, horizon).items():
         if end - begin < 1 or (split == "train" and end < 2):

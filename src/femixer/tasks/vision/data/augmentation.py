@@ -89,22 +89,13 @@ def interpolation(generator: Generator) -> int:
     return (resampling.BILINEAR, resampling.BICUBIC)[integer(generator, 2)]
 
 
-def moved(picture: Picture, matrix: tuple[float, ...], generator: Generator) -> Picture:
-    """The pixel (x, y) shows what was at (a x + b y + c, d x + e y + f)."""
-    affine = require("PIL.Image", "vision").Transform.AFFINE
-    return picture.transform(picture.size, affine, matrix, resample=interpolation(generator), fillcolor=fill(picture))
+def plain(name: str) -> Operation:
+    """One of Pillow's operations that knows no strength."""
 
+    def operation(picture: Picture, strength: float, generator: Generator) -> Picture:
+        return getattr(require("PIL.ImageOps", "vision"), name)(picture)
 
-def auto_contrast(picture: Picture, strength: float, generator: Generator) -> Picture:
-    return require("PIL.ImageOps", "vision").autocontrast(picture)
-
-
-def equalize(picture: Picture, strength: float, generator: Generator) -> Picture:
-    return require("PIL.ImageOps", "vision").equalize(picture)
-
-
-def invert(picture: Picture, strength: float, generator: Generator) -> Picture:
-    return require("PIL.ImageOps", "vision").invert(picture)
+    return operation
 
 
 def rotate(picture: Picture, strength: float, generator: Generator) -> Picture:
@@ -141,26 +132,22 @@ def enhanced(name: str) -> Operation:
     return operation
 
 
-def shear_x(picture: Picture, strength: float, generator: Generator) -> Picture:
-    return moved(picture, (1, sign(generator) * strength * SHEAR, 0, 0, 1, 0), generator)
+def moved(matrix: Callable[[float, Picture], tuple[float, ...]]) -> Operation:
+    """The pixel (x, y) shows what was at (a x + b y + c, d x + e y + f) of a matrix of the strength, of either sign."""
 
+    def operation(picture: Picture, strength: float, generator: Generator) -> Picture:
+        affine, found = require("PIL.Image", "vision").Transform.AFFINE, matrix(sign(generator) * strength, picture)
+        return picture.transform(
+            picture.size, affine, found, resample=interpolation(generator), fillcolor=fill(picture)
+        )
 
-def shear_y(picture: Picture, strength: float, generator: Generator) -> Picture:
-    return moved(picture, (1, 0, 0, sign(generator) * strength * SHEAR, 1, 0), generator)
-
-
-def shift_x(picture: Picture, strength: float, generator: Generator) -> Picture:
-    return moved(picture, (1, 0, sign(generator) * strength * SHIFT * picture.width, 0, 1, 0), generator)
-
-
-def shift_y(picture: Picture, strength: float, generator: Generator) -> Picture:
-    return moved(picture, (1, 0, 0, 0, 1, sign(generator) * strength * SHIFT * picture.height), generator)
+    return operation
 
 
 OPERATIONS: dict[str, Operation] = {
-    "AutoContrast": auto_contrast,
-    "Equalize": equalize,
-    "Invert": invert,
+    "AutoContrast": plain("autocontrast"),
+    "Equalize": plain("equalize"),
+    "Invert": plain("invert"),
     "Rotate": rotate,
     "Posterize": posterize,
     "Solarize": solarize,
@@ -169,10 +156,10 @@ OPERATIONS: dict[str, Operation] = {
     "Contrast": enhanced("Contrast"),
     "Brightness": enhanced("Brightness"),
     "Sharpness": enhanced("Sharpness"),
-    "ShearX": shear_x,
-    "ShearY": shear_y,
-    "TranslateX": shift_x,
-    "TranslateY": shift_y,
+    "ShearX": moved(lambda strength, _: (1, strength * SHEAR, 0, 0, 1, 0)),
+    "ShearY": moved(lambda strength, _: (1, 0, 0, strength * SHEAR, 1, 0)),
+    "TranslateX": moved(lambda strength, picture: (1, 0, strength * SHIFT * picture.width, 0, 1, 0)),
+    "TranslateY": moved(lambda strength, picture: (1, 0, 0, 0, 1, strength * SHIFT * picture.height)),
 }
 
 

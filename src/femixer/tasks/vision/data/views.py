@@ -3,7 +3,7 @@
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,9 +59,16 @@ View = tuple[Tensor, int]
 class Views:
     """What a model sees of pictures. What cannot be read is known from the first try on, and not tried again."""
 
-    def __init__(self, pictures: Pictures, preparation: Preparation, augmentation: Augmentation | None = None) -> None:
-        """augmentation: of training, None for the one view of evaluation."""
-        self.pictures, self.preparation = pictures, preparation
+    def __init__(
+        self,
+        pictures: Pictures,
+        preparation: Preparation,
+        augmentation: Augmentation | None = None,
+        labels: Sequence[int] | None = None,
+    ) -> None:
+        """augmentation: of training, None for the one view of evaluation. labels: those of the model by those of the
+        pictures, None where they are the same."""
+        self.pictures, self.preparation, self.labels = pictures, preparation, labels
         self.augmentation = augmentation if augmentation is not None and augmentation.of_pictures else None
         size = len(pictures) * preparation.channels * preparation.size**2
         self.remembers = self.augmentation is None and size <= REMEMBERED
@@ -86,7 +93,7 @@ class Views:
             shown = self.preparation.fixed(picture)
         else:
             shown = self.augmentation.view(picture, self.preparation.size, self.preparation.crop, generator)
-        view = as_tensor(shown), label
+        view = as_tensor(shown), label if self.labels is None else self.labels[label]
         if self.remembers:
             self.seen[index] = view
         return view
@@ -156,7 +163,7 @@ class Batch(NamedTuple):
     """[B, classes], probabilities."""
 
 
-class Batches:
+class Batches(Dataset[tuple[Batch, list[Broken]]]):
     """(step, part) -> a batch and what could not be read for it.
 
     Augmentations are drawn from generators of (seed, epoch, place of the picture in the epoch) and of (seed, step,
@@ -174,6 +181,9 @@ class Batches:
         sizes = self.views.pictures.blocks or [len(self.views)]
         pictures = shuffled(sizes, self.augmentation.repeats, generator(self.seed, "order", epoch))
         return torch.stack([pictures, torch.arange(len(pictures))], 1)
+
+    def __getitem__(self, key: tuple[int, Part]) -> tuple[Batch, list[Broken]]:
+        return self(*key)
 
     def __call__(self, step: int, part: Part) -> tuple[Batch, list[Broken]]:
         epoch, known = self.epochs.epoch(step), len(self.views.broken)
@@ -227,20 +237,10 @@ class Ahead:
         rest = ((later, each) for later in range(step + 1, self.steps + 1) for each in self.parts)
         return iter(
             DataLoader(
-                Called(self.batches),
+                self.batches,
                 sampler=[*first, *rest],
                 batch_size=None,  # they are batches already
                 num_workers=self.workers,
                 prefetch_factor=AHEAD,
             )
         )
-
-
-class Called(Dataset[tuple[Batch, list[Broken]]]):
-    """A function as a Dataset."""
-
-    def __init__(self, make: Callable[[int, Part], tuple[Batch, list[Broken]]]) -> None:
-        self.make = make
-
-    def __getitem__(self, key: tuple[int, Part]) -> tuple[Batch, list[Broken]]:
-        return self.make(*key)
