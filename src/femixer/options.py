@@ -182,13 +182,18 @@ UNIMPORTANT = ("--resume", "--overwrite")
 
 
 @contextmanager
-def running(args: Sequence[str]) -> Iterator[None]:
+def running(args: Sequence[str] | None) -> Iterator[None]:
     """While the command with these arguments runs."""
-    token = _running.set([*args])
+    token = _running.set(None if args is None else [*args])
     try:
         yield
     finally:
         _running.reset(token)
+
+
+def arguments() -> Sequence[str] | None:
+    """Those of the command that runs, if one does."""
+    return _running.get()
 
 
 def as_typed() -> str:

@@ -1,8 +1,7 @@
 """What a task is to the command line: one small object, which is served with `run`, `table` and `export`.
 
-A task of jobs says what is run (`Run`) and how the records are shown (`Tabulate`). The store, finished jobs that are
-not repeated, shares of the jobs (`--part`), processes and clusters, files of tables and exported results come with it.
-A task whose trainings are no jobs says how their folders become records (`read`), and is served with `export`.
+It says what is run (`Run`) and how the records are shown (`Tabulate`). The store, finished jobs that are not repeated,
+shares of the jobs (`--part`), processes and clusters, files of tables and exported results come with it.
 """
 
 import os
@@ -20,7 +19,7 @@ from femixer.reporting import Cell, Table, as_markdown, write
 from femixer.reporting.figures import save
 from femixer.training import atomic, distributed, jobs, store
 from femixer.training.jobs import Job, Jobs
-from femixer.training.results import Record, RunOptions, check_no_run
+from femixer.training.results import TABLE, Record, RunOptions, check_no_run
 from femixer.training.store import RECORD, Kind
 
 
@@ -79,6 +78,10 @@ class Run(ABC):
     @abstractmethod
     def tables(self, records: Sequence[Record]) -> list[Table]:
         """What is shown at the end of a run."""
+
+    def figures(self, records: Sequence[Record]) -> Mapping[str, Any]:
+        """Name of a file -> a figure of matplotlib, to stand in the store."""
+        return {}
 
     @property
     def resumable(self) -> bool:
@@ -158,41 +161,42 @@ class Export:
     """Write all records of finished trainings into one JSON file, which other commands read like the originals."""
 
     results: tuple[Path, ...]
-    """Stores of `run`, results folders of `femixer lm compare`, or files that this command wrote."""
+    """Stores of `run` or `compare`, or files that this command wrote."""
     out: Path
     """The file."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task, most often one whose trainings are jobs of a store."""
+    """A task: its trainings are jobs of a store."""
 
     name: str
     """Of the command."""
     format: int | str
     """In stores and exported files. A change of the data, the models or the record makes it another."""
-    run: type[Run] | str | None = None
-    """Or `module:class`, which is imported only when its command is called. None: its trainings are no jobs."""
+    run: type[Run] | str
+    """Or `module:class`, which is imported only when its command is called."""
     table: type[Tabulate] | str | None = None
     """None: what `run` shows."""
     run_help: str = "models x seeds, as jobs of a results store"
     table_help: str = "results in the layout of the paper's table"
+    names: tuple[str, str] = ("run", "table")
+    """What these two commands are called."""
     record: Fields = field(default_factory=dict)
     """What its tables need of a record, as `femixer.damage.check_fields` takes it: a damaged one is named."""
     read: Callable[..., list[Record]] | str | None = None
-    """Paths -> the records of trainings that are no jobs, or `module:function`."""
+    """Paths -> their records, or `module:function`, where stores and exported files are not all that has some."""
     others: Commands = field(default_factory=dict)
     """Its other commands, as `femixer.options.dispatch` takes them."""
 
     @property
     def kind(self) -> Kind:
-        return Kind(self.name, self.format, self.record)
+        return Kind(self.name, self.format, self.record, self.names[0])
 
     @property
     def commands(self) -> Commands:
-        jobs: Commands = {"run": (self._run, self.run_help), "table": (self._table, self.table_help)}
-        served: Commands = {"export": (self._export, "recorded results as one small file")}
-        return {**self.others, **(jobs if self.run else {}), **served}
+        of_jobs = zip(self.names, ((self._run, self.run_help), (self._table, self.table_help)), strict=True)
+        return {**self.others, **dict(of_jobs), "export": (self._export, "recorded results as one small file")}
 
     def main(self, args: Sequence[str]) -> int | None:
         """`femixer NAME <command> [options]`."""
@@ -210,7 +214,7 @@ class Task:
         store.export([record], folder / RECORD, self.kind)
 
     def _run(self, args: Sequence[str]) -> int:
-        command = named(self.run).parse(args, f"{self.name} run")
+        command = named(self.run).parse(args, f"{self.name} {self.names[0]}")
         world = int(os.environ.get("WORLD_SIZE", "1"))
         check(world == 1, "WORLD_SIZE", world, "1: jobs are processes of their own, start them without torchrun")
         try:
@@ -223,20 +227,28 @@ class Task:
         records, failed = ran
         if records:
             try:
-                print(as_markdown(*command.tables(records)))
+                self._show(command, records)
             except ValueError as error:  # the jobs are done; that older ones do not fit is not their fault
                 print(f"no table: {error}")
         out = command.how.out
-        again = shlex.join(["femixer", *self.name.split(), "table", "--results", str(out)])
+        again = shlex.join(["femixer", *self.name.split(), self.names[1], "--results", str(out)])
         print(f"Results are in {out}/; `{again}` makes files of them")
         return 1 if failed else 0
 
+    def _show(self, command: Run, records: Sequence[Record]) -> None:
+        text, drawings, out = as_markdown(*command.tables(records)), command.figures(records), command.how.out
+        print(text)
+        if command.how.part is None:
+            store.put(out / TABLE, text)
+            for name, drawing in drawings.items():
+                save(drawing, out / name)
+
     def _table(self, args: Sequence[str]) -> int:
-        command = parse(named(self.table or TableFiles), args, f"{self.name} table")
+        command = parse(named(self.table or TableFiles), args, f"{self.name} {self.names[1]}")
         out = command.out or Path("results") / f"{self.name}-table"
         check_no_run(out)
         records = self.load(*command.results)
-        stores = f"stores where `femixer {self.name} run` has finished some"
+        stores = f"stores where `femixer {self.name} {self.names[0]}` has finished some"
         check(len(records) > 0, "results", "without a finished job", stores)
         tables = (named(self.run)() if self.table is None else command).tables(records)
         figures = {} if self.table is None else command.figures(records)

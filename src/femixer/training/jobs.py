@@ -18,21 +18,24 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
 from femixer.optional import require
-from femixer.options import check, check_threads
+from femixer.options import arguments, check, check_threads, running
 from femixer.training import atomic
 from femixer.training.distributed import Interrupted, carried_out, cores
 from femixer.training.journal import terminal_bar
 from femixer.training.results import Record, RunOptions, holds_run, release
-from femixer.training.store import ERRORS, INDEX, RUNNING, Kind, Store, add_record, is_finished
+from femixer.training.store import ERRORS, INDEX, JOBS, RUNNING, RUNS, Kind, Store, add_record, is_finished
 
 
 class Job(ABC):
     """One training: a frozen dataclass that travels to other processes, so it must be possible to pickle it."""
+
+    keeps: ClassVar[bool] = False
+    """Whether its results folder stays, as runs/TITLE in the store, and not its record alone."""
 
     @property
     def definition(self) -> Any:
@@ -51,9 +54,14 @@ class Job(ABC):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
+    def place(self) -> str:
+        """Of the results folder that stays: the title, without spaces."""
+        return "-".join(self.title.split())
+
+    @property
     def name(self) -> str:
         """Of its files: the title, without spaces, and the digest."""
-        return "-".join([*self.title.split(), self.digest])
+        return f"{self.place}-{self.digest}"
 
     @abstractmethod
     def carry_out(self, options: RunOptions) -> Record:
@@ -73,6 +81,8 @@ class Assignment:
     resumable: bool
     device: Literal["auto", "cpu"]
     threads: int
+    typed: Sequence[str] | None = field(default_factory=arguments)
+    """The command line, for what the job writes."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +97,7 @@ class Outcome:
 def attempt(assignment: Assignment) -> Outcome:
     """Carry out a job in this process; a failure is an outcome too."""
     filelock = require("filelock", "lm")
-    job, folder = assignment.job, running(assignment)
+    job, folder = assignment.job, place_of(assignment)
     folder.parent.mkdir(parents=True, exist_ok=True)
     log, lock = (folder.with_name(folder.name + ending) for ending in (".log", ".lock"))
     keep = 1 if assignment.resumable else 0
@@ -99,11 +109,18 @@ def attempt(assignment: Assignment) -> Outcome:
             if is_finished(assignment.store, job.name):
                 return Outcome(job)
             try:
-                with log.open("a", encoding="utf-8") as file, contextlib.redirect_stderr(file):
+                with (
+                    log.open("a", encoding="utf-8") as file,
+                    contextlib.redirect_stderr(file),
+                    running(assignment.typed),
+                ):
                     record = job.carry_out(options)
             finally:
                 release(folder)
             if assignment.store.is_dir():  # before another process can get the lock
+                if job.keeps:
+                    (assignment.store / RUNS).mkdir(exist_ok=True)
+                    atomic.commit(folder, assignment.store / RUNS / job.place)
                 add_record(assignment.store, job.name, record)
             for path in (folder, log):
                 atomic.remove(path)
@@ -120,7 +137,7 @@ def attempt(assignment: Assignment) -> Outcome:
 def alone(assignment: Assignment) -> Iterator[None]:
     """Nobody carries out the job meanwhile; a ValueError if somebody does."""
     filelock = require("filelock", "lm")
-    folder = running(assignment)
+    folder = place_of(assignment)
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = folder.with_name(folder.name + ".lock")
     try:
@@ -143,7 +160,7 @@ def removed(lock: Path) -> Iterator[None]:
             lock.unlink(missing_ok=True)
 
 
-def running(assignment: Assignment) -> Path:
+def place_of(assignment: Assignment) -> Path:
     """The folder of the training run: in the store, or on a machine that does not see the store on its own disk."""
     if assignment.store.is_dir():
         return assignment.store / RUNNING / assignment.job.name
@@ -158,8 +175,8 @@ class JobEngine:
     """local: processes on this machine; ray: a Ray cluster, or Ray started on this machine."""
     jobs: int | None = None
     """Jobs at a time. By default one per CPU core, or one if there is a GPU; under Ray what its resources allow."""
-    threads: int = 1
-    """CPU threads of a job."""
+    threads: int | None = 1
+    """CPU threads of a job; None shares those of torch among --jobs."""
     device: Literal["auto", "cpu"] = "auto"
     """Where to train: auto takes a GPU that torch can use, if there is one."""
     address: str | None = None
@@ -176,15 +193,20 @@ class JobEngine:
         check(self.gpus >= 0, "gpus", self.gpus, "a number of at least 0")
         check(self.gpus == 0 or self.engine == "ray", "gpus", self.gpus, "--engine ray too")
 
+    @property
+    def share(self) -> int:
+        """CPU threads of each job."""
+        return self.threads or max(1, torch.get_num_threads() // (self.jobs or 1))
+
     @contextlib.contextmanager
     def ready(self, assignments: Sequence[Assignment]) -> Iterator[Iterator[Outcome]]:
         """The outcomes of the jobs as they come. Leaving this stops those that are not done."""
         if self.engine == "ray":
             with connected(self.address, self.jobs):
-                yield on_ray(assignments, self.jobs, self.threads, self.gpus)
+                yield on_ray(assignments, self.jobs, self.share, self.gpus)
         else:
             gpu = self.device == "auto" and torch.cuda.is_available()
-            jobs = self.jobs or (1 if gpu else max(1, cores() // self.threads))
+            jobs = self.jobs or (1 if gpu else max(1, cores() // self.share))
             with contextlib.closing(local(assignments, jobs)) as outcomes:
                 yield outcomes
 
@@ -344,6 +366,8 @@ def run(everything: Sequence[SomeJob], kind: Kind, how: Jobs, resumable: bool) -
         return None
     store = Store(how.out, kind)
     todo = [job for job in mine if how.overwrite or not store.finished(job.name)]
+    for job in todo:
+        check_place(job, store)
     print(f"{counted(len(mine))}, {len(mine) - len(todo)} of them finished before", file=sys.stderr)
     failed = carry_out(todo, store, how, resumable) if todo else []
     for job in failed:
@@ -353,10 +377,18 @@ def run(everything: Sequence[SomeJob], kind: Kind, how: Jobs, resumable: bool) -
     return [store.record(job.name) for job in mine if store.finished(job.name)], len(failed)
 
 
+def check_place(job: Job, store: Store) -> None:
+    """A ValueError if the folder that the job would leave is that of a job with other options."""
+    held = store.folder.glob(f"{JOBS}/{job.place}-{'?' * len(job.digest)}.json") if job.keeps else ()
+    others = [path.stem for path in held if path.stem != job.name]
+    allowed = f"another folder: here {job.title} was run with other options"
+    check(not others, "out", str(store.folder), allowed)
+
+
 def carry_out(todo: Sequence[Job], store: Store, how: Jobs, resumable: bool) -> list[Job]:
     """The jobs that failed; the others are in the store."""
     engine, folder = how.engine, store.folder.resolve()
-    assignments = [Assignment(job, folder, resumable, engine.device, engine.threads) for job in todo]
+    assignments = [Assignment(job, folder, resumable, engine.device, engine.share) for job in todo]
     failed = []
     with engine.ready(assignments) as outcomes:
         if how.overwrite:

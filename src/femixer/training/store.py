@@ -4,6 +4,8 @@ store.json            the format of the store
 jobs/NAME.json        the record of a finished job; NAME ends in a hash of everything that defines the job
 errors/NAME.txt       why a job failed, until it succeeds
 running/NAME/         the training run of a job that is not finished, NAME.log what it printed, NAME.lock who has it
+runs/TITLE/           the results folder of a finished job, where the task keeps those
+table.md              what the last command that ran all jobs showed, with figures where the task has some
 running/NAME.again    the job is to be run again (--overwrite): its record is of before, and stays until then
 
 Any number of processes may write to one store: a record appears at once and completely under its own name.
@@ -24,7 +26,7 @@ from femixer.options import check
 from femixer.training import atomic
 from femixer.training.results import CONFIG, STORE, TABLE, Record
 
-INDEX, JOBS, ERRORS, RUNNING = STORE, "jobs", "errors", "running"
+INDEX, JOBS, ERRORS, RUNNING, RUNS = STORE, "jobs", "errors", "running", "runs"
 RECORD = "record.json"
 """In the results folder of a single training: its record, as an exported file."""
 
@@ -38,6 +40,8 @@ class Kind:
     """In stores and exported files. A change of the data, the models or the record makes it another."""
     record: Fields = field(default_factory=dict)
     """What a record must have, so that tables can be made of it."""
+    run: str = "run"
+    """What the command that makes such a store is called."""
 
     def checked(self, record: Any, where: Any) -> Record:
         """The record itself, or a ValueError that names the field."""
@@ -112,7 +116,9 @@ def load(path: str | os.PathLike[str], kind: Kind) -> list[Record]:
     """The records of a store (a folder), of one training's folder that holds its record, or of an exported file."""
     path = Path(path)
     made = f"femixer {kind.command}"
-    allowed = f"choose a store of `{made} run`, a finished run that keeps its {RECORD}, or a file of `{made} export`"
+    allowed = (
+        f"choose a store of `{made} {kind.run}`, a finished run that keeps its {RECORD}, or a file of `{made} export`"
+    )
     if not (path / INDEX).exists() and (path / RECORD).exists():
         path = path / RECORD
     if path.is_dir():
@@ -151,8 +157,8 @@ def check_format(path: Path, kind: Kind) -> dict[str, Any]:
         content = read_json(path)
         version = content["format"]
     except (OSError, Damaged, KeyError, TypeError):
-        command = f"femixer {kind.command}"
-        raise ValueError(f"{path} is not one of the results that `{command} run` and `export` write") from None
+        command = f"femixer {kind.command} {kind.run}"
+        raise ValueError(f"{path} is not one of the results that `{command}` and `export` write") from None
     if version != kind.format:
         raise ValueError(
             f"{path} was written by another version of femixer, or by another command: its format is {version!r} and "
