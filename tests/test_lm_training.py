@@ -298,6 +298,22 @@ def test_a_comparison_has_one_run_of_a_model_and_seed(tmp_path, capsys):
     assert "job 2/2" in capsys.readouterr().err and first.stat().st_ino != number and (out / "table.md").exists()
 
 
+def test_processes_of_torchrun_share_the_runs_of_a_comparison(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "femixer"]
+    command += ["lm", "compare", "--data", "text.txt", "--out", tmp_path / "two", "--device", "cpu", *SMALL]
+    command += ["--steps", 2, "--seeds", 1, "--models", "SMAttn", "GLA", "--validation-tokens", 46]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    two = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=300)
+    assert two.returncode == 0, two.stderr
+    assert two.stdout.count("| SMAttn |") == 1 and two.stderr.count("job 2/2") == 1
+    assert not [*(tmp_path / "two/running").iterdir()] and not (tmp_path / "two/errors").exists()
+    options = command[command.index("--data") : command.index("--out")] + command[command.index("--device") + 2 :]
+    job = LmRun.parse([*map(str, options)], "lm compare").jobs()[0]
+    alone = job.carry_out(RunOptions(tmp_path / "one", threads=1, device="cpu"))
+    record = json.loads((tmp_path / "two/jobs" / f"{job.name}.json").read_text())
+    assert record["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+
+
 # --- options
 
 

@@ -20,7 +20,7 @@ import dataclasses
 import importlib
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -145,6 +145,15 @@ def check_all(options: Any, rule: Rule, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
         check(value is None or rule.fits(value), name, value, rule.allowed)
+
+
+def check_different(options: Any, name: str, known: Iterable[str] = ()) -> None:
+    """Raise a ValueError unless the option has names, each once, all of them known."""
+    names, known = getattr(options, name), [*known]
+    allowed = "different ones" + (f" of {', '.join(known)}" if known else "")
+    for one in names if known else ():
+        check(one in known, name, one, allowed)
+    check(0 < len(names) == len({*names}), name, names, allowed)
 
 
 def check_positive(**values: float | None) -> None:

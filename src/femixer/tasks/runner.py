@@ -4,17 +4,18 @@ It says what is run (`Run`) and how the records are shown (`Tabulate`). The stor
 shares of the jobs (`--part`), processes and clusters, files of tables and exported results come with it.
 """
 
+import io
 import os
 import shlex
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from femixer.damage import Fields
-from femixer.options import Commands, check, dispatch, lacks_option, named, parse
+from femixer.options import COUNT, WHOLE, Commands, check, check_all, dispatch, lacks_option, named, parse
 from femixer.reporting import Cell, Table, as_markdown, write
 from femixer.reporting.figures import save
 from femixer.training import atomic, distributed, jobs, store
@@ -53,6 +54,12 @@ def usual_notes(records: Sequence[Record], tables: Sequence[Table]) -> list[str]
     return text
 
 
+def note_of_priors(models: Container[str]) -> list[str]:
+    """Which names are not those of the published layers, where there are any."""
+    note = "GLA, Mamba and AFT are the normalized priors with the mean as read, not the published layers."
+    return [note] if any(name in models for name in ("GLA", "Mamba", "AFT")) else []
+
+
 def report(out: Path, tables: Sequence[Table], figures: Mapping[str, Any] | None = None) -> None:
     """Show tables, and put them into a folder as files, with figures (name of a file -> one of matplotlib)."""
     with atomic.replacing_files(out) as new:
@@ -64,12 +71,29 @@ def report(out: Path, tables: Sequence[Table], figures: Mapping[str, Any] | None
     print(f"The table is in {out}/ as Markdown, LaTeX and CSV{drawn}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Seeds:
+    """Those of an experiment."""
+
+    seeds: int = 1
+    """Number of seeds, counted up from --seed."""
+    seed: int = 0
+    """The first seed."""
+
+    def every_seed(self) -> range:
+        check_all(self, COUNT, "seeds")
+        check_all(self, WHOLE, "seed")
+        return range(self.seed, self.seed + self.seeds)
+
+
 class Run(ABC):
     """The options of `femixer NAME run`: a dataclass with what is run; its docstring is the help."""
 
     experiment: Any
     """What is run, which says its `jobs`."""
     how: Jobs
+    divides: ClassVar[bool] = False
+    """Whether the processes that torchrun starts may share each job."""
 
     def jobs(self) -> Sequence[Job]:
         """Each once; a ValueError if one of them is not possible."""
@@ -216,7 +240,11 @@ class Task:
     def _run(self, args: Sequence[str]) -> int:
         command = named(self.run).parse(args, f"{self.name} {self.names[0]}")
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        check(world == 1, "WORLD_SIZE", world, "1: jobs are processes of their own, start them without torchrun")
+        single = "1: jobs are processes of their own, start them without torchrun"
+        check(world == 1 or command.divides, "WORLD_SIZE", world, single)
+        if world > 1:
+            distributed.start(command.how.engine.device)
+            sys.stdout = sys.stdout if distributed.is_main() else io.StringIO()
         try:
             ran = jobs.run(command.jobs(), self.kind, command.how, command.resumable)
         except KeyboardInterrupt:
@@ -238,14 +266,14 @@ class Task:
     def _show(self, command: Run, records: Sequence[Record]) -> None:
         text, drawings, out = as_markdown(*command.tables(records)), command.figures(records), command.how.out
         print(text)
-        if command.how.part is None:
+        if command.how.part is None and distributed.is_main():
             store.put(out / TABLE, text)
             for name, drawing in drawings.items():
                 save(drawing, out / name)
 
     def _table(self, args: Sequence[str]) -> int:
         command = parse(named(self.table or TableFiles), args, f"{self.name} {self.names[1]}")
-        out = command.out or Path("results") / f"{self.name}-table"
+        out = command.out or Path("results") / f"{self.name.replace(' ', '-')}-table"
         check_no_run(out)
         records = self.load(*command.results)
         stores = f"stores where `femixer {self.name} {self.names[0]}` has finished some"

@@ -4,9 +4,9 @@ store.json            the format of the store
 jobs/NAME.json        the record of a finished job; NAME ends in a hash of everything that defines the job
 errors/NAME.txt       why a job failed, until it succeeds
 running/NAME/         the training run of a job that is not finished, NAME.log what it printed, NAME.lock who has it
+running/NAME.again    the job is to be run again (--overwrite): its record is of before, and stays until then
 runs/TITLE/           the results folder of a finished job, where the task keeps those
 table.md              what the last command that ran all jobs showed, with figures where the task has some
-running/NAME.again    the job is to be run again (--overwrite): its record is of before, and stays until then
 
 Any number of processes may write to one store: a record appears at once and completely under its own name.
 """
@@ -52,7 +52,7 @@ class Store:
     """A store that jobs are added to; a new folder becomes one."""
 
     def __init__(self, folder: Path, kind: Kind) -> None:
-        self.folder, self.kind = folder, kind
+        self.folder, self.kind = folder.resolve(), kind  # it travels to processes that are elsewhere
         check(not folder.exists() or folder.is_dir(), "out", str(folder), "a folder")
         if not (folder / INDEX).exists():
             strangers = sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
@@ -64,15 +64,23 @@ class Store:
             put(folder / INDEX, json.dumps({"format": kind.format}) + "\n")
         check_format(folder / INDEX, kind)
 
+    def path(self, name: str) -> Path:
+        """Of the record of a job."""
+        return self.folder / JOBS / f"{name}.json"
+
+    def again(self, name: str) -> Path:
+        return self.folder / RUNNING / f"{name}.again"
+
     def finished(self, name: str) -> bool:
-        return is_finished(self.folder, name)
+        return self.path(name).exists() and not self.again(name).exists()
 
     def add(self, name: str, record: Record) -> None:
-        add_record(self.folder, name, record)
-        (self.folder / ERRORS / f"{name}.txt").unlink(missing_ok=True)
+        put(self.path(name), json.dumps(record) + "\n")
+        for path in (self.again(name), self.folder / ERRORS / f"{name}.txt"):
+            path.unlink(missing_ok=True)
 
     def record(self, name: str) -> Record:
-        path = record_path(self.folder, name)
+        path = self.path(name)
         return self.kind.checked(read_json(path), path)
 
     def failed(self, name: str, error: str) -> None:
@@ -80,25 +88,8 @@ class Store:
 
     def run_again(self, name: str) -> None:
         """The job is not finished any more; its record stays until there is another."""
-        put(again_path(self.folder, name), "")
+        put(self.again(name), "")
         atomic.remove(self.folder / RUNNING / name)
-
-
-def record_path(folder: Path, name: str) -> Path:
-    return folder / JOBS / f"{name}.json"
-
-
-def again_path(folder: Path, name: str) -> Path:
-    return folder / RUNNING / f"{name}.again"
-
-
-def is_finished(folder: Path, name: str) -> bool:
-    return record_path(folder, name).exists() and not again_path(folder, name).exists()
-
-
-def add_record(folder: Path, name: str, record: Record) -> None:
-    put(record_path(folder, name), json.dumps(record) + "\n")
-    again_path(folder, name).unlink(missing_ok=True)
 
 
 def put(path: Path, text: str) -> None:

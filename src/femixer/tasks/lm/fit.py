@@ -235,14 +235,17 @@ def of_text(shards: Shards, experiment: Experiment, engine: EngineOptions) -> tu
     return batches, validation
 
 
-def trained(experiment: Experiment, data: DataOptions, engine: EngineOptions, options: RunOptions) -> Results:
-    """Train, evaluate and save a model; the folder then holds everything about it."""
+def trained(
+    experiment: Experiment, data: DataOptions, engine: EngineOptions, options: RunOptions, text: str = ""
+) -> Results:
+    """Train, evaluate and save a model; the folder then holds everything about it. text: which one it is, in words."""
+    text = text or data.described()
     options.apply()
     check_possible(experiment, engine)
     shards = data.tokens()
     batches, validation = of_text(shards, experiment, engine)
     decided = Decided(**vars(experiment), text=shards.fingerprint, vocabulary=shards.vocabulary)
-    results = Results("lm", decided, options, about={"text": data.described()})
+    results = Results("lm", decided, options, about={"text": text})
     if results.finished:
         return results
     warn_of_logits(batches.tokens // (engine.parts(distributed.world()) * engine.accumulate), shards.vocabulary)
@@ -272,7 +275,7 @@ def trained(experiment: Experiment, data: DataOptions, engine: EngineOptions, op
     )
     train(fit, course, results)
     weights = full_weights(model)
-    distributed.on_main(lambda: finish(results, model, weights, shards, experiment, data.described()))
+    distributed.on_main(lambda: finish(results, model, weights, shards, experiment, text))
     return results
 
 

@@ -7,6 +7,7 @@ where they stood last: who remembers the text can tell it.
 """
 
 import json
+import os
 import re
 import sys
 from collections import defaultdict
@@ -24,21 +25,22 @@ from numpy.typing import NDArray
 from femixer.damage import check_fields, check_numbers, read_json
 from femixer.models import preset
 from femixer.options import COUNT, check, check_all, parse
-from femixer.reporting import Column, Group, Row, Score, Table, as_markdown, marked_columns, write
-from femixer.reporting.figures import GREY, banded, figure, looks, plain_log, quiet, save
+from femixer.reporting import Column, Group, Row, Score, Table, marked_columns
+from femixer.reporting.figures import GREY, banded, figure, looks, plain_log, quiet
 from femixer.tasks.lm import TASK
 from femixer.tasks.lm import model as models
 from femixer.tasks.lm.data import DataOptions
 from femixer.tasks.lm.data.shards import IGNORED, Batch, Shards, Validation
 from femixer.tasks.lm.fit import documents, recorded
-from femixer.tasks.runner import Tabulate
+from femixer.tasks.runner import Tabulate, report
 from femixer.training import atomic, store
 from femixer.training.results import CONFIG, TABLE, Record, check_no_run
 from femixer.training.store import INDEX, RUNS
 
 
-def load(*paths: Path) -> list[Record]:
+def load(*given: str | os.PathLike[str]) -> list[Record]:
     """The records of comparisons (folders) and of exported files, each once."""
+    paths = map(Path, given)
     found = [record for path in paths for record in (store.load(path, TASK.kind) if kept(path) else earlier(path))]
     return [*{json.dumps(record, sort_keys=True): record for record in found}.values()]
 
@@ -138,9 +140,6 @@ def draw_curves(runs: Runs) -> Any:
     return drawing
 
 
-RECORDS, FIGURE = "reach.json", "reach.png"
-
-
 @dataclass(frozen=True)
 class Reach:
     """The loss by position up to several times the training length, and that of repeated tokens, on held-out text.
@@ -183,13 +182,8 @@ def reach(args: Sequence[str]) -> int:
     for number, (folder, record) in enumerate(runs, 1):
         records.append({"model": record["model"], "seed": record["seed"], **measurement.scores(folder)})
         print(f"{number}/{len(runs)} {titled(record)}", file=sys.stderr, flush=True)
-    table = reach_table(records, measurement)
-    with atomic.replacing_files(command.out) as new:
-        save(draw_reach(records, measurement), new / FIGURE)
-        atomic.write(new / RECORDS, json.dumps(records, indent=1) + "\n")
-        write(new, [table])
-    print(as_markdown(table))
-    print(f"The table is in {command.out}/ as Markdown, LaTeX and CSV, the figure is {command.out / FIGURE}")
+    report(command.out, [reach_table(records, measurement)], {"reach.png": draw_reach(records, measurement)})
+    atomic.write(command.out / "reach.json", json.dumps(records, indent=1) + "\n")
     return 0
 
 

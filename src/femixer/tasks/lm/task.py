@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from femixer.models.named import NAMED, Rivals, parameter_count
 from femixer.optional import require
-from femixer.options import check, check_positive, expanded, parse, with_recipe
+from femixer.options import check, check_different, check_positive, expanded, parse, with_recipe
 from femixer.reporting import Row, Score, Table, marked
 from femixer.tasks.lm.data import DataOptions
 from femixer.tasks.lm.data.shards import Shards
@@ -22,8 +22,8 @@ from femixer.tasks.lm.evaluate import RESULTS
 from femixer.tasks.lm.fit import Experiment, check_possible, of_text, rate, recorded, trained
 from femixer.tasks.lm.model import ModelOptions, described
 from femixer.tasks.lm.runs import by_text, draw_curves
-from femixer.tasks.runner import DataJob, Run
-from femixer.training import EngineOptions, RunOptions, atomic, show_table
+from femixer.tasks.runner import DataJob, Run, note_of_priors
+from femixer.training import EngineOptions, Results, RunOptions, atomic, distributed, show_table
 from femixer.training.jobs import JobEngine, Jobs
 from femixer.training.results import CHECKPOINTS, FIGURE, Record, Saving, environment, holds_run
 from femixer.training.store import INDEX
@@ -75,10 +75,7 @@ class Comparison:
     """Number of seeds per model, counted up from --seed. Equal seeds see the text in the same order."""
 
     def validate(self) -> None:
-        allowed = f"different ones of {', '.join((*MODELS, CUSTOM))}"
-        check(0 < len(self.models) == len({*self.models}), "models", self.models, allowed)
-        for name in self.models:
-            check(name in (*MODELS, CUSTOM), "models", name, allowed)
+        check_different(self, "models", (*MODELS, CUSTOM))
         for name in ("mixer", "prior", "parts") if CUSTOM not in self.models else ():
             given = getattr(self.experiment.model, name)
             check(given == getattr(ModelOptions(), name), name, given, "--models ... custom too: it describes that one")
@@ -126,9 +123,13 @@ class LmJob(DataJob):
 
     def fitted(self, data: Shards, options: RunOptions) -> Record:
         experiment = self.spec.experiment
-        results = trained(experiment, self.reading, self.engine, replace(options, **vars(self.saving)))
+        options = replace(options, **vars(self.saving))
+        results = trained(experiment, self.reading, self.engine, options, self.data)
+        return distributed.on_main(lambda: self.record(results, data))
+
+    def record(self, results: Results, data: Shards) -> Record:
         atomic.remove(results.folder / CHECKPOINTS)  # the model is saved, and nobody goes on from here
-        metrics = results.metrics()
+        experiment, metrics = self.spec.experiment, results.metrics()
         config = experiment.model.config(experiment.length, vocab_size=data.vocabulary)
         return {
             **recorded(results.folder, self.spec.model, self.data, asdict(self.setting)),
@@ -152,6 +153,7 @@ class LmRun(Run):
     over the seeds) and table.md.
     """
 
+    divides = True
     comparison: Comparison = field(default_factory=lambda: Comparison(Experiment(evaluate_every=50, sample_tokens=0)))
     data: DataOptions = field(default_factory=DataOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
@@ -175,7 +177,7 @@ class LmRun(Run):
             LmJob(
                 Spec(name, comparison.run(name, number), shards.fingerprint),
                 self.data.described(),
-                DataOptions(shards=shards.folder),
+                DataOptions(shards=shards.folder.resolve()),
                 comparison.experiment,
                 self.engine,
                 self.saving,
@@ -216,9 +218,8 @@ def table(comparison: Comparison, records: Sequence[Record]) -> Table:
     seeds = [str(experiment.seed + number) for number in range(comparison.seeds)]
     over = f"seeds {', '.join(seeds)}: mean ± standard deviation" if len(seeds) > 1 else f"seed {seeds[0]}"
     title = f"Preset {experiment.model.preset}, {experiment.duration}, {over}."
-    note = "GLA, AFT and Mamba are the normalized priors with the mean as read, not the published layers."
     columns = ("model", "validation loss", "bits per byte", "parameters", f"of {reference}", "tokens/s")
-    return Table.of(columns, rows, title, *([note] if {"GLA", "AFT", "Mamba"} & runs.keys() else []))
+    return Table.of(columns, rows, title, *note_of_priors(runs))
 
 
 tyro = require("tyro", "cli")
