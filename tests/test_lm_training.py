@@ -5,7 +5,6 @@ import json
 import math
 import os
 import random
-import shutil
 import signal
 import statistics
 import subprocess
@@ -22,13 +21,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from femixer.cli import main
 from femixer.models import PRESETS, FEMForCausalLM
-from femixer.tasks.lm import task
 from femixer.tasks.lm.data.building import prepare
 from femixer.tasks.lm.data.corpus import open_corpus
 from femixer.tasks.lm.data.shards import Batches
 from femixer.tasks.lm.data.tokenizer import load_tokenizer, train_bpe
 from femixer.tasks.lm.fit import documents, summed_loss
 from femixer.tasks.lm.model import ModelOptions, build
+from femixer.tasks.lm.task import LmRun
+from femixer.training import RunOptions
 
 WORDS = ("violet ", "quartz ", "jumbled ", "phobic ", "skewing\n")
 SMALL = ("--hidden-size", 12, "--layers", 1, "--heads", 2, "--context", 23, "--batch-tokens", 92, "--threads", 1)
@@ -228,25 +228,6 @@ def test_no_loss_crosses_documents(tmp_path, options):
 # --- several models
 
 
-def recorded(monkeypatch):
-    """Runs of a comparison as they happen: for each, the batches it was given."""
-    runs = defaultdict(list)
-    original, call = task.trained, Batches.__call__
-
-    def run(experiment, *rest):
-        runs["current"] = experiment
-        return original(experiment, *rest)
-
-    def batch(self, step, rank=0, world=1):
-        given = call(self, step, rank, world)
-        runs[runs["current"]].append((step, given.inputs.tolist()))
-        return given
-
-    monkeypatch.setattr(task, "trained", run)
-    monkeypatch.setattr(Batches, "__call__", batch)
-    return runs
-
-
 def without_speed(table):
     """The rows up to their last column."""
     return [line.rpartition("|")[0].rpartition("|")[0] for line in table.splitlines()]
@@ -256,15 +237,8 @@ def test_compared_models_see_the_same_batches_and_share_a_table(tmp_path, monkey
     out = tmp_path / "three"
     options = (*SMALL, "--steps", 3, "--evaluate-every", 2, "--seeds", 2, "--seed", 5, "--models", "SMAttn")
     options += ("FEM-GLA", "custom", "--prior", "gla:decay=channel", "softmax", "--parts", "CL")
-    with monkeypatch.context() as patch:
-        runs = recorded(patch)
-        assert lm("compare", out, *options) == 0
-    del runs["current"]
-    assert len(runs) == 6
-    by_seed = {seed: [batches for run, batches in runs.items() if run.seed == seed] for seed in (5, 6)}
-    assert all(len(each) == 3 and each[0] == each[1] == each[2] and len(each[0]) == 3 for each in by_seed.values())
-    assert by_seed[5] != by_seed[6]
-
+    assert lm("compare", out, *options, "--jobs", 2) == 0
+    assert "job 6/6" in capsys.readouterr().err
     table = (out / "table.md").read_text()
     best = {}
     for name in ("SMAttn", "FEM-GLA", "custom"):
@@ -274,26 +248,72 @@ def test_compared_models_see_the_same_batches_and_share_a_table(tmp_path, monkey
         assert f"{(a + b) / 2:.4f}" in table and f" ± {abs(a - b) / math.sqrt(2):.4f} |" in table
         model = FEMForCausalLM.from_pretrained(out / "runs" / f"{name}-seed-5" / "model")
         assert f" | {model.num_parameters():,} | " in table
+        assert "femixer lm compare --data text.txt" in (out / f"runs/{name}-seed-5/model/README.md").read_text()
     winner = min(best, key=best.get)
     assert table.count("**") == 2 and f"| {winner} | **{best[winner]:.4f}**" in table
     assert statistics.fmean(best.values()) < math.log(257)
     assert not [*out.glob("runs/*/checkpoints")] and (out / "figure.png").exists()
 
+    kept = {path: path.stat().st_mtime_ns for path in out.glob("runs/*/*") if "custom-seed-6" not in str(path)}
+    before = lines(out / "runs/custom-seed-6/metrics.jsonl")
+    next(out.glob("jobs/custom-seed-6-*")).unlink()
     (out / "table.md").unlink()
-    shutil.rmtree(out / "runs/custom-seed-6")
-    kept = {path: path.stat().st_mtime_ns for path in out.glob("runs/*/*")}
-    with monkeypatch.context() as patch:
-        runs = recorded(patch)
-        assert lm("compare", out, *options, "--resume") == 0
-    assert [batches for run, batches in runs.items() if run != "current" and batches] == [by_seed[6][2]]
+    assert lm("compare", out, *options, "--resume") == 0
+    assert "6 jobs, 5 of them finished before" in capsys.readouterr().err
+    assert timeless(lines(out / "runs/custom-seed-6/metrics.jsonl")) == timeless(before)
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     assert without_speed((out / "table.md").read_text()) == without_speed(table)
 
-    side_by_side = tmp_path / "side by side"
-    assert lm("compare", side_by_side, *options, "--seeds", 1, "--jobs", 2) == 0
-    for path in out.glob("runs/*-5/metrics.jsonl"):
-        assert timeless(lines(side_by_side / path.relative_to(out))) == timeless(lines(path))
-    assert "run 3/3 done" in capsys.readouterr().err
+    batches, call = defaultdict(list), Batches.__call__
+    jobs = LmRun.parse(["--data", "text.txt", "--out", str(out), *map(str, options)], "lm compare").jobs()
+    for job in jobs:
+
+        def batch(self, step, rank=0, world=1, job=job):
+            given = call(self, step, rank, world)
+            batches[job].append((step, given.inputs.tolist()))
+            return given
+
+        monkeypatch.setattr(Batches, "__call__", batch)
+        record = job.carry_out(RunOptions(tmp_path / "here" / job.place, threads=1, device="cpu"))
+        assert record["loss"] == json.loads((out / "jobs" / f"{job.name}.json").read_text())["loss"]
+    by_seed = {seed: [batches[job] for job in jobs if job.spec.experiment.seed == seed] for seed in (5, 6)}
+    assert all(len(each) == 3 and each[0] == each[1] == each[2] and len(each[0]) == 3 for each in by_seed.values())
+    assert by_seed[5] != by_seed[6]
+
+
+def test_a_comparison_has_one_run_of_a_model_and_seed(tmp_path, capsys):
+    out = tmp_path / "one"
+    options = (*SMALL, "--steps", 1, "--seeds", 2, "--models", "SMAttn", "--validation-tokens", 23)
+    assert lm("compare", out, *options, "--resume") == 2
+    assert "resume=True is not allowed; choose a comparison to continue" in capsys.readouterr().err
+    assert lm("compare", out, *options, "--part", "1/2", "--dry-run") == 0
+    assert capsys.readouterr().out == "2 jobs, 1 in part 1/2, 0 of them finished\n" and not out.exists()
+    assert lm("compare", out, *options, "--part", "1/2") == 0
+    (first,) = out.glob("runs/*")
+    assert not (out / "table.md").exists()  # which would be of a part only
+    number = first.stat().st_ino
+    capsys.readouterr()
+    for other in (("--lr", 0.1), ("--lr", 0.1, "--overwrite")):
+        assert lm("compare", out, *options, *other) == 2
+        assert "choose another folder: here SMAttn seed" in capsys.readouterr().err
+    assert lm("compare", out, *options, "--overwrite") == 0
+    assert "job 2/2" in capsys.readouterr().err and first.stat().st_ino != number and (out / "table.md").exists()
+
+
+def test_processes_of_torchrun_share_the_runs_of_a_comparison(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "femixer"]
+    command += ["lm", "compare", "--data", "text.txt", "--out", tmp_path / "two", "--device", "cpu", *SMALL]
+    command += ["--steps", 2, "--seeds", 1, "--models", "SMAttn", "GLA", "--validation-tokens", 46]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    two = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=300)
+    assert two.returncode == 0, two.stderr
+    assert two.stdout.count("| SMAttn |") == 1 and two.stderr.count("job 2/2") == 1
+    assert not [*(tmp_path / "two/running").iterdir()] and not (tmp_path / "two/errors").exists()
+    options = command[command.index("--data") : command.index("--out")] + command[command.index("--device") + 2 :]
+    job = LmRun.parse([*map(str, options)], "lm compare").jobs()[0]
+    alone = job.carry_out(RunOptions(tmp_path / "one", threads=1, device="cpu"))
+    record = json.loads((tmp_path / "two/jobs" / f"{job.name}.json").read_text())
+    assert record["loss"] == pytest.approx(alone["loss"], rel=1e-4)
 
 
 # --- options

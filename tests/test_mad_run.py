@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,13 +20,14 @@ from torch import nn
 from femixer.cli import main
 from femixer.models.named import NAMED
 from femixer.tasks.mad import IGNORE, TASK, TASKS, fit
-from femixer.tasks.mad.fit import Batches, Examples, MadJob, macro_accuracy, score
+from femixer.tasks.mad.fit import Examples, MadJob, macro_accuracy, score
 from femixer.tasks.mad.model import build, positions
 from femixer.tasks.mad.protocol import PROTOCOLS, Plan, Protocol
 from femixer.tasks.mad.task import Experiment
 from femixer.training import Part, RunOptions, jobs, store
 from femixer.training.distributed import carried_out
 from femixer.training.jobs import Assignment, attempt, divided
+from femixer.training.seeding import Epochs
 
 SIZES = {"width": 12, "heads": 2, "layers": 1, "inner": 11, "validation": 5, "test": 7, "resumable": False}
 TINY = Protocol(
@@ -175,13 +177,13 @@ def test_parts_are_all_jobs_once():
 
 def test_an_epoch_has_every_sequence_once_in_an_order_of_its_own():
     examples = Examples(torch.arange(7)[:, None], torch.arange(7)[:, None] + 100)
-    batches = Batches(examples, 3, seed=5)
-    epochs = [[batches(3 * epoch + step, Part()) for step in (1, 2, 3)] for epoch in range(2)]
+    numbers = Epochs(7, 3, seed=5, even=False)
+    epochs = [[examples.rows(numbers(3 * epoch + step, Part())) for step in (1, 2, 3)] for epoch in range(2)]
     orders = [torch.cat([batch.inputs[:, 0] for batch in epoch]).tolist() for epoch in epochs]
     assert all(sorted(order) == [*range(7)] for order in orders) and orders[0] != orders[1]
     assert [len(batch.inputs) for batch in epochs[0]] == [3, 3, 1]
     assert all(torch.equal(batch.targets, batch.inputs + 100) for batch in epochs[1])
-    assert torch.equal(Batches(examples, 3, seed=5)(5, Part()).inputs, epochs[1][1].inputs)
+    assert torch.equal(Epochs(7, 3, seed=5, even=False)(5, Part()), epochs[1][1].inputs[:, 0])
 
 
 # Training
@@ -307,7 +309,7 @@ def test_a_failing_job_stops_no_other_and_is_named(tmp_path, capsys, monkeypatch
 def test_a_job_that_another_process_is_at_is_left_to_it(tmp_path):
     from filelock import FileLock
 
-    assignment = Assignment(tiny_job(), store.Store(tmp_path, TASK.kind).folder, False, "cpu", 1)
+    assignment = Assignment(tiny_job(), store.Store(tmp_path, TASK.kind), False, "cpu", 1)
     (tmp_path / "running").mkdir()
     with FileLock(tmp_path / "running" / f"{assignment.job.name}.lock"):
         assert attempt(assignment) == jobs.Outcome(assignment.job)
@@ -319,7 +321,9 @@ def test_a_job_that_another_process_is_at_is_left_to_it(tmp_path):
 
 def test_a_machine_that_does_not_see_the_store_works_on_its_own_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(jobs.tempfile, "gettempdir", lambda: str(tmp_path / "disk"))
-    outcome = attempt(Assignment(tiny_job(), tmp_path / "elsewhere", False, "cpu", 1))
+    elsewhere = store.Store(tmp_path / "elsewhere", TASK.kind)
+    shutil.rmtree(tmp_path / "elsewhere")
+    outcome = attempt(Assignment(tiny_job(), elsewhere, False, "cpu", 1))
     assert outcome.record is not None and (tmp_path / "disk").exists() and not (tmp_path / "elsewhere").exists()
 
 

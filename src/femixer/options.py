@@ -20,7 +20,7 @@ import dataclasses
 import importlib
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -147,6 +147,15 @@ def check_all(options: Any, rule: Rule, *names: str) -> None:
         check(value is None or rule.fits(value), name, value, rule.allowed)
 
 
+def check_different(options: Any, name: str, known: Iterable[str] = ()) -> None:
+    """Raise a ValueError unless the option has names, each once, all of them known."""
+    names, known = getattr(options, name), [*known]
+    allowed = "different ones" + (f" of {', '.join(known)}" if known else "")
+    for one in names if known else ():
+        check(one in known, name, one, allowed)
+    check(0 < len(names) == len({*names}), name, names, allowed)
+
+
 def check_positive(**values: float | None) -> None:
     """Raise a ValueError that names the first number which is not above zero; None is one that is not given."""
     for name, value in values.items():
@@ -182,13 +191,18 @@ UNIMPORTANT = ("--resume", "--overwrite")
 
 
 @contextmanager
-def running(args: Sequence[str]) -> Iterator[None]:
+def running(args: Sequence[str] | None) -> Iterator[None]:
     """While the command with these arguments runs."""
-    token = _running.set([*args])
+    token = _running.set(None if args is None else [*args])
     try:
         yield
     finally:
         _running.reset(token)
+
+
+def arguments() -> Sequence[str] | None:
+    """Those of the command that runs, if one does."""
+    return _running.get()
 
 
 def as_typed() -> str:

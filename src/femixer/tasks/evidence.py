@@ -17,7 +17,7 @@ from femixer.options import check, parse
 from femixer.reporting import Cell, Column, Group, Row, Score, Table, difference
 from femixer.reporting.table import Difference
 from femixer.tasks.runner import report
-from femixer.training.results import Record, check_no_run, holds_run
+from femixer.training.results import Record, check_no_run
 from femixer.training.store import as_text
 
 PAIRS = (("FEM-SM", "SMAttn"), ("FEM-GLA", "GLA"), ("FEM-AFT", "AFT"), ("FEM-Mamba", "Mamba"))
@@ -149,9 +149,6 @@ def load(paths: Sequence[Path]) -> dict[str, list[Record]]:
     found: dict[str, list[Record]] = defaultdict(list)
     for path in paths:
         check(path.exists(), "results", str(path), "a store of results, or an exported file")
-        if holds_run(path):  # of a command that trains by itself
-            found["lm"] += readers["lm"](path)
-            continue
         for name, read in readers.items():
             with suppress(ValueError):
                 found[name] += read(path)

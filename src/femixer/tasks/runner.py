@@ -1,26 +1,26 @@
 """What a task is to the command line: one small object, which is served with `run`, `table` and `export`.
 
-A task of jobs says what is run (`Run`) and how the records are shown (`Tabulate`). The store, finished jobs that are
-not repeated, shares of the jobs (`--part`), processes and clusters, files of tables and exported results come with it.
-A task whose trainings are no jobs says how their folders become records (`read`), and is served with `export`.
+It says what is run (`Run`) and how the records are shown (`Tabulate`). The store, finished jobs that are not repeated,
+shares of the jobs (`--part`), processes and clusters, files of tables and exported results come with it.
 """
 
+import io
 import os
 import shlex
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from femixer.damage import Fields
-from femixer.options import Commands, check, dispatch, lacks_option, named, parse
+from femixer.options import COUNT, WHOLE, Commands, check, check_all, dispatch, lacks_option, named, parse
 from femixer.reporting import Cell, Table, as_markdown, write
 from femixer.reporting.figures import save
 from femixer.training import atomic, distributed, jobs, store
 from femixer.training.jobs import Job, Jobs
-from femixer.training.results import Record, RunOptions, check_no_run
+from femixer.training.results import TABLE, Record, RunOptions, check_no_run
 from femixer.training.store import RECORD, Kind
 
 
@@ -54,6 +54,12 @@ def usual_notes(records: Sequence[Record], tables: Sequence[Table]) -> list[str]
     return text
 
 
+def note_of_priors(models: Container[str]) -> list[str]:
+    """Which names are not those of the published layers, where there are any."""
+    note = "GLA, Mamba and AFT are the normalized priors with the mean as read, not the published layers."
+    return [note] if any(name in models for name in ("GLA", "Mamba", "AFT")) else []
+
+
 def report(out: Path, tables: Sequence[Table], figures: Mapping[str, Any] | None = None) -> None:
     """Show tables, and put them into a folder as files, with figures (name of a file -> one of matplotlib)."""
     with atomic.replacing_files(out) as new:
@@ -65,12 +71,29 @@ def report(out: Path, tables: Sequence[Table], figures: Mapping[str, Any] | None
     print(f"The table is in {out}/ as Markdown, LaTeX and CSV{drawn}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Seeds:
+    """Those of an experiment."""
+
+    seeds: int = 1
+    """Number of seeds, counted up from --seed."""
+    seed: int = 0
+    """The first seed."""
+
+    def every_seed(self) -> range:
+        check_all(self, COUNT, "seeds")
+        check_all(self, WHOLE, "seed")
+        return range(self.seed, self.seed + self.seeds)
+
+
 class Run(ABC):
     """The options of `femixer NAME run`: a dataclass with what is run; its docstring is the help."""
 
     experiment: Any
     """What to train, and with which options."""
     how: Jobs
+    divides: ClassVar[bool] = False
+    """Whether the processes that torchrun starts may share each job."""
 
     def jobs(self) -> Sequence[Job]:
         """Each once; a ValueError if one of them is not possible."""
@@ -79,6 +102,10 @@ class Run(ABC):
     @abstractmethod
     def tables(self, records: Sequence[Record]) -> list[Table]:
         """What is shown at the end of a run."""
+
+    def figures(self, records: Sequence[Record]) -> Mapping[str, Any]:
+        """Name of a file -> a figure of matplotlib, to stand in the store."""
+        return {}
 
     @property
     def resumable(self) -> bool:
@@ -158,41 +185,42 @@ class Export:
     """Write all records of finished trainings into one JSON file, which other commands read like the originals."""
 
     results: tuple[Path, ...]
-    """Stores of `run`, results folders of `femixer lm compare`, or files that this command wrote."""
+    """Stores of `run` or `compare`, or files that this command wrote."""
     out: Path
     """The file."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task, most often one whose trainings are jobs of a store."""
+    """A task: its trainings are jobs of a store."""
 
     name: str
     """Of the command."""
     format: int | str
     """In stores and exported files. A change of the data, the models or the record makes it another."""
-    run: type[Run] | str | None = None
-    """Or `module:class`, which is imported only when its command is called. None: its trainings are no jobs."""
+    run: type[Run] | str
+    """Or `module:class`, which is imported only when its command is called."""
     table: type[Tabulate] | str | None = None
     """None: what `run` shows."""
     run_help: str = "models x seeds, as jobs of a results store"
     table_help: str = "results in the layout of the paper's table"
+    names: tuple[str, str] = ("run", "table")
+    """What these two commands are called."""
     record: Fields = field(default_factory=dict)
     """What its tables need of a record, as `femixer.damage.check_fields` takes it: a damaged one is named."""
     read: Callable[..., list[Record]] | str | None = None
-    """Paths -> the records of trainings that are no jobs, or `module:function`."""
+    """Paths -> their records, or `module:function`, where stores and exported files are not all that has some."""
     others: Commands = field(default_factory=dict)
     """Its other commands, as `femixer.options.dispatch` takes them."""
 
     @property
     def kind(self) -> Kind:
-        return Kind(self.name, self.format, self.record)
+        return Kind(self.name, self.format, self.record, self.names[0])
 
     @property
     def commands(self) -> Commands:
-        jobs: Commands = {"run": (self._run, self.run_help), "table": (self._table, self.table_help)}
-        served: Commands = {"export": (self._export, "recorded results as one small file")}
-        return {**self.others, **(jobs if self.run else {}), **served}
+        of_jobs = zip(self.names, ((self._run, self.run_help), (self._table, self.table_help)), strict=True)
+        return {**self.others, **dict(of_jobs), "export": (self._export, "recorded results as one small file")}
 
     def main(self, args: Sequence[str]) -> int | None:
         """`femixer NAME <command> [options]`."""
@@ -210,9 +238,13 @@ class Task:
         store.export([record], folder / RECORD, self.kind)
 
     def _run(self, args: Sequence[str]) -> int:
-        command = named(self.run).parse(args, f"{self.name} run")
+        command = named(self.run).parse(args, f"{self.name} {self.names[0]}")
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        check(world == 1, "WORLD_SIZE", world, "1: jobs are processes of their own, start them without torchrun")
+        single = "1: jobs are processes of their own, start them without torchrun"
+        check(world == 1 or command.divides, "WORLD_SIZE", world, single)
+        if world > 1:
+            distributed.start(command.how.engine.device)
+            sys.stdout = sys.stdout if distributed.is_main() else io.StringIO()
         try:
             ran = jobs.run(command.jobs(), self.kind, command.how, command.resumable)
         except KeyboardInterrupt:
@@ -223,20 +255,28 @@ class Task:
         records, failed = ran
         if records:
             try:
-                print(as_markdown(*command.tables(records)))
+                self._show(command, records)
             except ValueError as error:  # the jobs are done; that older ones do not fit is not their fault
                 print(f"no table: {error}")
         out = command.how.out
-        again = shlex.join(["femixer", *self.name.split(), "table", "--results", str(out)])
+        again = shlex.join(["femixer", *self.name.split(), self.names[1], "--results", str(out)])
         print(f"Results are in {out}/; `{again}` makes files of them")
         return 1 if failed else 0
 
+    def _show(self, command: Run, records: Sequence[Record]) -> None:
+        text, drawings, out = as_markdown(*command.tables(records)), command.figures(records), command.how.out
+        print(text)
+        if command.how.part is None and distributed.is_main():
+            store.put(out / TABLE, text)
+            for name, drawing in drawings.items():
+                save(drawing, out / name)
+
     def _table(self, args: Sequence[str]) -> int:
-        command = parse(named(self.table or TableFiles), args, f"{self.name} table")
-        out = command.out or Path("results") / f"{self.name}-table"
+        command = parse(named(self.table or TableFiles), args, f"{self.name} {self.names[1]}")
+        out = command.out or Path("results") / f"{self.name.replace(' ', '-')}-table"
         check_no_run(out)
         records = self.load(*command.results)
-        stores = f"stores where `femixer {self.name} run` has finished some"
+        stores = f"stores where `femixer {self.name} {self.names[0]}` has finished some"
         check(len(records) > 0, "results", "without a finished job", stores)
         tables = (named(self.run)() if self.table is None else command).tables(records)
         figures = {} if self.table is None else command.figures(records)

@@ -18,21 +18,25 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
+from filelock import FileLock, Timeout
 
 from femixer.optional import require
-from femixer.options import check, check_threads
-from femixer.training import atomic
+from femixer.options import arguments, check, check_threads, running
+from femixer.training import atomic, distributed
 from femixer.training.distributed import Interrupted, carried_out, cores
 from femixer.training.journal import terminal_bar
 from femixer.training.results import Record, RunOptions, holds_run, release
-from femixer.training.store import ERRORS, INDEX, RUNNING, Kind, Store, add_record, is_finished
+from femixer.training.store import ERRORS, INDEX, JOBS, RUNNING, RUNS, Kind, Store
 
 
 class Job(ABC):
     """One training: a frozen dataclass that travels to other processes, so it must be possible to pickle it."""
+
+    keeps: ClassVar[bool] = False
+    """Whether its results folder stays, as runs/TITLE in the store, and not its record alone."""
 
     @property
     def definition(self) -> Any:
@@ -51,9 +55,14 @@ class Job(ABC):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
+    def place(self) -> str:
+        """Of the results folder that stays: the title, without spaces."""
+        return "-".join(self.title.split())
+
+    @property
     def name(self) -> str:
         """Of its files: the title, without spaces, and the digest."""
-        return "-".join([*self.title.split(), self.digest])
+        return f"{self.place}-{self.digest}"
 
     @abstractmethod
     def carry_out(self, options: RunOptions) -> Record:
@@ -69,10 +78,12 @@ class Assignment:
     """A job, and where and how to do it: nothing of the latter decides its numbers, except for rounding."""
 
     job: Job
-    store: Path
+    store: Store
     resumable: bool
     device: Literal["auto", "cpu"]
     threads: int
+    typed: Sequence[str] | None = field(default_factory=arguments)
+    """The command line, for what the job writes."""
 
 
 @dataclass(frozen=True)
@@ -85,68 +96,72 @@ class Outcome:
 
 
 def attempt(assignment: Assignment) -> Outcome:
-    """Carry out a job in this process; a failure is an outcome too."""
-    filelock = require("filelock", "lm")
-    job, folder = assignment.job, running(assignment)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    log, lock = (folder.with_name(folder.name + ending) for ending in (".log", ".lock"))
-    keep = 1 if assignment.resumable else 0
-    options = RunOptions(
-        folder, resume=holds_run(folder), threads=assignment.threads, device=assignment.device, keep=keep
-    )
+    """Carry out a job in this process, or in all that torchrun started together; a failure is an outcome too."""
+    job, store = assignment.job, assignment.store
     try:
-        with filelock.FileLock(lock, timeout=0), removed(lock):
-            if is_finished(assignment.store, job.name):
+        with locked(assignment) as folder:
+            if distributed.on_main(lambda: store.finished(job.name)):
                 return Outcome(job)
+            options = RunOptions(
+                folder,
+                resume=distributed.on_main(lambda: holds_run(folder)),
+                threads=assignment.threads,
+                device=assignment.device,
+                keep=1 if assignment.resumable else 0,
+            )
+            log = folder.with_name(folder.name + ".log")
             try:
-                with log.open("a", encoding="utf-8") as file, contextlib.redirect_stderr(file):
+                with (
+                    log.open("a", encoding="utf-8") as file,
+                    contextlib.redirect_stderr(file),
+                    running(assignment.typed),
+                ):
                     record = job.carry_out(options)
             finally:
                 release(folder)
-            if assignment.store.is_dir():  # before another process can get the lock
-                add_record(assignment.store, job.name, record)
-            for path in (folder, log):
-                atomic.remove(path)
+
+            def settle() -> None:
+                if store.folder.is_dir():  # before another process can get the lock
+                    if job.keeps:
+                        (store.folder / RUNS).mkdir(exist_ok=True)
+                        atomic.commit(folder, store.folder / RUNS / job.place)
+                    store.add(job.name, record)
+                for path in (folder, log):
+                    atomic.remove(path)
+
+            distributed.on_main(settle)
         return Outcome(job, record)
-    except filelock.Timeout:
+    except Timeout:
         return Outcome(job)
     except Interrupted as stop:
+        if distributed.world() > 1:
+            raise
         return Outcome(job, error=str(stop))
     except Exception:
         return Outcome(job, error=traceback.format_exc())
 
 
 @contextlib.contextmanager
-def alone(assignment: Assignment) -> Iterator[None]:
-    """Nobody carries out the job meanwhile; a ValueError if somebody does."""
-    filelock = require("filelock", "lm")
-    folder = running(assignment)
+def locked(assignment: Assignment) -> Iterator[Path]:
+    """The folder of a job's training run, while nobody else carries it out; filelock's Timeout if somebody does."""
+    folder = place_of(assignment)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = folder.with_name(folder.name + ".lock")
+    path = folder.with_name(folder.name + ".lock")
+    lock = FileLock(path, timeout=0)
+    distributed.on_main(lambda: lock.acquire() and None)
     try:
-        with filelock.FileLock(lock, timeout=0), removed(lock):
-            yield
-    except filelock.Timeout:
-        raise ValueError(
-            f"overwrite=True is not allowed while another process is at {assignment.job.title!r} in "
-            f"{assignment.store}; wait for it to end, or choose another --out"
-        ) from None
-
-
-@contextlib.contextmanager
-def removed(lock: Path) -> Iterator[None]:
-    """Remove the file of a lock while it is held: afterwards it may be another's."""
-    try:
-        yield
+        yield folder
     finally:
-        with contextlib.suppress(PermissionError):  # Windows removes no file that is open
-            lock.unlink(missing_ok=True)
+        if lock.is_locked:
+            with contextlib.suppress(PermissionError):  # Windows removes no file that is open
+                path.unlink(missing_ok=True)  # while it is held: afterwards it may be another's
+            lock.release()
 
 
-def running(assignment: Assignment) -> Path:
+def place_of(assignment: Assignment) -> Path:
     """The folder of the training run: in the store, or on a machine that does not see the store on its own disk."""
-    if assignment.store.is_dir():
-        return assignment.store / RUNNING / assignment.job.name
+    if assignment.store.folder.is_dir():
+        return assignment.store.folder / RUNNING / assignment.job.name
     return Path(tempfile.gettempdir()) / "femixer-jobs" / assignment.job.name
 
 
@@ -158,8 +173,8 @@ class JobEngine:
     """local: processes on this machine; ray: a Ray cluster, or Ray started on this machine."""
     jobs: int | None = None
     """Jobs at a time. By default one per CPU core, or one if there is a GPU; under Ray what its resources allow."""
-    threads: int = 1
-    """CPU threads of a job."""
+    threads: int | None = 1
+    """CPU threads of a job; None shares those of torch among --jobs."""
     device: Literal["auto", "cpu"] = "auto"
     """Where to train: auto takes a GPU that torch can use, if there is one."""
     address: str | None = None
@@ -176,15 +191,24 @@ class JobEngine:
         check(self.gpus >= 0, "gpus", self.gpus, "a number of at least 0")
         check(self.gpus == 0 or self.engine == "ray", "gpus", self.gpus, "--engine ray too")
 
+    @property
+    def share(self) -> int:
+        """CPU threads of each job."""
+        return self.threads or max(1, torch.get_num_threads() // (self.jobs or 1))
+
     @contextlib.contextmanager
     def ready(self, assignments: Sequence[Assignment]) -> Iterator[Iterator[Outcome]]:
         """The outcomes of the jobs as they come. Leaving this stops those that are not done."""
-        if self.engine == "ray":
+        if distributed.world() > 1:
+            alone = self.jobs == 1 and self.engine == "local"
+            check(alone, "jobs", self.jobs, "1 under torchrun, whose processes share each job, and no Ray")
+            yield map(attempt, assignments)
+        elif self.engine == "ray":
             with connected(self.address, self.jobs):
-                yield on_ray(assignments, self.jobs, self.threads, self.gpus)
+                yield on_ray(assignments, self.jobs, self.share, self.gpus)
         else:
             gpu = self.device == "auto" and torch.cuda.is_available()
-            jobs = self.jobs or (1 if gpu else max(1, cores() // self.threads))
+            jobs = self.jobs or (1 if gpu else max(1, cores() // self.share))
             with contextlib.closing(local(assignments, jobs)) as outcomes:
                 yield outcomes
 
@@ -278,6 +302,8 @@ def progress(jobs: int) -> Iterator[Callable[[Outcome], None]]:
     def told(outcome: Outcome) -> None:
         nonlocal done
         done += 1
+        if not distributed.is_main():
+            return
         if bar is not None:
             bar.console.print(line(outcome), highlight=False, markup=False)
             bar.advance(task)
@@ -344,19 +370,29 @@ def run(everything: Sequence[SomeJob], kind: Kind, how: Jobs, resumable: bool) -
         return None
     store = Store(how.out, kind)
     todo = [job for job in mine if how.overwrite or not store.finished(job.name)]
+    for each in todo:
+        check_place(each, store, how.out)
     print(f"{counted(len(mine))}, {len(mine) - len(todo)} of them finished before", file=sys.stderr)
     failed = carry_out(todo, store, how, resumable) if todo else []
     for job in failed:
         print(f"failed: {job.name}", file=sys.stderr)
     if failed:
-        print(f"{counted(len(failed))} failed; why is in {store.folder / ERRORS}/, and the same command tries again")
+        print(f"{counted(len(failed))} failed; why is in {how.out / ERRORS}/, and the same command tries again")
     return [store.record(job.name) for job in mine if store.finished(job.name)], len(failed)
+
+
+def check_place(job: Job, store: Store, out: Path) -> None:
+    """A ValueError if the folder that the job would leave is that of a job with other options."""
+    held = store.folder.glob(f"{JOBS}/{job.place}-{'?' * len(job.digest)}.json") if job.keeps else ()
+    others = [path.stem for path in held if path.stem != job.name]
+    allowed = f"another folder: here {job.title} was run with other options"
+    check(not others, "out", str(out), allowed)
 
 
 def carry_out(todo: Sequence[Job], store: Store, how: Jobs, resumable: bool) -> list[Job]:
     """The jobs that failed; the others are in the store."""
-    engine, folder = how.engine, store.folder.resolve()
-    assignments = [Assignment(job, folder, resumable, engine.device, engine.threads) for job in todo]
+    engine = how.engine
+    assignments = [Assignment(job, store, resumable, engine.device, engine.share) for job in todo]
     failed = []
     with engine.ready(assignments) as outcomes:
         if how.overwrite:
@@ -364,7 +400,7 @@ def carry_out(todo: Sequence[Job], store: Store, how: Jobs, resumable: bool) -> 
         with progress(len(todo)) as tell:
             for outcome in outcomes:
                 if outcome.record is not None:
-                    store.add(outcome.job.name, outcome.record)
+                    store.add(outcome.job.name, outcome.record)  # who carried it out may not see the store
                 elif outcome.error is not None:
                     store.failed(outcome.job.name, outcome.error)
                     failed.append(outcome.job)
@@ -374,12 +410,17 @@ def carry_out(todo: Sequence[Job], store: Store, how: Jobs, resumable: bool) -> 
 
 def run_again(assignments: Sequence[Assignment], store: Store) -> None:
     """Mark jobs as unfinished and remove what is left of their trainings; none if another process is at one of them."""
-    for assignment in assignments:
-        with alone(assignment):
-            pass  # or an error, before anything is changed
-    for assignment in assignments:
-        with alone(assignment):
-            store.run_again(assignment.job.name)
+    for change in (False, True):
+        for assignment in assignments:
+            try:
+                with locked(assignment):
+                    if change:
+                        distributed.on_main(functools.partial(store.run_again, assignment.job.name))
+            except Timeout:
+                raise ValueError(
+                    f"overwrite=True is not allowed while another process is at {assignment.job.title!r} in "
+                    f"{store.folder}; wait for it to end, or choose another --out"
+                ) from None
 
 
 def divided(jobs: Sequence[SomeJob], part: str | None) -> Sequence[SomeJob]:

@@ -324,6 +324,16 @@ class Best:
         return self.results.folder / CHECKPOINTS / f"best-{step:08d}.safetensors"
 
 
+def with_test(results: Results, scores: Callable[[], Record]) -> list[Record]:
+    """The records of a run, the last of them the test scores: added unless they are there from before a crash."""
+    metrics = distributed.on_main(results.metrics)
+    if metrics[-1]["split"] != "test":
+        last = {name: metrics[-1][name] for name in ("step", "seconds")}
+        metrics.append({"split": "test", **scores(), **last})
+        results.append(metrics[-1:])
+    return metrics
+
+
 def check_trained(record: Record, saved: str = "") -> None:
     """A FloatingPointError if training diverged: a command that trains one model must not end as if it had gone well.
 

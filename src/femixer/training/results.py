@@ -56,8 +56,29 @@ Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 """Each has the name of its package."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """What a run leaves on the way."""
+
+    keep: int = 2
+    """Checkpoints to keep, the newest ones; 0 saves none, so that a stopped run starts over."""
+    save_every: int | None = None
+    """Steps between two checkpoints besides those that follow an evaluation."""
+    track: tuple[Tracker, ...] = ()
+    """Trackers that also receive the metrics (docs/training.md); each needs its package. Resumed runs continue."""
+
+    def validate(self) -> None:
+        check_all(self, WHOLE, "keep")
+        check_all(self, COUNT, "save_every")
+        for name in self.track:
+            check(name in get_args(Tracker), "track", name, f"from {', '.join(get_args(Tracker))}")
+            found = find_spec(name)
+            if found is None or found.origin is None:  # a folder of that name is no package
+                raise MissingExtra(f"track={name!r} needs a package that is not installed: pip install {name}")
+
+
 @dataclass(frozen=True)
-class RunOptions:
+class RunOptions(Saving):
     """How a run is carried out: nothing here changes what it computes."""
 
     out: Path
@@ -70,25 +91,13 @@ class RunOptions:
     """CPU threads, by default torch's choice. A resumed run repeats the digits only with the same number."""
     device: Literal["auto", "cpu"] = "auto"
     """Where to train: auto takes a GPU that torch can use through CUDA or ROCm, if there is one."""
-    keep: int = 2
-    """Checkpoints to keep, the newest ones; 0 saves none, so that a stopped run starts over."""
-    save_every: int | None = None
-    """Steps between two checkpoints besides those that follow an evaluation."""
-    track: tuple[Tracker, ...] = ()
-    """Trackers that also receive the metrics (docs/training.md); each needs its package. Resumed runs continue."""
 
     def apply(self) -> None:
         """Check the options, set the number of threads, and connect to the other processes if torchrun started any."""
         check(self.device in ("auto", "cpu"), "device", self.device, "auto or cpu")
-        check_all(self, WHOLE, "keep")
-        check_all(self, COUNT, "save_every")
         check_threads(self.threads)
         check(not (self.resume and self.overwrite), "resume", self.resume, "either --resume or --overwrite")
-        for name in self.track:
-            check(name in get_args(Tracker), "track", name, f"from {', '.join(get_args(Tracker))}")
-            found = find_spec(name)
-            if found is None or found.origin is None:  # a folder of that name is no package
-                raise MissingExtra(f"track={name!r} needs a package that is not installed: pip install {name}")
+        self.validate()
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         distributed.start(self.device)

@@ -35,12 +35,14 @@ class Epochs:
     """The numbers 0 to count - 1 in an order of each epoch's own, as a function of the step: 1, 2, ...
 
     An epoch has ceil(count / batch) steps of equally many numbers, or one less. A short rest at the end instead, as
-    loaders make it, may be a single example, and that step would count like any other.
+    loaders make it (even=False), may be a single example, and that step would count like any other.
     """
 
-    def __init__(self, count: int, batch: int, seed: int, order: Callable[[int], Tensor] | None = None) -> None:
+    def __init__(
+        self, count: int, batch: int, seed: int, order: Callable[[int], Tensor] | None = None, even: bool = True
+    ) -> None:
         """order: epoch -> the numbers [count] in its order, by default a permutation that the seed decides."""
-        self.count, self.seed = count, seed
+        self.count, self.seed, self.batch = count, seed, None if even else batch
         self.per_epoch = math.ceil(count / batch)
         self.order = functools.lru_cache(maxsize=1)(order or self._order)
 
@@ -50,7 +52,7 @@ class Epochs:
     def __call__(self, step: int, part: Part) -> Tensor:
         """The numbers of one part of the global batch of a step."""
         epoch, index = divmod(step - 1, self.per_epoch)
-        begin, end = (self.count * at // self.per_epoch for at in (index, index + 1))
+        begin, end = (self.batch * at if self.batch else self.count * at // self.per_epoch for at in (index, index + 1))
         numbers = self.order(epoch)[begin:end]
         return numbers[part.rows(len(numbers))]
 

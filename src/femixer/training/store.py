@@ -5,6 +5,8 @@ jobs/NAME.json        the record of a finished job; NAME ends in a hash of every
 errors/NAME.txt       why a job failed, until it succeeds
 running/NAME/         the training run of a job that is not finished, NAME.log what it printed, NAME.lock who has it
 running/NAME.again    the job is to be run again (--overwrite): its record is of before, and stays until then
+runs/TITLE/           the results folder of a finished job, where the task keeps those
+table.md              what the last command that ran all jobs showed, with figures where the task has some
 
 Any number of processes may write to one store: a record appears at once and completely under its own name.
 """
@@ -24,7 +26,7 @@ from femixer.options import check
 from femixer.training import atomic
 from femixer.training.results import CONFIG, STORE, TABLE, Record
 
-INDEX, JOBS, ERRORS, RUNNING = STORE, "jobs", "errors", "running"
+INDEX, JOBS, ERRORS, RUNNING, RUNS = STORE, "jobs", "errors", "running", "runs"
 RECORD = "record.json"
 """In the results folder of a single training: its record, as an exported file."""
 
@@ -38,6 +40,8 @@ class Kind:
     """In stores and exported files. A change of the data, the models or the record makes it another."""
     record: Fields = field(default_factory=dict)
     """What a record must have, so that tables can be made of it."""
+    run: str = "run"
+    """What the command that makes such a store is called."""
 
     def checked(self, record: Any, where: Any) -> Record:
         """The record itself, or a ValueError that names the field."""
@@ -48,7 +52,7 @@ class Store:
     """A store that jobs are added to; a new folder becomes one."""
 
     def __init__(self, folder: Path, kind: Kind) -> None:
-        self.folder, self.kind = folder, kind
+        self.folder, self.kind = folder.resolve(), kind  # it travels to processes that are elsewhere
         check(not folder.exists() or folder.is_dir(), "out", str(folder), "a folder")
         if not (folder / INDEX).exists():
             strangers = sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
@@ -60,15 +64,23 @@ class Store:
             put(folder / INDEX, json.dumps({"format": kind.format}) + "\n")
         check_format(folder / INDEX, kind)
 
+    def path(self, name: str) -> Path:
+        """Of the record of a job."""
+        return self.folder / JOBS / f"{name}.json"
+
+    def again(self, name: str) -> Path:
+        return self.folder / RUNNING / f"{name}.again"
+
     def finished(self, name: str) -> bool:
-        return is_finished(self.folder, name)
+        return self.path(name).exists() and not self.again(name).exists()
 
     def add(self, name: str, record: Record) -> None:
-        add_record(self.folder, name, record)
-        (self.folder / ERRORS / f"{name}.txt").unlink(missing_ok=True)
+        put(self.path(name), json.dumps(record) + "\n")
+        for path in (self.again(name), self.folder / ERRORS / f"{name}.txt"):
+            path.unlink(missing_ok=True)
 
     def record(self, name: str) -> Record:
-        path = record_path(self.folder, name)
+        path = self.path(name)
         return self.kind.checked(read_json(path), path)
 
     def failed(self, name: str, error: str) -> None:
@@ -76,25 +88,8 @@ class Store:
 
     def run_again(self, name: str) -> None:
         """The job is not finished any more; its record stays until there is another."""
-        put(again_path(self.folder, name), "")
+        put(self.again(name), "")
         atomic.remove(self.folder / RUNNING / name)
-
-
-def record_path(folder: Path, name: str) -> Path:
-    return folder / JOBS / f"{name}.json"
-
-
-def again_path(folder: Path, name: str) -> Path:
-    return folder / RUNNING / f"{name}.again"
-
-
-def is_finished(folder: Path, name: str) -> bool:
-    return record_path(folder, name).exists() and not again_path(folder, name).exists()
-
-
-def add_record(folder: Path, name: str, record: Record) -> None:
-    put(record_path(folder, name), json.dumps(record) + "\n")
-    again_path(folder, name).unlink(missing_ok=True)
 
 
 def put(path: Path, text: str) -> None:
@@ -112,7 +107,9 @@ def load(path: str | os.PathLike[str], kind: Kind) -> list[Record]:
     """The records of a store (a folder), of one training's folder that holds its record, or of an exported file."""
     path = Path(path)
     made = f"femixer {kind.command}"
-    allowed = f"choose a store of `{made} run`, a finished run that keeps its {RECORD}, or a file of `{made} export`"
+    allowed = (
+        f"choose a store of `{made} {kind.run}`, a finished run that keeps its {RECORD}, or a file of `{made} export`"
+    )
     if not (path / INDEX).exists() and (path / RECORD).exists():
         path = path / RECORD
     if path.is_dir():
@@ -151,8 +148,8 @@ def check_format(path: Path, kind: Kind) -> dict[str, Any]:
         content = read_json(path)
         version = content["format"]
     except (OSError, Damaged, KeyError, TypeError):
-        command = f"femixer {kind.command}"
-        raise ValueError(f"{path} is not one of the results that `{command} run` and `export` write") from None
+        command = f"femixer {kind.command} {kind.run}"
+        raise ValueError(f"{path} is not one of the results that `{command}` and `export` write") from None
     if version != kind.format:
         raise ValueError(
             f"{path} was written by another version of femixer, or by another command: its format is {version!r} and "

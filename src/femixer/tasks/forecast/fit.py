@@ -21,7 +21,7 @@ from femixer.tasks.forecast.model import Spec, build_model
 from femixer.tasks.forecast.table import ERRORS, packed
 from femixer.training import EngineOptions, Fit, Results, TrainOptions, adamw, distributed, train
 from femixer.training.journal import counting
-from femixer.training.loop import Best, one_cycle
+from femixer.training.loop import Best, one_cycle, with_test
 from femixer.training.results import Record, environment
 from femixer.training.seeding import Epochs
 
@@ -105,7 +105,7 @@ def fitted(spec: Spec, series: Series, results: Results, held: Held | None = Non
         diverged = str(error)
     if model.trainable:
         best.load()
-    metrics = with_test(spec, model, split["test"], results)
+    metrics = with_test(results, lambda: tested(model, split["test"], WIDER * spec.training.batch))
     return Fitted(model, split, scaling, record(spec, metrics, diverged, parameters_of(model), device))
 
 
@@ -149,17 +149,11 @@ def fit(spec: Spec, model: Forecaster, split: Mapping[str, Windows], results: Re
     train(training, options, results)
 
 
-def with_test(spec: Spec, model: Forecaster, windows: Windows, results: Results) -> list[Record]:
-    """The records of the run, the last of them the test errors: added unless they are there from before a crash."""
-    metrics = distributed.on_main(results.metrics)
-    if metrics[-1]["split"] != "test":
-        model.eval()
-        with torch.no_grad():
-            sums = window_sums(model, windows, WIDER * spec.training.batch, "test")
-        last = {name: metrics[-1][name] for name in ("step", "seconds")}
-        metrics.append({"split": "test", **means_of(sums), **last, ERRORS: errors_of_windows(sums, windows)})
-        results.append(metrics[-1:])
-    return metrics
+@torch.no_grad()
+def tested(model: Forecaster, windows: Windows, batch: int) -> Record:
+    model.eval()
+    sums = window_sums(model, windows, batch, "test")
+    return {**means_of(sums), ERRORS: errors_of_windows(sums, windows)}
 
 
 def errors_of_windows(own: Tensor, windows: Windows) -> dict[str, str]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from femixer.reporting import Cell, Column, Group, Row, Score, Table, marked, mean_of
 from femixer.tasks.forecast.data import LOOKBACKS
-from femixer.tasks.runner import Tabulate, over_seeds, usual_notes
+from femixer.tasks.runner import Tabulate, note_of_priors, over_seeds, usual_notes
 from femixer.training.results import Record
 from femixer.training.store import as_text, besides, best, distinct, same, setting
 
@@ -195,9 +195,7 @@ def legend(records: Sequence[Record], shown: Table, tuned: Sequence[str]) -> lis
     errors = {(r["dataset"], r["horizon"], r["lookback"], r["model"]): (r["mse"], r["mae"]) for r in records}
     if any(errors.get((*place, "LastValue")) == own for (*place, m), own in errors.items() if m == "SeasonalNaive"):
         text.append(NO_SEASON)
-    if {"GLA", "Mamba", "AFT"} & {record["model"] for record in records}:
-        text.append("GLA, Mamba and AFT are the normalized priors with the mean as read, not the published layers.")
-    return text
+    return text + note_of_priors({record["model"] for record in records})
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from femixer.models import Card
 from femixer.models.files import without_bars
 from femixer.optional import MissingExtra
-from femixer.options import as_typed, check, expanded, parse
+from femixer.options import as_typed, check_different, expanded, parse
 from femixer.reporting import Table, as_markdown
 from femixer.tasks.forecast import TASK
 from femixer.tasks.forecast.data import ABOUT_PACKAGED, LOOKBACKS, PACKAGED, Reading, Series, read
@@ -31,7 +31,7 @@ from femixer.tasks.forecast.model import (
     specified,
 )
 from femixer.tasks.forecast.table import COLUMNS, DATASETS, NO_SEASON, tabulate
-from femixer.tasks.runner import DataJob, Run, told
+from femixer.tasks.runner import DataJob, Run, Seeds, told
 from femixer.training import Results, RunOptions, distributed, show_table
 from femixer.training.jobs import Jobs
 from femixer.training.loop import check_trained, untrained_note
@@ -189,7 +189,7 @@ def train(args: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
-class Experiment(Setting):
+class Experiment(Setting, Seeds):
     """What is run."""
 
     models: tuple[str, ...] = ("FEM-SM", "SMAttn", "DLinear", "SeasonalNaive")
@@ -199,10 +199,6 @@ class Experiment(Setting):
     """CSV or parquet files with a column of dates, or folder/NAME of some; seattle-temps needs no file."""
     horizons: tuple[int, ...] = tuple(LOOKBACKS)
     """Rows to forecast."""
-    seeds: int = 1
-    """Number of seeds, counted up from --seed."""
-    seed: int = 0
-    """The first seed."""
     paper: Path | None = None
     """Run the paper's table (nine models, all horizons); other options still apply.
     The folder holds weather, solar, ETTh1, ETTh2, ETTm1 and ETTm2 (CSV or parquet)."""
@@ -210,9 +206,8 @@ class Experiment(Setting):
     def jobs(self) -> list[ForecastJob]:
         """Each once, all of the first seed first; a ValueError if one of them is not possible."""
         for name in ("models", "data", "horizons"):
-            given = getattr(self, name)
-            check(0 < len(given) == len({*given}), name, given, "different ones")
-        check(self.seeds > 0, "seeds", self.seeds, "a whole number above 0")
+            check_different(self, name)
+        seeds = self.every_seed()
         self.sizes.validate([model_name(name) for name in self.models])
         told(", ".join(self.data), ABOUT_PACKAGED)
         made: list[ForecastJob] = []
@@ -220,7 +215,6 @@ class Experiment(Setting):
             series = read(data, self.reading)
             pairs = itertools.product(self.horizons, self.models)
             first = [ForecastJob(self.spec(series, *pair), data, self.reading) for pair in pairs]
-            seeds = range(self.seed, self.seed + self.seeds)
             made += [replace(job, spec=replace(job.spec, seed=seed)) for seed in seeds for job in first]
         made.sort(key=lambda job: job.spec.seed)
         return [*{job.digest: job for job in made}.values()]

@@ -7,6 +7,7 @@ where they stood last: who remembers the text can tell it.
 """
 
 import json
+import os
 import re
 import sys
 from collections import defaultdict
@@ -14,115 +15,50 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from femixer.damage import check_numbers
+from femixer.damage import check_fields, check_numbers, read_json
 from femixer.models import preset
 from femixer.options import COUNT, check, check_all, parse
-from femixer.reporting import Column, Group, Row, Score, Table, as_markdown, marked_columns, write
-from femixer.reporting.figures import GREY, banded, figure, looks, plain_log, quiet, save
+from femixer.reporting import Column, Group, Row, Score, Table, marked_columns
+from femixer.reporting.figures import GREY, banded, figure, looks, plain_log, quiet
 from femixer.tasks.lm import TASK
 from femixer.tasks.lm import model as models
 from femixer.tasks.lm.data import DataOptions
 from femixer.tasks.lm.data.shards import IGNORED, Batch, Shards, Validation
-from femixer.tasks.lm.fit import documents, last
-from femixer.tasks.lm.task import RUNS
-from femixer.tasks.runner import report
+from femixer.tasks.lm.fit import documents, recorded
+from femixer.tasks.runner import Tabulate, report
 from femixer.training import atomic, store
-from femixer.training.results import CONFIG, METRICS, TABLE, Record, check_no_run
+from femixer.training.results import CONFIG, TABLE, Record, check_no_run
+from femixer.training.store import INDEX, RUNS
 
 
-def load(*paths: Path) -> list[Record]:
-    """Runs of comparisons (folders) and of exported files, each once."""
-    for path in paths:
-        allowed = "a results folder of `femixer lm compare`, or a file of `femixer lm export`"
-        check(path.exists(), "results", str(path), allowed)
-    found = [record for path in paths for record in (of_folder(path) if path.is_dir() else store.load(path, TASK.kind))]
+def load(*given: str | os.PathLike[str]) -> list[Record]:
+    """The records of comparisons (folders) and of exported files, each once."""
+    paths = map(Path, given)
+    found = [record for path in paths for record in (store.load(path, TASK.kind) if kept(path) else earlier(path))]
     return [*{json.dumps(record, sort_keys=True): record for record in found}.values()]
 
 
-class Run(NamedTuple):
-    """A finished run of a comparison: its folder, the model's name, the seed, and what decided its numbers."""
-
-    folder: Path
-    model: str
-    seed: int
-    experiment: Record
+def kept(path: Path) -> bool:
+    return (path / INDEX).exists() or not (path / RUNS).is_dir()
 
 
-def runs_of(folder: Path) -> list[Run]:
-    """The finished runs of a comparison, in folders named `MODEL-seed-N`, or with spaces as they once were. Options of
-    the mixers that the names of the models leave open are told behind them: `FEM-SM, start=prior`."""
-    runs = []
-    for path in sorted(path.parent for path in (folder / RUNS).glob(f"*/{TABLE}")):
-        named = re.fullmatch(r"(.+)[ -]seed[ -](\d+)", path.name)
-        check(named is not None, "results", str(path), "folders of runs named MODEL-seed-N")
-        assert named is not None
-        experiment = config_of(path)["experiment"]
-        others = {name: value for name, value in experiment["model"].get("mixing", {}).items() if value is not None}
-        model = ", ".join([named[1], *(f"{name}={value}" for name, value in others.items())])
-        runs.append(Run(path, model, int(named[2]), experiment))
-    return runs
-
-
-def config_of(folder: Path) -> Record:
-    try:
-        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        found = {}
-    return found if isinstance(found, dict) else {}
-
-
-def comparison(folder: Path) -> Record:
-    """The configuration of a comparison."""
-    config = config_of(folder)
-    if config.get("task") != "lm compare":
-        raise ValueError(f"results={str(folder)!r} is no results folder of `femixer lm compare`")
-    return config
-
-
-def of_folder(folder: Path) -> list[Record]:
-    config = comparison(folder)
-    given = config.get("experiment", {}).get("experiment", {})  # the options that all runs share
-    setting = {name: value for name, value in given.items() if name != "seed"}
-    # What the mixers' options are is told with each model; they do not make another setting of it.
-    setting["model"] = {name: value for name, value in setting.get("model", {}).items() if name != "mixing"}
-    text = ", ".join(name_of_source(each) for each in str(config.get("text", "")).split(", "))
-    return [of_run(run, text, setting) for run in runs_of(folder)]
-
-
-def name_of_source(source: str) -> str:
-    """A file without the folders of one's machine."""
-    return Path(source).name if Path(source).is_absolute() else source
-
-
-def of_run(run: Run, text: str, setting: Record) -> Record:
-    lines = (run.folder / METRICS).read_text(encoding="utf-8").splitlines()
-    metrics = [json.loads(line) for line in lines]
-    end = last(metrics)
-    curve = [[record["step"], record["loss"]] for record in metrics if record["split"] == "validation"]
-    return {
-        "model": run.model,
-        "seed": run.seed,
-        "text": text,
-        "loss": end["loss"],
-        "bits_per_byte": end.get("bits_per_byte"),
-        "experiment": setting,
-        "fields": run.experiment["model"],
-        "curve": curve,
-    }
-
-
-CURVES = "curves.png"
+def earlier(folder: Path) -> list[Record]:
+    """Of a comparison from before it was a store: its finished runs, named `MODEL-seed-N`, or with spaces."""
+    config = check_fields(read_json(folder / CONFIG), {"experiment": {"experiment": dict}, "text": str}, folder)
+    runs = [path.parent for path in sorted((folder / RUNS).glob(f"*/{TABLE}"))]
+    names = {run: re.split(r"[ -]seed[ -]", run.name)[0] for run in runs}
+    return [recorded(run, name, config["text"], config["experiment"]["experiment"]) for run, name in names.items()]
 
 
 @dataclass(frozen=True)
-class Curves:
+class Curves(Tabulate):
     """Validation loss of recorded comparisons, by model and text: learning curves, and how they ended.
 
     Writes table.md, which it prints, table.tex, table.csv and curves.png. Means and standard deviations over the seeds.
@@ -135,6 +71,12 @@ class Curves:
     out: Path = Path("results/lm-curves")
     """Folder of the files."""
 
+    def tables(self, records: Sequence[Record]) -> list[Table]:
+        return [curves_table(by_text(chosen(records, self.models)))]
+
+    def figures(self, records: Sequence[Record]) -> dict[str, Any]:
+        return {"curves.png": draw_curves(by_text(chosen(records, self.models)))}
+
 
 def chosen(records: Sequence[Record], models: Sequence[str]) -> Sequence[Record]:
     known = [*dict.fromkeys(record["model"] for record in records)]
@@ -142,6 +84,10 @@ def chosen(records: Sequence[Record], models: Sequence[str]) -> Sequence[Record]
         check(model in known, "models", model, f"some of {'; '.join(known)}")
         check(models.count(model) == 1, "models", model, "different ones")
     return [record for model in models or known for record in records if record["model"] == model]
+
+
+def titled(record: Record) -> str:
+    return f"{record['model']}, seed {record['seed']}"
 
 
 Runs = dict[str, dict[str, dict[int, Record]]]
@@ -152,7 +98,7 @@ def by_text(records: Sequence[Record]) -> Runs:
     """Of one length of training: runs of another one cannot be compared by their ends."""
     found: Runs = defaultdict(lambda: defaultdict(dict))
     for record in records:
-        named = f"{record['model']}, seed {record['seed']} on {record['text']}"
+        named = f"{titled(record)} on {record['text']}"
         check(len(record["curve"]) > 1, "results", named, "runs that were evaluated after their start")
         steps = [step for step, _ in record["curve"]]
         known = found[record["text"]][record["model"]]
@@ -194,19 +140,6 @@ def draw_curves(runs: Runs) -> Any:
     return drawing
 
 
-def curves(args: Sequence[str]) -> int:
-    command = parse(Curves, args, "lm curves")
-    check_no_run(command.out)
-    records = load(*command.results)
-    check(len(records) > 0, "results", [str(path) for path in command.results], "folders with a finished run")
-    runs = by_text(chosen(records, command.models))
-    report(command.out, [curves_table(runs)], {CURVES: draw_curves(runs)})
-    return 0
-
-
-RECORDS, FIGURE = "reach.json", "reach.png"
-
-
 @dataclass(frozen=True)
 class Reach:
     """The loss by position up to several times the training length, and that of repeated tokens, on held-out text.
@@ -237,40 +170,35 @@ def reach(args: Sequence[str]) -> int:
     check_no_run(command.out)
     shards = command.data.tokens()
     runs = [run for path in command.results for run in runs_on(shards, path)]
-    contexts = sorted({context_of(run) for run in runs})
+    contexts = sorted({context_of(record) for _, record in runs})
     check(len(contexts) == 1, "results", contexts, "runs of one training length")
-    named = [f"{run.model}, seed {run.seed}" for run in runs]
+    named = [titled(record) for _, record in runs]
     twice = [each for each in named if named.count(each) > 1]
     check(not twice, "results", twice[:1], "folders in which each model has each seed once")
     most = (shards.validation.tokens - 1) // contexts[0]
     check(command.times <= most, "times", command.times, f"at most {most}: there is no more held-out text")
     measurement = Measurement(shards, contexts[0], command)
     records = []
-    for number, run in enumerate(runs, 1):
-        records.append({"model": run.model, "seed": run.seed, **measurement.scores(run.folder)})
-        print(f"{number}/{len(runs)} {run.model}, seed {run.seed}", file=sys.stderr, flush=True)
-    table = reach_table(records, measurement)
-    with atomic.replacing_files(command.out) as new:
-        save(draw_reach(records, measurement), new / FIGURE)
-        atomic.write(new / RECORDS, json.dumps(records, indent=1) + "\n")
-        write(new, [table])
-    print(as_markdown(table))
-    print(f"The table is in {command.out}/ as Markdown, LaTeX and CSV, the figure is {command.out / FIGURE}")
+    for number, (folder, record) in enumerate(runs, 1):
+        records.append({"model": record["model"], "seed": record["seed"], **measurement.scores(folder)})
+        print(f"{number}/{len(runs)} {titled(record)}", file=sys.stderr, flush=True)
+    report(command.out, [reach_table(records, measurement)], {"reach.png": draw_reach(records, measurement)})
+    atomic.write(command.out / "reach.json", json.dumps(records, indent=1) + "\n")
     return 0
 
 
-def runs_on(shards: Shards, folder: Path) -> list[Run]:
+def runs_on(shards: Shards, folder: Path) -> list[tuple[Path, Record]]:
     """The finished runs of a comparison, of this text: what is held out of another one may be what they learned."""
-    same = comparison(folder)["experiment"].get("text") == shards.fingerprint
+    check((folder / RUNS).is_dir(), "results", str(folder), "a results folder of `femixer lm compare` with a run")
+    records = load(folder)
+    same = all(record["fingerprint"] == shards.fingerprint for record in records)
     check(same, "results", str(folder), f"runs on the text of --data and --tokenizer ({shards.fingerprint})")
-    runs = runs_of(folder)
-    check(len(runs) > 0, "results", str(folder), "a comparison with a finished run")
-    return runs
+    return [(folder / RUNS / record["run"], record) for record in records]
 
 
-def context_of(run: Run) -> int:
+def context_of(record: Record) -> int:
     """Tokens of a training sequence."""
-    return int(run.experiment["context"] or preset(run.experiment["model"]["preset"]).max_position_embeddings)
+    return int(record["experiment"]["context"] or preset(record["fields"]["preset"]).max_position_embeddings)
 
 
 class Text:

@@ -1,29 +1,32 @@
 """`femixer lm train` and `compare`: one language model, or several mixers on the same text and seeds; and `femixer lm
 reproduce ROW`: a row of the paper's table of language models, from its data to the table."""
 
-import contextlib
 import os
 import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
-
-import torch
+from typing import Annotated, Any, Literal, Self
 
 from femixer.models.named import NAMED, Rivals, parameter_count
 from femixer.optional import require
-from femixer.options import check, check_positive, expanded, parse, with_recipe
-from femixer.reporting import Row, Score, Table, as_markdown, marked
+from femixer.options import check, check_different, check_positive, expanded, parse, with_recipe
+from femixer.reporting import Row, Score, Table, marked
 from femixer.tasks.lm.data import DataOptions
+from femixer.tasks.lm.data.shards import Shards
 from femixer.tasks.lm.evaluate import RESULTS
-from femixer.tasks.lm.fit import Experiment, draw, last, rate, trained
+from femixer.tasks.lm.fit import Experiment, check_possible, of_text, rate, recorded, trained
 from femixer.tasks.lm.model import ModelOptions, described
-from femixer.training import EngineOptions, Interrupted, Results, RunOptions, atomic, distributed, show_table
-from femixer.training.results import CHECKPOINTS, Record, holds_run
+from femixer.tasks.lm.runs import by_text, draw_curves
+from femixer.tasks.runner import DataJob, Run, note_of_priors
+from femixer.training import EngineOptions, Results, RunOptions, atomic, distributed, show_table
+from femixer.training.jobs import JobEngine, Jobs
+from femixer.training.results import CHECKPOINTS, FIGURE, Record, Saving, environment, holds_run
+from femixer.training.store import INDEX
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,6 @@ SHOWN = (
 )
 CUSTOM = "custom"
 """The model that --mixer, --prior and --parts describe."""
-RUNS = "runs"
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,7 @@ class Comparison:
     """Number of seeds per model, counted up from --seed. Equal seeds see the text in the same order."""
 
     def validate(self) -> None:
-        allowed = f"different ones of {', '.join((*MODELS, CUSTOM))}"
-        check(0 < len(self.models) == len({*self.models}), "models", self.models, allowed)
-        for name in self.models:
-            check(name in (*MODELS, CUSTOM), "models", name, allowed)
+        check_different(self, "models", (*MODELS, CUSTOM))
         for name in ("mixer", "prior", "parts") if CUSTOM not in self.models else ():
             given = getattr(self.experiment.model, name)
             check(given == getattr(ModelOptions(), name), name, given, "--models ... custom too: it describes that one")
@@ -96,146 +95,131 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class DecidedComparison(Comparison):
-    """What a resumed comparison must agree in."""
-
-    text: str = ""
-
-
-@dataclass(frozen=True)
-class Compare:
-    """Train several mixers at equal parameters on the same text, with the same seeds and data order.
-
-    Every run is a results folder of its own in runs/, as of `femixer lm train`; a finished one is not repeated. The
-    comparison gets figure.png (validation loss, mean and standard deviation over the seeds) and table.md.
-    """
-
-    comparison: Comparison
-    data: DataOptions
-    engine: EngineOptions
-    run: RunOptions
-    jobs: int = 1
-    """Parallel runs, in separate processes; the progress of each is in runs/NAME.log."""
-
-
-@dataclass(frozen=True)
-class OneOfMany:
-    """One run: everything that a process of its own has to know."""
+class Spec:
+    """Everything that decides the numbers of one run; where the text lies does not."""
 
     model: str
     experiment: Experiment
-    data: DataOptions
+    fingerprint: str
+    """Of the text."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.model} seed {self.experiment.seed}"
+
+
+@dataclass(frozen=True)
+class LmJob(DataJob):
+    """One run of a comparison, whose model stays."""
+
+    keeps = True
+    setting: Experiment
+    """What all runs share."""
     engine: EngineOptions
-    options: RunOptions
+    saving: Saving
 
-    def carry_out(self) -> list[Record]:
-        print(f"{self.model}, seed {self.experiment.seed}", file=sys.stderr, flush=True)
-        options = replace(self.options, resume=distributed.on_main(lambda: holds_run(self.options.out)))
-        results = trained(self.experiment, self.data, self.engine, options)
-        if distributed.is_main():
-            atomic.remove(results.folder / CHECKPOINTS)  # the model is saved, and nobody goes on from here
-        return results.metrics()
+    def read(self) -> Shards:
+        return self.reading.tokens()
 
-    def carry_out_apart(self) -> list[Record]:
-        self.options.out.parent.mkdir(parents=True, exist_ok=True)
-        log = self.options.out.with_name(self.options.out.name + ".log")
-        with log.open("a", encoding="utf-8") as file, contextlib.redirect_stderr(file):
-            try:
-                return self.carry_out()
-            except Interrupted as stop:
-                raise InterruptedError(str(stop)) from stop  # which can be sent to another process
+    def fitted(self, data: Shards, options: RunOptions) -> Record:
+        experiment = self.spec.experiment
+        options = replace(options, **vars(self.saving))
+        results = trained(experiment, self.reading, self.engine, options, self.data)
+        return distributed.on_main(lambda: self.record(results, data))
 
+    def record(self, results: Results, data: Shards) -> Record:
+        atomic.remove(results.folder / CHECKPOINTS)  # the model is saved, and nobody goes on from here
+        experiment, metrics = self.spec.experiment, results.metrics()
+        config = experiment.model.config(experiment.length, vocab_size=data.vocabulary)
+        return {
+            **recorded(results.folder, self.spec.model, self.data, asdict(self.setting)),
+            "run": self.place,
+            "seconds": metrics[-1]["seconds"],
+            "tokens_per_second": rate(metrics),
+            "parameter_count": parameter_count(config),
+            "environment": environment(),
+        }
 
-def compared(
-    comparison: Comparison, data: DataOptions, engine: EngineOptions, options: RunOptions, jobs: int
-) -> Results:
-    check(jobs > 0, "jobs", jobs, "a whole number above 0")
-    comparison.validate()
-    options.apply()
-    check(jobs == 1 or distributed.world() == 1, "jobs", jobs, "1 under torchrun, whose processes share each run")
-    shards = data.tokens()
-    decided = DecidedComparison(**vars(comparison), text=shards.fingerprint)
-    results = Results("lm compare", decided, options, others=(RUNS,), about={"text": data.described()})
-    if results.finished:
-        return results
-    own = replace(options, overwrite=False, threads=options.threads or share_of_threads(jobs))
-    tasks = [
-        OneOfMany(
-            name,
-            comparison.run(name, number),
-            DataOptions(shards=shards.folder),
-            engine,
-            replace(own, out=results.folder / RUNS / f"{name}-seed-{comparison.experiment.seed + number}"),
-        )
-        for number in range(comparison.seeds)
-        for name in comparison.models
-    ]
-    metrics: dict[OneOfMany, list[Record]] = {}
-    for task, records in carried_out(tasks, jobs):
-        metrics[task] = records
-        if distributed.is_main():
-            told = f"{task.model}, seed {task.experiment.seed}: validation loss {last(records)['loss']:.4f}"
-            print(f"run {len(metrics)}/{len(tasks)} done, {told}", file=sys.stderr, flush=True)
-    runs = {name: [metrics[task] for task in tasks if task.model == name] for name in comparison.models}
-    results.write_figure(draw(runs, comparison.experiment.batch_tokens))
-    results.finish(as_markdown(table(comparison, runs, shards.vocabulary)))
-    return results
+    def summary(self, record: Record) -> str:
+        return f"validation loss {record['loss']:.4f}"
 
 
-def share_of_threads(jobs: int) -> int | None:
-    """More threads than cores would wait for each other."""
-    return None if jobs == 1 else max(1, torch.get_num_threads() // jobs)
+@dataclass(frozen=True)
+class LmRun(Run):
+    """Train several mixers at equal parameters on the same text, with the same seeds and data order.
+
+    Every run is a results folder of its own in runs/, as of `femixer lm train`; a finished one is not repeated: the
+    same command, given again, goes on. The comparison gets figure.png (validation loss, mean and standard deviation
+    over the seeds) and table.md.
+    """
+
+    divides = True
+    comparison: Comparison = field(default_factory=lambda: Comparison(Experiment(evaluate_every=50, sample_tokens=0)))
+    data: DataOptions = field(default_factory=DataOptions)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    saving: Saving = field(default_factory=Saving)
+    how: Jobs = field(default_factory=lambda: Jobs(Path("results/lm-compare"), JobEngine(jobs=1, threads=None)))
+    resume: bool = False
+    """Go on with a comparison that must be there; without it the same command does, too."""
+
+    def jobs(self) -> list[LmJob]:
+        out, comparison = self.how.out, self.comparison
+        check(not (self.resume and self.how.overwrite), "resume", True, "either --resume or --overwrite")
+        check(not self.resume or (out / INDEX).exists(), "resume", True, f"a comparison to continue: {out} holds none")
+        comparison.validate()
+        self.saving.validate()
+        for name in comparison.models:
+            check_possible(comparison.run(name), self.engine)
+        shards = self.data.tokens()
+        for name in comparison.models:
+            of_text(shards, comparison.run(name), self.engine)
+        return [
+            LmJob(
+                Spec(name, comparison.run(name, number), shards.fingerprint),
+                self.data.described(),
+                DataOptions(shards=shards.folder.resolve()),
+                comparison.experiment,
+                self.engine,
+                self.saving,
+            )
+            for number in range(comparison.seeds)
+            for name in comparison.models
+        ]
+
+    def tables(self, records: Sequence[Record]) -> list[Table]:
+        return [table(self.comparison, records)]
+
+    def figures(self, records: Sequence[Record]) -> dict[str, Any]:
+        return {FIGURE: draw_curves(by_text(records))}
+
+    @classmethod
+    def parse(cls, args: Sequence[str], command: str) -> Self:
+        default, args = with_recipe(cls(), args)
+        asked = parse(cls, args, command, default)
+        rows = tuple(dict.fromkeys(name for rows in ROWS.values() for name in rows))
+        models = expanded(asked.comparison.models, {"all": tuple(MODELS), "paper": rows})
+        return replace(asked, comparison=replace(asked.comparison, models=models))
 
 
-def carried_out(tasks: Sequence[OneOfMany], jobs: int) -> Iterator[tuple[OneOfMany, list[Record]]]:
-    """The runs in this process one after another, or in `jobs` others side by side."""
-    if jobs == 1:
-        yield from ((task, task.carry_out()) for task in tasks)
-        return
-    with contextlib.closing(distributed.carried_out(OneOfMany.carry_out_apart, tasks, jobs)) as finished:
-        for task, future in finished:
-            yield task, future.result()
-
-
-def table(comparison: Comparison, runs: Mapping[str, Sequence[Sequence[Record]]], vocabulary: int) -> Table:
+def table(comparison: Comparison, records: Sequence[Record]) -> Table:
     """Validation loss as mean and standard deviation over the seeds, the best in bold."""
-    experiment = comparison.experiment
+    experiment, runs = comparison.experiment, defaultdict[str, list[Record]](list)
+    for record in records:
+        runs[record["model"]].append(record)
     reference = "SMAttn" if "SMAttn" in runs else next(iter(runs))
-    configs = {name: comparison.run(name).model.config(experiment.length, vocab_size=vocabulary) for name in runs}
-    counts = {name: parameter_count(config) for name, config in configs.items()}
-    scores = [Score(dict(enumerate(last(run)["loss"] for run in each)), comparison.seeds) for each in runs.values()]
+    counts = {name: each[0]["parameter_count"] for name, each in runs.items()}
+    scores = [Score({run["seed"]: run["loss"] for run in each}, comparison.seeds) for each in runs.values()]
     losses = marked([score.cell(4, spread="deviation") for score in scores], higher=False)
     rows: list[Row] = []
     for (name, each), loss in zip(runs.items(), losses, strict=True):
-        bits = statistics.mean(last(run)["bits_per_byte"] for run in each)
-        share, speed = counts[name] / counts[reference], statistics.median(map(rate, each))
+        bits = statistics.mean(run["bits_per_byte"] for run in each)
+        share, speed = counts[name] / counts[reference], statistics.median(run["tokens_per_second"] for run in each)
         rows.append([name, loss, f"{bits:.4f}", f"{counts[name]:,}", f"{share:.2%}", f"{speed:,.0f}"])
     seeds = [str(experiment.seed + number) for number in range(comparison.seeds)]
     over = f"seeds {', '.join(seeds)}: mean ± standard deviation" if len(seeds) > 1 else f"seed {seeds[0]}"
     title = f"Preset {experiment.model.preset}, {experiment.duration}, {over}."
-    note = "GLA, AFT and Mamba are the normalized priors with the mean as read, not the published layers."
     columns = ("model", "validation loss", "bits per byte", "parameters", f"of {reference}", "tokens/s")
-    return Table.of(columns, rows, title, *([note] if {"GLA", "AFT", "Mamba"} & runs.keys() else []))
-
-
-def compare(args: Sequence[str]) -> int:
-    small = Experiment(evaluate_every=50, sample_tokens=0)
-    default = Compare(Comparison(small), DataOptions(), EngineOptions(), RunOptions(Path("results/lm-compare")))
-    default, args = with_recipe(default, args)
-    command = parse(Compare, args, "lm compare", default)
-    models = expanded(
-        command.comparison.models,
-        {"all": tuple(MODELS), "paper": tuple(dict.fromkeys(name for rows in ROWS.values() for name in rows))},
-    )
-    command = replace(command, comparison=replace(command.comparison, models=models))
-    try:
-        results = compared(command.comparison, command.data, command.engine, command.run, command.jobs)
-    except KeyboardInterrupt as stop:
-        if isinstance(stop, Interrupted):
-            raise
-        print("interrupted; what is done is kept, and --resume goes on from there", file=sys.stderr)
-        return 130
-    return show_table(results)
+    return Table.of(columns, rows, title, *note_of_priors(runs))
 
 
 tyro = require("tyro", "cli")

@@ -11,7 +11,6 @@ STUDY = Task(
     "mad study",
     format=1,
     run="femixer.tasks.mad.study:StudyRun",
-    table="femixer.tasks.mad.study:StudyTabulate",
     run_help="how early variants of the mixer learn a task",
     table_help="when each variant has learned, over seeds",
 )

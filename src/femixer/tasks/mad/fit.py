@@ -1,7 +1,5 @@
 """One job: a model trained on one setting of a task, with one learning rate, weight decay and seed, and its scores."""
 
-import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
@@ -16,17 +14,16 @@ from femixer.tasks.mad.model import build
 from femixer.training import (
     EngineOptions,
     Fit,
-    Part,
     Results,
     RunOptions,
     TrainOptions,
     adamw,
     distributed,
-    generator,
     train,
 )
 from femixer.training.jobs import Job
 from femixer.training.results import Record, environment
+from femixer.training.seeding import Epochs
 
 BATCH = 128
 """Sequences of one value of the accuracy, whatever the batch of training."""
@@ -37,6 +34,9 @@ class Examples(NamedTuple):
 
     inputs: Tensor
     targets: Tensor
+
+    def rows(self, numbers: Tensor) -> "Examples":
+        return Examples(self.inputs[numbers], self.targets[numbers])
 
 
 def summed_loss(model: Callable[..., Any], examples: Examples) -> Tensor:
@@ -146,13 +146,15 @@ class MadJob(Job):
         device = distributed.start()
         results = Results("mad", self, options)
         data = {split: self.data(split, device) for split in self.splits}
+        examples = self.data("train", device)
+        epochs = Epochs(len(examples.inputs), self.batch, self.seed, even=False)
         model = self.built()
         diverged = None
         try:
             fit = Fit(
                 model=model,
                 optimizer=self.optimizer,
-                batch=Batches(self.data("train", device), self.batch, self.seed),
+                batch=lambda step, part: examples.rows(epochs(step, part)),
                 losses=lambda model, examples: {"loss": summed_loss(model, examples)},
                 items=scored,
                 evaluate=lambda model: ({"split": split, **self.score(model, data[split])} for split in data),
@@ -194,25 +196,3 @@ def evaluations(metrics: Sequence[Record]) -> Iterator[Record]:
             if record["step"] == step
         }
         yield {"step": step, **scores}
-
-
-class Batches:
-    """The training sequences in an order of each epoch's own, as a function of the step: 1, 2, ...
-
-    Where the batch does not divide their number, the last batch of an epoch is smaller.
-    """
-
-    def __init__(self, examples: Examples, batch: int, seed: int) -> None:
-        self.examples, self.batch, self.seed = examples, batch, seed
-        self.per_epoch = math.ceil(len(examples.inputs) / batch)
-        self.order = functools.lru_cache(maxsize=1)(self._order)
-
-    def _order(self, epoch: int) -> Tensor:
-        order = torch.randperm(len(self.examples.inputs), generator=generator(self.seed, "order", epoch))
-        return order.to(self.examples.inputs.device)
-
-    def __call__(self, step: int, part: Part) -> Examples:
-        epoch, index = divmod(step - 1, self.per_epoch)
-        rows = self.order(epoch)[index * self.batch : (index + 1) * self.batch]
-        rows = rows[part.rows(len(rows))]
-        return Examples(self.examples.inputs[rows], self.examples.targets[rows])

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from femixer.gates import raw_temperature
 from femixer.mixer import GATES, FreeEnergyMixer
 from femixer.models.named import baseline, fem
-from femixer.options import check, check_positive
+from femixer.options import COUNT, POSITIVE, check_all, check_different
 from femixer.projection import Projection
 from femixer.reporting import Column, Group, Score, Table
 from femixer.tasks.mad.data import IGNORE
 from femixer.tasks.mad.fit import Examples, MadJob, summed_cross_entropy
 from femixer.tasks.mad.protocol import PROTOCOLS
-from femixer.tasks.runner import Run, Tabulate
+from femixer.tasks.runner import Run, Seeds
 from femixer.training import Results, adamw
 from femixer.training.jobs import Jobs
 from femixer.training.results import Record
@@ -234,19 +234,6 @@ def table(task: str, records: Sequence[Record]) -> Table:
     return Table(heads, [Group(rows)], title=title, notes=[note])
 
 
-@dataclass(frozen=True)
-class StudyTabulate(Tabulate):
-    """When each variant has learned, over seeds. Writes table.md, which it prints, table.tex and table.csv."""
-
-    results: tuple[Path, ...]
-    """Stores of `femixer mad study run`, or files of `femixer mad study export`."""
-    out: Path = Path("results/mad-study-table")
-    """Folder of the files."""
-
-    def tables(self, records: Sequence[Record]) -> list[Table]:
-        return tabulate(records)
-
-
 ENOUGH = 0.95
 """Training ends after two evaluations in a row with a larger accuracy."""
 
@@ -294,7 +281,7 @@ class StudyJob(MadJob):
 
 
 @dataclass(frozen=True)
-class Experiment:
+class Experiment(Seeds):
     """What is run."""
 
     variants: tuple[str, ...] = tuple(VARIANTS)
@@ -303,8 +290,6 @@ class Experiment:
     """Tasks, in the setting of the protocol lite."""
     seeds: int = 5
     """Number of seeds, counted up from --seed; each has other data and initial weights."""
-    seed: int = 0
-    """The first seed."""
     lr: float = 2e-3
     """Learning rate."""
     steps: int = 4000
@@ -314,19 +299,12 @@ class Experiment:
 
     def jobs(self) -> list[StudyJob]:
         """Variant by variant, all seeds of one before the next; a ValueError if one is not possible."""
-        for name, known in (("variants", VARIANTS), ("tasks", TASKS)):
-            asked, allowed = getattr(self, name), f"different ones of {', '.join(known)}"
-            check(0 < len(asked) == len({*asked}), name, asked, allowed)
-            for one in asked:
-                check(one in known, name, one, allowed)
-        check_positive(seeds=self.seeds, steps=self.steps, evaluate_every=self.evaluate_every)
-        check(self.seed >= 0, "seed", self.seed, "a whole number of at least 0")
-        check(0 < self.lr < math.inf, "lr", self.lr, "a number above 0")
+        check_different(self, "variants", VARIANTS)
+        check_different(self, "tasks", TASKS)
+        check_all(self, COUNT, "steps", "evaluate_every")
+        check_all(self, POSITIVE, "lr")
         return [
-            self.job(name, task, self.seed + number)
-            for name in self.variants
-            for task in self.tasks
-            for number in range(self.seeds)
+            self.job(name, task, seed) for name in self.variants for task in self.tasks for seed in self.every_seed()
         ]
 
     def job(self, name: str, task: str, seed: int) -> StudyJob:

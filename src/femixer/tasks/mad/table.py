@@ -22,7 +22,7 @@ from femixer.reporting import Cell, Column, Group, Score, Table, marked_columns,
 from femixer.reporting.figures import figure
 from femixer.tasks.mad.data import TASKS
 from femixer.tasks.mad.protocol import PROTOCOLS
-from femixer.tasks.runner import Tabulate, over_seeds
+from femixer.tasks.runner import Tabulate, note_of_priors, over_seeds
 from femixer.training.results import Record
 from femixer.training.store import as_text, distinct, same
 
@@ -242,9 +242,7 @@ def legend(records: Sequence[Record], select: str, models: Mapping[str, Sequence
     if any(each.missing for line in models.values() for each in line):
         text.append("In brackets: what is finished, where that is not all. Such values are never bold.")
     text += [sentence for name, sentence in MISPRINTS.items() if name in models]
-    if {"GLA", "Mamba", "AFT"} & {*models}:
-        text.append("GLA, Mamba and AFT are the normalized priors with the mean as read, not the published layers.")
-    return text
+    return text + note_of_priors(models)
 
 
 @dataclass(frozen=True)

@@ -8,21 +8,21 @@ from typing import Any, Literal, Self
 import torch
 
 from femixer.models.named import NAMED, Mixing, Rivals, parameters_of
-from femixer.options import check, expanded, given, parse
+from femixer.options import COUNT, check, check_all, check_different, expanded, given, parse
 from femixer.reporting import Table
 from femixer.tasks.mad.data import TASKS, sample
 from femixer.tasks.mad.fit import MadJob
 from femixer.tasks.mad.model import build
 from femixer.tasks.mad.protocol import PROTOCOLS, Protocol
 from femixer.tasks.mad.table import FIGURES, tabulate
-from femixer.tasks.runner import Run
+from femixer.tasks.runner import Run, Seeds
 from femixer.training.engine import check_fits
 from femixer.training.jobs import Jobs
 from femixer.training.results import Record
 
 
 @dataclass(frozen=True)
-class Experiment:
+class Experiment(Seeds):
     """What is run."""
 
     models: tuple[str, ...] = ("SMAttn", "FEM-SM")
@@ -32,10 +32,6 @@ class Experiment:
     protocol: str = "lite"
     """lite, for a CPU; small, longer and with three learning rates to choose from;
     baseline, the original's six default settings; full, its 66 settings."""
-    seeds: int = 1
-    """Number of seeds, counted up from --seed; each has other data and initial weights."""
-    seed: int = 0
-    """The first seed."""
     lr: tuple[float, ...] | None = None
     """Learning rates, instead of the protocol's."""
     weight_decay: tuple[float, ...] | None = None
@@ -57,16 +53,11 @@ class Experiment:
 
     def validate(self) -> None:
         """Raise a ValueError unless every job is possible."""
-        for name, known in (("models", NAMED), ("tasks", TASKS)):
-            given, allowed = getattr(self, name), f"different ones of {', '.join(known)}"
-            for one in given:
-                check(one in known, name, one, allowed)
-            check(0 < len(given) == len({*given}), name, given, allowed)
+        check_different(self, "models", NAMED)
+        check_different(self, "tasks", TASKS)
         check(self.protocol in PROTOCOLS, "protocol", self.protocol, f"one of {', '.join(PROTOCOLS)}")
         check(self.precision in ("no", "bf16"), "precision", self.precision, "no or bf16")
-        for name, least in {"seeds": 1, "seed": 0, "batch": 1, "steps": 1}.items():
-            value = getattr(self, name)
-            check(value is None or value >= least, name, value, f"a whole number of at least {least}")
+        check_all(self, COUNT, "batch", "steps")
         check(self.lr is None or (len(self.lr) > 0 and min(self.lr) > 0), "lr", self.lr, "numbers above 0")
         decay = self.weight_decay
         check(decay is None or (len(decay) > 0 and min(decay) >= 0), "weight_decay", decay, "numbers of at least 0")
@@ -85,8 +76,8 @@ class Experiment:
         """Each once, whatever options make two settings the same."""
         protocol = self.changed()
         jobs = [
-            self.job(protocol, model, task, parameters, lr, weight_decay, self.seed + number)
-            for number in range(self.seeds)
+            self.job(protocol, model, task, parameters, lr, weight_decay, seed)
+            for seed in self.every_seed()
             for task in self.tasks
             for parameters in protocol.settings(task)
             for model in self.models

@@ -31,7 +31,7 @@ from femixer.training import (
     train,
 )
 from femixer.training.journal import counting
-from femixer.training.loop import Best, Error
+from femixer.training.loop import Best, Error, with_test
 from femixer.training.results import Record, environment
 
 KEY = "average"
@@ -203,7 +203,9 @@ def fitted(
     step = run.best.load()
     run.model.eval()
     predictions = predicted(run.model, views["test"], WIDER * spec.training.batch, "test", run.workers)
-    metrics = run.with_test(predictions)
+    run.broken.add(views["test"].broken.values())
+    skipped = run.broken.write()
+    metrics = with_test(results, lambda: {**predictions.scores(), "broken": skipped})
     predictions = predictions.gathered()
     return Fitted(
         Classifier(run.model, preparation),
@@ -282,18 +284,6 @@ class Fitting:
             return full_weights(self.model)
         with averaged(self.model, self.optimizer):
             return {name: value.clone() for name, value in full_weights(self.model).items()}
-
-    def with_test(self, predictions: Predictions) -> list[Record]:
-        """The records of the run, the last of them the test scores: added unless they are there from before a crash."""
-        metrics = distributed.on_main(self.results.metrics)
-        scores = predictions.scores()
-        self.broken.add(self.views["test"].broken.values())
-        skipped = self.broken.write()
-        if metrics[-1]["split"] != "test":
-            last = {name: metrics[-1][name] for name in ("step", "seconds")}
-            metrics.append({"split": "test", **scores, "broken": skipped, **last})
-            self.results.append(metrics[-1:])
-        return metrics
 
     def record(
         self, metrics: list[Record], step: int, images: Images, diverged: str | None, device: torch.device

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from femixer.reporting import Cell, Column, Group, Row, Score, Table, marked_columns
-from femixer.tasks.runner import over_seeds, usual_notes
+from femixer.tasks.runner import note_of_priors, over_seeds, usual_notes
 from femixer.training.results import Record
 from femixer.training.store import as_text, besides, best, distinct, same, setting
 
@@ -141,9 +141,7 @@ def legend(records: Sequence[Record], tables: Sequence[Table]) -> list[str]:
     broken = max(record["broken"] for record in records)
     if broken:
         text.append(f"Up to {broken} pictures could not be read and were skipped.")
-    if "GLA" in {record["model"] for record in records}:
-        text.append("GLA is the normalized prior with the mean as read, not the published layer.")
-    return text
+    return text + note_of_priors({record["model"] for record in records})
 
 
 def spread(table: Table) -> list[str]:

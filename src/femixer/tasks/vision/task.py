@@ -8,10 +8,10 @@ from typing import Self, TypeVar
 
 from femixer.models import Card
 from femixer.models.named import parameter_count
-from femixer.options import apply_recipe, as_typed, check, expanded, parse, with_recipe
+from femixer.options import apply_recipe, as_typed, check, check_different, expanded, parse, with_recipe
 from femixer.reporting import Table, as_markdown
 from femixer.reporting.figures import save
-from femixer.tasks.runner import DataJob, Run, told
+from femixer.tasks.runner import DataJob, Run, Seeds, told
 from femixer.tasks.vision import TASK
 from femixer.tasks.vision.data import ABOUT_DIGITS, DIGITS, Images, Reading, read
 from femixer.tasks.vision.data.augmentation import Augmentation
@@ -194,21 +194,17 @@ EQUAL = 0.02
 
 
 @dataclass(frozen=True)
-class Experiment(Setting):
+class Experiment(Setting, Seeds):
     """What is run."""
 
     models: tuple[str, ...] = ORDER
     """Models by their names in the paper's tables; SMAttn is plain attention.
     paper: those of its table that are encoders here; all: every encoder."""
-    seeds: int = 1
-    """Number of seeds, counted up from --seed."""
-    seed: int = 0
-    """The first seed."""
 
     def jobs(self) -> list[VisionJob]:
         """Each once, all of the first seed first; a ValueError if one of them is not possible."""
-        check(0 < len(self.models) == len({*self.models}), "models", self.models, "different ones")
-        check(self.seeds > 0, "seeds", self.seeds, "a whole number above 0")
+        check_different(self, "models")
+        seeds = self.every_seed()
         self.validate()
         self.sizes.validate(*self.models)
         told(self.data, ABOUT_DIGITS)
@@ -220,8 +216,8 @@ class Experiment(Setting):
         check_fits(max(counts.values()), "width", self.sizes.width)
         tell_parameters(counts)
         return [
-            VisionJob(replace(spec, seed=self.seed + number), self.data, self.reading, self.loading, self.engine)
-            for number in range(self.seeds)
+            VisionJob(replace(spec, seed=seed), self.data, self.reading, self.loading, self.engine)
+            for seed in seeds
             for spec in first
         ]
 
