@@ -32,9 +32,9 @@ METHOD = sorted(
 ROOMS = sorted(path for path in PACKAGE.rglob("*.py") if path not in OPERATORS)
 FILES, ROOM_FILES, FILE_LINES, REPEATED = 240, 143, 480, 12
 # Of operators without Triton; the aim is 7,000 lines, and until then they may only become shorter.
-LINES, OPERATOR_FILES, FUNCTION_LINES, PARAMETERS = 11_622, 63, 80, 12
+LINES, OPERATOR_FILES, FUNCTION_LINES, PARAMETERS = 11_613, 63, 80, 12
 # Files that a training step passes through, and how often it goes from one to another; the aim for gla is 14 and 45.
-WAYS = {"gla": (19, 72), "softmax": (24, 106), "mamba": (18, 75)}
+WAYS = {"gla": (19, 69), "softmax": (24, 94), "mamba": (18, 70)}
 
 each = {"ids": lambda path: str(path.relative_to(PACKAGE))}
 

@@ -1,15 +1,14 @@
-"""Base of every mixer: checks of the inputs, ownership of states, and processing of long sequences in stretches."""
+"""Base of every mixer: checks of the inputs, layout, padding, states, and processing of long sequences in stretches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from femixer.layout import Past
+from femixer.layout import Layout, Past, arrange
 from femixer.state import State, check_made_by, new_number
 
 # Numbers of x in a stretch: the intermediates of a longer one no longer fit into a CPU's caches.
@@ -17,10 +16,11 @@ STRETCH = 2**21
 
 
 class MixerLayer(nn.Module):
-    """Base of layers [B, T, dim] -> [B, T, dim] with mask, segments and a streaming state. All end in an output
-    projection."""
+    """Base of layers [B, T, dim] -> [B, T, dim] with mask, segments and a streaming state. A subclass defines `mixed`
+    and ends in an output projection."""
 
     out_proj: nn.Linear
+    _reads_on = False  # continues from a state of constant size as fast as it reads a whole sequence
 
     def __init__(self, dim: int, heads: int, causal: bool, dropout: float) -> None:
         super().__init__()
@@ -36,6 +36,62 @@ class MixerLayer(nn.Module):
         self.dim, self.heads, self.causal = dim, heads, causal
         self.dropout = nn.Dropout(dropout)
         self._owner = new_number(self)
+
+    def mixed(self, x: Tensor, layout: Layout, before: State, keep: bool) -> tuple[Tensor, Any, Tensor | None]:
+        """x [B, T, dim], zero at padding -> (y [B, T, dim], the next states of prior and conditioner if `keep`).
+
+        What y is at padding does not matter.
+        """
+        raise TypeError(f"{type(self).__name__} must define mixed()")
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        state: State | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, State]:
+        """x [B, T, dim] -> y [B, T, dim], with return_state (y, state) for continuing with the next tokens.
+
+        mask bool [B, T]: False is padding, anywhere. segments int [B, T]: a change of id starts a segment, negative is
+        padding. state: returned by the call for the tokens before x.
+        """
+        self.check_inputs(x, mask, segments, state, return_state)
+        go_on = self._continue_in_stretches if self._reads_on else self._continue
+        y, after = go_on(x, mask, segments, self.before(x, state), return_state)
+        return (y, after) if return_state else y
+
+    def _continue(
+        self, x: Tensor, mask: Tensor | None, segments: Tensor | None, before: State, keep: bool
+    ) -> tuple[Tensor, State]:
+        """-> (y, state after x); without `keep` the state is `before`, unchanged."""
+        layout, past = self.arrange(x, mask, segments, before.past)
+        padding = None if layout.padding is None else layout.padding[..., None]
+        if padding is not None:
+            # Whatever stands there, also infinity, must not reach a sum, not even multiplied by zero.
+            x = x.masked_fill(padding, 0)
+        y, memory, context = self.mixed(x, layout, before, keep)
+        if padding is not None:
+            y = y.masked_fill(padding, 0)
+        return y, before.next(past, memory, context) if keep else before
+
+    def _continue_in_stretches(
+        self, x: Tensor, mask: Tensor | None, segments: Tensor | None, state: State, keep: bool
+    ) -> tuple[Tensor, State]:
+        """The same. Without gradients, x is processed in stretches, so that memory is that of a stretch and not of the
+        sequence."""
+        step = max(1, STRETCH // max(1, x.shape[0] * x.shape[2]))
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.device.type != "cpu" or x.shape[1] <= step:
+            return self._continue(x, mask, segments, state, keep)
+        x, pieces = x.detach(), []
+        for start in range(0, x.shape[1], step):
+            here = [None if given is None else given[:, start : start + step] for given in (mask, segments)]
+            piece, state = self._continue(x[:, start : start + step], here[0], here[1], state, True)
+            pieces.append(piece)
+        return torch.cat(pieces, 1), state
+
+    arrange = staticmethod(arrange)
 
     def check_inputs(
         self, x: Tensor, mask: Tensor | None, segments: Tensor | None, state: State | None, return_state: bool
@@ -93,25 +149,3 @@ class MixerLayer(nn.Module):
         """A copied or unpickled mixer is a new owner: it does not accept the original's states."""
         super().__setstate__(state)
         self._owner = new_number(self)
-
-
-Mix = Callable[[Tensor, Tensor | None, Tensor | None, State, bool], tuple[Tensor, State]]
-
-
-def in_stretches(
-    mix: Mix, x: Tensor, mask: Tensor | None, segments: Tensor | None, state: State, keep: bool
-) -> tuple[Tensor, State]:
-    """mix(x, mask, segments, state, keep) -> (y, next state). Without gradients, x is processed in stretches, so that
-    memory is that of a stretch and not of the sequence.
-
-    For layers that continue from a state of constant size as fast as they read a whole sequence.
-    """
-    step = max(1, STRETCH // max(1, x.shape[0] * x.shape[2]))
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.device.type != "cpu" or x.shape[1] <= step:
-        return mix(x, mask, segments, state, keep)
-    x, pieces = x.detach(), []
-    for start in range(0, x.shape[1], step):
-        here = [None if given is None else given[:, start : start + step] for given in (mask, segments)]
-        piece, state = mix(x[:, start : start + step], here[0], here[1], state, True)
-        pieces.append(piece)
-    return torch.cat(pieces, 1), state

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from femixer.budget import solve_widths
 from femixer.conditioner import TimeDecayConditioner
 from femixer.gates import SMALL_BETA, SMALL_LAM, inverse_temperature, lam_logits, raw_temperature
-from femixer.layer import MixerLayer, in_stretches
-from femixer.layout import Layout, Past, arrange
+from femixer.layer import MixerLayer
+from femixer.layout import Layout, Past
 from femixer.priors import Prior, build_prior, prior_class
 from femixer.projection import Columns, Projection
 from femixer.state import State
@@ -119,6 +119,7 @@ class FreeEnergyMixer(MixerLayer):
         self.parts, self.prior_name = "".join(p for p in PARTS if p in parts), prior
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.prior: Prior = build_prior(prior, heads, kv_heads, widths, causal, options, made)
+        self._reads_on = causal and self.prior.reads_on
         self.start, self.readout, self.temperature = start, readout, temperature
         if start == "prior" and not self.prior.normalize and "L" in parts and "T" not in parts:
             raise ValueError("start='prior' does not fit normalize=False without T: no free energy is near that mean")
@@ -187,45 +188,12 @@ class FreeEnergyMixer(MixerLayer):
             return torch.zeros(self.heads, self.widths.value, device=weight.device, dtype=weight.dtype)
         return beta.repeat_interleave(self.heads // self.kv_heads, 0)
 
-    def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        state: State | None = None,
-        return_state: bool = False,
-    ) -> Tensor | tuple[Tensor, State]:
-        """x [B, T, dim] -> y [B, T, dim], with return_state (y, state) for continuing with the next tokens.
-
-        mask bool [B, T]: False is padding, anywhere. segments int [B, T]: a change of id starts a segment, negative is
-        padding. state: returned by the call for the tokens before x.
-        """
-        self.check_inputs(x, mask, segments, state, return_state)
-        before = self.before(x, state)
-        if self.causal and self.prior.reads_on:
-            y, after = in_stretches(self._mix, x, mask, segments, before, return_state)
-        else:
-            y, after = self._mix(x, mask, segments, before, return_state)
-        return (y, after) if return_state else y
-
-    def _mix(
-        self, x: Tensor, mask: Tensor | None, segments: Tensor | None, before: State, keep: bool
-    ) -> tuple[Tensor, State]:
-        """-> (y, state after x); without `keep` the state is `before`, unchanged."""
-        layout, past = self._arrange(x, mask, segments, before.past)
+    def mixed(self, x: Tensor, layout: Layout, before: State, keep: bool) -> tuple[Tensor, Any, Tensor | None]:
         inputs, v, lam, gate, context = self._project(x, layout, before.conditioner)
         read, memory = self.prior(inputs, v, self._beta(), lam, gate, layout, before.prior, keep, self.readout)
-        y = self.out_proj(self.dropout(read.flatten(-2).to(x.dtype)))
-        if layout.padding is not None:
-            y = y.masked_fill(layout.padding[..., None], 0)
-        return y, before.next(past, memory, context) if keep else before
-
-    def _arrange(self, x: Tensor, mask: Tensor | None, segments: Tensor | None, past: Past) -> tuple[Layout, Past]:
-        return arrange(x, mask, segments, past)
+        return self.out_proj(self.dropout(read.flatten(-2).to(x.dtype))), memory, context
 
     def _project(self, x: Tensor, layout: Layout, context: Tensor | None) -> Projected:
-        if layout.padding is not None:
-            x = x.masked_fill(layout.padding[..., None], 0)
         features = None
         if self.conditioner is not None:
             features, context = self.conditioner(x, layout, context)
@@ -243,9 +211,11 @@ class FreeEnergyMixer(MixerLayer):
     def prepare(
         self, x: Tensor, mask: Tensor | None = None, segments: Tensor | None = None
     ) -> tuple[Projected, Layout]:
-        """The inputs of prior and gates in `forward`, for inspection and for tests of priors."""
+        """The inputs of prior and gates in `mixed`, for inspection and for tests of priors."""
         self.check_inputs(x, mask, segments, None, False)
-        layout, _ = arrange(x, mask, segments, Past())
+        layout, _ = self.arrange(x, mask, segments, Past())
+        if layout.padding is not None:
+            x = x.masked_fill(layout.padding[..., None], 0)
         return self._project(x, layout, None), layout
 
     def inspect(self, x: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Inspection:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from femixer.conditioner import inverse_softplus
 from femixer.layer import MixerLayer
-from femixer.layout import Layout, arrange
+from femixer.layout import Layout
 from femixer.options import check
 from femixer.state import State, usable
 
@@ -101,41 +101,18 @@ class Baseline(MixerLayer):
         """
         raise TypeError(f"{type(self).__name__} must define mix()")
 
-    def _mixed(self, *given: Any) -> tuple[Tensor, Any]:
-        read, memory = self.mix(*given)
-        return self.out_proj(self.dropout(read)), memory
-
-    def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        state: State | None = None,
-        return_state: bool = False,
-    ) -> Tensor | tuple[Tensor, State]:
-        """x [B, T, dim] -> [B, T, dim], with return_state also the state from which the next tokens go on.
-
-        mask, segments: as for FreeEnergyMixer.
-        """
-        self.check_inputs(x, mask, segments, state, return_state)
-        before = self.before(x, state)
-        layout, past = arrange(x, mask, segments, before.past)
-        memory = usable(before.prior)
-        padding = layout.padding
+    def mixed(self, x: Tensor, layout: Layout, before: State, keep: bool) -> tuple[Tensor, Any, None]:
+        memory, padding = usable(before.prior), layout.padding
         if x.shape[0] == 0 or x.shape[1] == 0:
-            y = x.clone()
-        elif padding is None or layout.segment is None:
-            y, memory = self._mixed(x, layout, memory, return_state)
-        else:
-            order = padding.long().argsort(dim=1, stable=True)
-            fields = (x.gather(1, order) for x in (layout.segment, layout.position, padding))
-            together = Layout(*fields)
-            # Whatever stands at padding, also infinity, must not reach a sum, not even multiplied by zero.
-            real = x.masked_fill(padding[..., None], 0).gather(1, order[..., None].expand_as(x))
-            mixed, memory = self._mixed(real, together, memory, return_state)
-            y = torch.zeros_like(mixed).scatter(1, order[..., None].expand_as(mixed), mixed)
-            y = y.masked_fill(padding[..., None], 0)
-        return (y, before.next(past, memory, None)) if return_state else y
+            return x.clone(), memory, None
+        if padding is None or layout.segment is None:
+            read, memory = self.mix(x, layout, memory, keep)
+            return self.out_proj(self.dropout(read)), memory, None
+        order = padding.long().argsort(dim=1, stable=True)
+        together = Layout(*(x.gather(1, order) for x in (layout.segment, layout.position, padding)))
+        read, memory = self.mix(x.gather(1, order[..., None].expand_as(x)), together, memory, keep)
+        y = self.out_proj(self.dropout(read))
+        return torch.zeros_like(y).scatter(1, order[..., None].expand_as(y), y), memory, None
 
     def reset_parameters(self) -> None:
         """Projections start as everywhere in femixer, N(0, 0.02) with zero biases; norms, convolutions and other parts

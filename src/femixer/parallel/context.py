@@ -303,10 +303,10 @@ class CutMixer(FreeEnergyMixer):
             raise ValueError(f"x has {x.shape[1]} tokens on this rank; allowed is a multiple of {self.cut.stretches}")
         x = self.cut.fold(x)
         mask, segments = (None if given is None else self.cut.fold(given) for given in (mask, segments))
-        y, _ = self._mix(x, mask, segments, self.before(x, None), False)
+        y, _ = self._continue(x, mask, segments, self.before(x, None), False)
         return self.cut.unfold(y)
 
-    def _arrange(self, x: Tensor, mask: Tensor | None, segments: Tensor | None, past: Past) -> tuple[Layout, Past]:
+    def arrange(self, x: Tensor, mask: Tensor | None, segments: Tensor | None, past: Past) -> tuple[Layout, Past]:
         return cut_layout(self.cut, x, mask, segments), past
 
     def inspect(self, *_: Any, **__: Any) -> NoReturn:

@@ -130,8 +130,8 @@ class GLAPrior(LinearPrior):
         return {**super().columns(), "decay": Columns(self.rank, additive=True)}
 
     def tracks(self, inputs: dict[str, Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
-        logits = inputs["decay"].to(dtype)
+        features, logits = super().tracks(inputs, layout, dtype), inputs["decay"].to(dtype)
         if self.decay_map is not None:
             logits = F.linear(logits, self.decay_map.to(dtype))
         gate = softplus(logits.unflatten(-1, self.decay_bias.shape), self.decay_bias, scale=-1.0)
-        return {**super().tracks(inputs, layout, dtype), "gate": gate.expand(-1, -1, self.kv_heads, -1)}
+        return {**features, "gate": gate.expand(-1, -1, self.kv_heads, -1)}

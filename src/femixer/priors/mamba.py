@@ -94,8 +94,11 @@ class MambaPrior(StateSpacePrior):
 
     def tracks(self, inputs: dict[str, Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
         logits = F.linear(inputs["delta"].to(dtype), self.delta_map.to(dtype))
-        b, c = (softplus(inputs[name].to(dtype), floor=EPSILON) for name in ("b", "c"))
-        return {"delta": softplus(logits, self.delta_bias.flatten(), floor=EPSILON), "b": b, "c": c}
+        return {
+            "delta": softplus(logits, self.delta_bias.flatten(), floor=EPSILON),
+            "b": softplus(inputs["b"].to(dtype), floor=EPSILON),
+            "c": softplus(inputs["c"].to(dtype), floor=EPSILON),
+        }
 
     def system(self, tracks: dict[str, Tensor], dtype: torch.dtype) -> System:
         rate = self.modes_first(softplus(at_least(self.rate, dtype), scale=-1.0))

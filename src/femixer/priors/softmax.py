@@ -201,11 +201,11 @@ class SoftmaxPrior(Prior):
         layout: Layout,
         dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries, keys and values in `dtype` (default: that of the read); beta in the dtype of the read."""
-        wide = reading_dtype(v, beta)
-        dtype = wide if dtype is None else dtype
+        """Queries, keys and values in `dtype` (default: that of the read); beta in float32 or better."""
+        dtype = reading_dtype(v, beta) if dtype is None else dtype
         q, k = self._heads(inputs, layout.position, dtype)
-        return q, k, v.to(dtype), None if beta is None else beta.to(wide)
+        beta = None if beta is None else beta.to(torch.promote_types(v.dtype, torch.float32))
+        return q, k, v.to(dtype), beta
 
     def _visible(self, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
         """Window, segments and score bias: which keys a query may read, apart from causality, within a layout."""

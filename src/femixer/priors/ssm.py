@@ -13,7 +13,7 @@ from femixer.conditioner import inverse_softplus, memory_spans
 from femixer.kernels.operator import at_least
 from femixer.kernels.reading import Reading
 from femixer.kernels.softplus import softplus
-from femixer.kernels.state_space import Modes, System, state_space_read
+from femixer.kernels.state_space import System, state_space_read
 from femixer.layout import Layout
 from femixer.priors.base import DirectedPrior, Widths
 from femixer.projection import Columns
@@ -51,7 +51,6 @@ class StateSpacePrior(DirectedPrior):
     ) -> Reading:
         system = self.system(tracks, v.dtype)
         flat, shape = v.flatten(-2), v.shape[-2:]
-        state = Modes.empty(system.rate, flat) if state is None else state
         beta = None if beta is None else beta.flatten()
         read = state_space_read(system, flat, beta, marks, state, exclusive)
         free = None if read.free is None else read.free.unflatten(-1, shape)

@@ -80,13 +80,14 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
     """As the read and the gates, one operator after the other."""
     q, k, v, beta, lam, gate, bias, segments_q, segments_k, causal, window, eps = arguments
     dtype = softmax.reading_dtype(v, beta)
-    q, k, v = (x.to(dtype) for x in (q, k, v))
-    beta, lam, gate = (None if x is None else x.to(dtype) for x in (beta, lam, gate))
+    beta = None if beta is None else beta.to(dtype)
     given = bias, segments_q, segments_k, causal, window, q.shape[3] ** -0.5
-    mean, free, *_ = softmax.OPERATOR(q, k, v, beta, *given)
+    mean, free, *_ = softmax.OPERATOR(q.to(dtype), k.to(dtype), v.to(dtype), beta, *given)
+    gate = None if gate is None else gate.to(dtype)
     if beta is None or lam is None:
         read = mean if beta is None else free
         return (read if gate is None else gating.gated(read, None, None, gate, eps),)
+    lam = lam.to(dtype)
     return (gating.gated(mean, free, lam, gate, eps),)
 
 

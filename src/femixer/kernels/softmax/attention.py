@@ -38,7 +38,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
     if torch._C._are_functorch_transforms_active():
         return _written_out(q, k, v, mask, causal, scale), q.new_empty(q.shape[:3])
     q, k, v, mask = _side_by_side(q, k, v, mask)
-    if transparent(q) or not _has_own_kernel(q):
+    if not _has_own_kernel(q) or transparent(q):
         out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale)
         return out, q.new_empty(q.shape[:3])
     if q.device.type == "cpu":
@@ -106,6 +106,19 @@ def widths(device: torch.device, keys: int, values: int) -> tuple[int, int]:
     if device.type == "cpu":
         return max(keys, values), max(keys, values)
     return -(-keys // MULTIPLE) * MULTIPLE, -(-values // MULTIPLE) * MULTIPLE
+
+
+def heads_first(x: Tensor, heads: int, width: int, value: float = 0.0) -> Tensor:
+    """[B, S, G, W] -> [B, H, S, width]: key/value heads repeated, width padded with a value."""
+    x = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]), value=value)).transpose(1, 2)
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def fold(x: Tensor, groups: int, width: int) -> Tensor:
+    """The transpose of heads_first: [B, H, S, W] -> [B, S, G, width], repeats summed."""
+    if x.shape[1] != groups:
+        x = x.unflatten(1, (groups, -1)).sum(2)
+    return x.transpose(1, 2)[..., :width]
 
 
 def _has_own_kernel(q: Tensor) -> bool:

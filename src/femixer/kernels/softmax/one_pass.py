@@ -21,7 +21,7 @@ from torch import Tensor
 
 from femixer.kernels.operator import filled
 from femixer.kernels.softmax import decays, exact
-from femixer.kernels.softmax.attention import Attended, attend, attend_backward, widths
+from femixer.kernels.softmax.attention import Attended, attend, attend_backward, fold, heads_first, widths
 from femixer.kernels.softmax.decays import Sums
 from femixer.kernels.softmax.visibility import Visibility, pieces
 from femixer.kernels.streams import Shift, readable
@@ -41,9 +41,9 @@ def forward(
         span, shift = steps.value_range(v, beta, seen.segments_k)
     streams = steps.value_streams(v, beta, shift)
     key_width, value_width = widths(q.device, q.shape[-1], streams.shape[-1])
-    qh, kh = _heads_first(q, heads, key_width), _heads_first(k, heads, key_width)
-    sh = _heads_first(streams, heads, value_width)
-    outs, logs = [], []
+    qh, kh = heads_first(q, heads, key_width), heads_first(k, heads, key_width)
+    sh = heads_first(streams, heads, value_width)
+    outs, logs, padding = [], [], seen.padding()
     for rows, keys, mask, triangular in pieces(q, k, seen):
         out, log_z = attend(qh[:, :, rows], kh[:, :, keys], sh[:, :, keys], mask, triangular, scale)
         outs.append(out.transpose(1, 2))
@@ -52,7 +52,6 @@ def forward(
     sums = (outs[0] if len(outs) == 1 else torch.cat(outs, 1))[..., : streams.shape[-1]]
     log_z = logs[0] if len(logs) == 1 else torch.cat(logs, 2)
     again = torch.zeros(batch, heads, dtype=torch.bool, device=q.device)
-    padding = seen.padding()
     if beta is None or shift is None or span is None:
         mean = sums if padding is None else sums.masked_fill(padding, 0)
         free, top, base = (q.new_empty(0) for _ in range(3))
@@ -117,31 +116,34 @@ def backward(
     grad_mean, grad_free = filled(grads[:2], results)
     bias_grad = bias is not None and needed[4]
     shift = None if beta is None else Shift(top, base)
+    some = readable(again) and bool(again.any())
     padding = seen.padding()
+    # Masks are made once, so where they are needed all heads go together.
+    together = not seen.needs_no_mask(k.shape[1])
     if padding is not None:
         grad_mean = grad_mean.masked_fill(padding, 0)
         if shift is not None:
             grad_free = grad_free.masked_fill(padding, 0)
             # A padding row's F is zero, which may lie anywhere to the others; at top nothing over- or underflows.
             free = torch.where(padding, shift.per_head(q.shape[2] // k.shape[2]).top, free)
-    some = readable(again) and bool(again.any())
     to_log_z = grads[2] if len(grads) > 2 else None
     part = Part(q, k, v, beta, mean, free, log_z, again if some else None, shift, to_log_z)
     if some and bool(again.all()):
-        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        found = Gradients(dq, dk, dv, None, None)
+        dbeta = None if beta is None else torch.zeros_like(beta)
+        found = Gradients(_zeros(q), _zeros(k), _zeros(v), dbeta, _zeros(bias) if bias_grad else None)
     else:
-        found = _by_heads(part, grad_mean, grad_free, seen, scale, bias_grad, steps)
+        through = _one_pass_backward if together else _by_heads
+        found = through(part, grad_mean, grad_free, seen, scale, bias_grad, steps)
     if some:
-        found = _add_exact(found, part, grad_mean, grad_free, seen, scale, bias_grad)
+        _add_exact(found, part, grad_mean, grad_free, seen, scale)
     return *found, None, None
 
 
 def _by_heads(
     part: Part, grad_mean: Tensor, grad_free: Tensor, seen: Visibility, scale: float, bias_grad: bool, steps: Any
 ) -> Gradients:
-    # Masks are made once, so where they are needed all heads go together.
-    slices = _head_slices(part.q, part.k) if seen.needs_no_mask(part.k.shape[1]) else []
+    """A few heads at a time, where it pays."""
+    slices = _head_slices(part.q, part.k)
     if len(slices) < 2:
         return _one_pass_backward(part, grad_mean, grad_free, seen, scale, bias_grad, steps)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (part.q, part.k, part.v))
@@ -189,11 +191,12 @@ def _one_pass_backward(
     # gradient of one more channel, in which queries are one and keys, so far, zero.
     add_up = bias_grad and seen.decays and seen.causal and part.to_log_z is None
     key_width, value_width = widths(q.device, q.shape[-1] + add_up, streams.shape[-1])
-    qh, kh = _heads_first(q, heads, key_width, 1 / scale if add_up else 0.0), _heads_first(k, heads, key_width)
-    sh, inner, sums = (_heads_first(x, heads, value_width) for x in (streams, inner, sums))
+    qh, kh = heads_first(q, heads, key_width, 1 / scale if add_up else 0.0), heads_first(k, heads, key_width)
+    sh, inner = heads_first(streams, heads, value_width), heads_first(inner, heads, value_width)
+    sums = heads_first(sums, heads, value_width)
     of_rows: dict[int, Tensor] = {}
     of_keys: list[Tensor] = []
-    dbias = _no_bias(seen) if bias_grad else None
+    dbias = _zeros(seen.bias) if bias_grad and seen.bias is not None else None
     # The last one first: its keys are all.
     for rows, keys, mask, triangular in pieces(q, k, seen, last_first=True):
         given = qh[:, :, rows], kh[:, :, keys], sh[:, :, keys], mask, triangular, scale
@@ -204,12 +207,12 @@ def _one_pass_backward(
             Sums.of(dbias).until[..., keys].sub_(to_k[..., q.shape[3]])
         elif dbias is not None and to_mask is not None:
             _put_bias(dbias, to_mask, rows, keys, q.shape[1], seen)
-        of_rows[rows.start] = _fold(to_q, heads, q.shape[3])
-        grads = _fold(to_k, groups, q.shape[3]), _fold(to_streams, groups, streams.shape[3])
+        of_rows[rows.start] = fold(to_q, heads, q.shape[3])
+        grads = fold(to_k, groups, q.shape[3]), fold(to_streams, groups, streams.shape[3])
         if grads[0].shape[1] == k.shape[1] and not of_keys:
             of_keys = list(grads)
             continue
-        of_keys = of_keys or [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, streams)]
+        of_keys = of_keys or [_zeros(k), _zeros(streams)]
         for total, grad in zip(of_keys, grads, strict=True):
             total[:, keys].add_(grad)
     dq, (dk, dstreams) = of_rows[0], of_keys
@@ -223,23 +226,11 @@ def _one_pass_backward(
 
 
 def _add_exact(
-    found: Gradients,
-    part: Part,
-    grad_mean: Tensor,
-    grad_free: Tensor,
-    seen: Visibility,
-    scale: float,
-    bias_grad: bool,
-) -> Gradients:
-    """With the gradients from the heads that were read again."""
+    found: Gradients, part: Part, grad_mean: Tensor, grad_free: Tensor, seen: Visibility, scale: float
+) -> None:
+    """Put the gradients of the heads that were read again in their places."""
     q, k, v, beta = part[:4]
     assert part.again is not None
-    dbeta = None
-    if beta is not None:
-        dbeta = torch.zeros_like(beta) if found.beta is None else found.beta
-    dbias = None
-    if bias_grad:
-        dbias = _no_bias(seen) if found.bias is None else found.bias
     for each in exact.selections(part.again, q, k, v, beta, seen, scale):
         to_free = None if beta is None else each.take(grad_free)
         to_log_z = None if part.to_log_z is None else each.take(part.to_log_z.transpose(1, 2)[..., None])
@@ -247,16 +238,14 @@ def _add_exact(
         each.put(found.q, result.q)
         each.add_keys(found.k, result.k)
         each.add_keys(found.v, result.v)
-        if dbeta is not None and result.beta is not None:
-            dbeta.index_add_(0, each.group, result.beta.to(dbeta.dtype))
-        if dbias is not None and result.bias is not None:
-            each.put_bias(dbias, result.bias)
-    return found._replace(beta=dbeta, bias=dbias)
+        if found.beta is not None and result.beta is not None:
+            found.beta.index_add_(0, each.group, result.beta.to(found.beta.dtype))
+        if found.bias is not None and result.bias is not None:
+            each.put_bias(found.bias, result.bias)
 
 
-def _no_bias(seen: Visibility) -> Tensor:
-    assert seen.bias is not None
-    return torch.zeros_like(seen.bias, memory_format=torch.contiguous_format)
+def _zeros(like: Tensor) -> Tensor:
+    return torch.zeros_like(like, memory_format=torch.contiguous_format)
 
 
 def _put_bias(total: Tensor, grad: Tensor, rows: slice, keys: slice, queries: int, seen: Visibility) -> None:
@@ -270,16 +259,3 @@ def _put_bias(total: Tensor, grad: Tensor, rows: slice, keys: slice, queries: in
     to_rows, to_keys = decays.gradients(grad, seen.ahead(tokens, keys, index))
     decays.add_(total, to_rows, tokens)
     decays.add_(total, to_keys, keys)
-
-
-def _heads_first(x: Tensor, heads: int, width: int, value: float = 0.0) -> Tensor:
-    """[B, S, G, W] -> [B, H, S, width]: key/value heads repeated, width padded with a value."""
-    x = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]), value=value)).transpose(1, 2)
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
-
-
-def _fold(x: Tensor, groups: int, width: int) -> Tensor:
-    """The transpose of _heads_first: [B, H, S, W] -> [B, S, G, width], repeats summed."""
-    if x.shape[1] != groups:
-        x = x.unflatten(1, (groups, -1)).sum(2)
-    return x.transpose(1, 2)[..., :width]

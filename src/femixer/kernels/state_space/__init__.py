@@ -78,10 +78,11 @@ def state_space_read(
     v: Tensor,
     beta: Tensor | None,
     marks: Tensor | None,
-    state: Modes,
+    state: Modes | None = None,
     exclusive: bool = False,
 ) -> Reading:
     """v [B, T, C]; beta [C]; marks [B, T]. exclusive: a token reads those before it, decayed by its own step."""
+    state = Modes.empty(system.rate, v) if state is None else state
     mean, free, log_total, *last = OPERATOR(*system, v, beta, marks, *state, exclusive)
     return Reading(mean, None if beta is None else free, log_total, Modes(*last))
 
