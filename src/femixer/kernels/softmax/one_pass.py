@@ -117,8 +117,7 @@ def backward(
     grad_mean, grad_free = filled(grads[:2], results)
     bias_grad = bias is not None and needed[4]
     shift = None if beta is None else Shift(top, base)
-    padding = seen.padding()
-    if padding is not None:
+    if (padding := seen.padding()) is not None:
         grad_mean = grad_mean.masked_fill(padding, 0)
         if shift is not None:
             grad_free = grad_free.masked_fill(padding, 0)
