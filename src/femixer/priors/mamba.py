@@ -137,6 +137,6 @@ class MambaPrior(StateSpacePrior):
 
 def with_itself(read: Reading, v: Tensor, beta: Tensor | None, log_weight: Tensor) -> Reading:
     """Add one entry to the reads [B, T, H, D]: each token's own value, with weight exp(log_weight) [H, D]."""
-    free = None if read.free is None else v
-    own = (x if x is None else x.flip(1) for x in (v, free, log_weight.expand_as(v)))
-    return Reading(*two_reads(read[:3], tuple(own), beta), read.state)
+    own, weight = v.flip(1), log_weight.expand_as(v).flip(1)
+    free = None if read.free is None else own
+    return Reading(*two_reads(read[:3], (own, free, weight), beta), read.state)
