@@ -33,7 +33,8 @@ def ends_of(segments: list[int]) -> list[bool]:
 
 @st.composite
 def streams(draw: st.DrawFn) -> tuple[int, list[tuple[str, list[list[int]]]]]:
-    """A batch size and chunks (kind, ids [B][T]), where `plain` tokens have id 0 and a mask has ids 0 and -1."""
+    """A batch size and chunks (kind, ids [B][T]), where `plain` tokens have id 0 and a mask has ids 0 and -1: they
+    continue the last segment."""
     batch = draw(st.integers(1, 3))
     chunks = []
     for _ in range(draw(st.integers(1, 4))):
@@ -55,7 +56,10 @@ def test_arrange_is_the_plain_loop(stream):
         mask, segments = (tensor >= 0 if kind == "mask" else None), (tensor if kind == "segments" else None)
         layout, past = arrange(x, mask, segments, past)
         seen += length
-        wanted = [[row.token(identity) for identity in line] for row, line in zip(rows, ids, strict=True)]
+        wanted = []
+        for row, line in zip(rows, ids, strict=True):
+            last = max(row.identity, 0)
+            wanted.append([row.token(i if kind == "segments" or i < 0 else last) for i in line])
         numbers = [[number for number, _ in line] for line in wanted]
         positions = [[position for _, position in line] for line in wanted]
 
@@ -86,6 +90,18 @@ def test_tokens_without_mask_or_segments_need_no_segments():
     assert layout.segment is None
     assert layout.position.tolist() == [[7, 8, 9, 10, 11]]
     assert past == Past(12)
+
+
+def test_tokens_without_segments_continue_the_last_one():
+    """A prompt of two packed documents, and then tokens of the second without saying so."""
+    x = torch.zeros(1, 3, 1)
+    _, past = arrange(x, None, torch.tensor([[4, 9, 9]]), Past())
+    layout, past = arrange(x, None, None, past)
+    assert layout.position.tolist() == [[2, 3, 4]]
+    layout, past = arrange(x, torch.tensor([[False, True, True]]), None, past)
+    assert layout.segment.tolist() == [[-1, 1, 1]]
+    layout, past = arrange(x, None, torch.tensor([[9, 9, 4]]), past)
+    assert layout.segment.tolist() == [[1, 1, 2]]
 
 
 def test_a_segment_goes_on_after_a_hole_and_a_repeated_id_is_a_new_one():

@@ -131,6 +131,42 @@ class TestLongSequences:
         assert error[within_sight].max() <= 1e-5
 
 
+class TestHeadsWithoutOutliers:
+    """Nothing in these heads asks for the exact read."""
+
+    LENGTH = 4096
+
+    @pytest.mark.parametrize("case", [case for case in CASES if case.prior in ("linear", "gla")], ids=str)
+    @pytest.mark.parametrize("beta", [0.05, 0.1])
+    def test_sums_over_many_chunks_keep_their_digits(self, case: Case, beta: float):
+        prior, inputs, v, _, layout = setup_read(case, "tame", case.gates()[0], self.LENGTH)
+        ramp = torch.linspace(-2, 2, self.LENGTH)[:, None]
+        v = torch.stack([2 * noise(self.LENGTH, HEADS, seed=5).float(), ramp.expand(-1, HEADS)], -1)[None]
+        temperature = torch.full((HEADS, 2), beta)
+        rows = torch.linspace(0, self.LENGTH - 1, 60).long()
+        with torch.no_grad():
+            _, free, _ = prior.read(inputs, v, temperature, layout, None, False)
+            _, wanted = oracle(prior, inputs, v, temperature, layout, rows)
+        assert ((free[:, rows] - wanted).abs() / wanted.abs().clamp(min=1)).max() <= 1e-5
+
+    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize("weight", [-5.0, 0.5, 5.0])
+    def test_a_weight_of_the_token_itself_keeps_the_free_energy_exact(self, weight: float, causal: bool):
+        case = Case("mamba", {"state_size": 3, "skip": True})
+        prior, inputs, v, _, layout = setup_read(case, "tame", "closing", 300, causal)
+        with torch.no_grad():
+            prior.skip.fill_(weight)
+        v = noise(1, 300, HEADS, WIDTH, seed=5).float()
+        beta = torch.full((HEADS, WIDTH), 0.02)
+        with torch.no_grad():
+            mean, free, _ = prior.read(inputs, v, beta, layout, None, False)
+            _, wanted = oracle(prior, inputs, v, beta, layout)
+        assert ((free - wanted).abs() / wanted.abs().clamp(min=1)).max() <= 2e-6
+        every = torch.arange(300)
+        assert (free <= largest_visible(prior, v, every) + 1e-6).all()
+        assert (mean <= free + 1e-6).all()
+
+
 class TestGatesThatAlternate:
     """Each row of a state fades at other tokens than its neighbour, so that no step lets all of them fade: what an
     outlier has left must not hide what came after it."""

@@ -82,3 +82,50 @@ def test_lengths_that_do_not_rise_or_come_alone_are_refused():
         model(ids, cu_seq_lens_q=torch.tensor([0, 4, 2, 6]))
     with pytest.raises(ValueError, match="max_length_q was given without cu_seq_lens_q"):
         model(ids, max_length_q=3)
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("cuts", [[9, 3], [5, 7], [7, 1, 1, 3], [3, 9]], ids=str)
+def test_positions_of_packed_documents_say_the_same_with_a_cache(prior, cuts):
+    """Wherever a row is cut: within a document, it goes on; where one begins, nothing is read of the last."""
+    model, ids = build(prior), torch.randint(1, 31, (2, 12))
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None].expand(2, -1)
+    whole = model(ids, position_ids=positions, labels=ids)
+    cache, logits = None, []
+    for piece, place in zip(ids.split(cuts, 1), positions.split(cuts, 1), strict=True):
+        out = model(piece, position_ids=place, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        logits.append(out.logits)
+    torch.testing.assert_close(torch.cat(logits, 1), whole.logits, rtol=0, atol=2e-5)
+
+
+def test_generate_goes_on_with_the_last_of_packed_documents():
+    model, ids = build(), torch.randint(1, 31, (1, 9))
+    prompt = {"position_ids": torch.cat([torch.arange(5), torch.arange(4)])[None]}
+    for given in (prompt, {}):
+        cache = None
+        if not given:  # the first document is read, and the second begins, before generate() sees the tokens
+            cache = model(ids[:, :8], segments=torch.tensor([[3] * 5 + [7] * 3]), use_cache=True).past_key_values
+        found = model.generate(
+            ids, max_new_tokens=4, do_sample=False, past_key_values=cache, pad_token_id=0, eos_token_id=-1, **given
+        )
+        alone = model.generate(ids[:, 5:], max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=-1)
+        assert found[0, 9:].tolist() == alone[0, 4:].tolist()
+
+
+def test_labels_go_with_positions_after_a_cache():
+    model, ids = build(), torch.randint(1, 31, (1, 12))
+    cache = model(ids[:, :7], use_cache=True).past_key_values
+    out = model(ids[:, 7:], labels=ids[:, 7:], position_ids=torch.arange(7, 12)[None], past_key_values=cache)
+    wanted = torch.nn.functional.cross_entropy(model(ids).logits[0, 7:-1], ids[0, 8:])
+    torch.testing.assert_close(out.loss, wanted, rtol=0, atol=1e-5)
+
+
+def test_padding_of_packed_rows_is_not_scored():
+    model, ids = build(), torch.randint(1, 31, (1, 8))
+    segments, mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]]), torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]])
+    inside = torch.tensor([[0, 0, 0, 1, 1, 1, -1, -1]])
+    assert (
+        model(ids, segments=segments, attention_mask=mask, labels=ids).loss
+        == model(ids, segments=inside, labels=ids).loss
+    )

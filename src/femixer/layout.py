@@ -83,7 +83,7 @@ def arrange(x: Tensor, mask: Tensor | None, segments: Tensor | None, past: Past)
     """Layout of the tokens x [B, T, ...] that follow `past`, and the past including them.
 
     mask [B, T] bool: False is padding. segments [B, T] int: a change of id between real tokens starts a segment,
-    negative is padding. Without either, all tokens have id 0.
+    negative is padding. Tokens without segments continue the last segment of the past (id 0 if there is none).
     """
     batch, length = x.shape[:2]
     if mask is None and segments is None and past.identity is None:
@@ -95,10 +95,9 @@ def arrange(x: Tensor, mask: Tensor | None, segments: Tensor | None, past: Past)
         tokens = torch.full_like(identity, past.seen)
     if segments is not None:
         ids = segments.long()
-    elif mask is not None:
-        ids = mask.long() - 1
     else:
-        ids = torch.zeros(batch, length, dtype=torch.long, device=x.device)
+        ids = identity.clamp_min(0)[:, None].expand(batch, length)
+        ids = ids if mask is None else ids.masked_fill(~mask, -1)
     # Prepend the last real token of the past, so that one rule holds for every token.
     ids = torch.cat([identity[:, None], ids], 1)
     real = ids >= 0

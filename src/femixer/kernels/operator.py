@@ -207,8 +207,7 @@ class Function(Generic[P, R]):
         if named or len(given) != len(self._parameters):
             given = self._complete(arguments, named)
         results: Any = self.operator(*given)
-        internal = self.operator.internal
-        return results[0] if self._alone else results[:-internal] if internal else results
+        return results[0] if self._alone else results[: -self.operator.internal or None]
 
     def _complete(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         """All arguments in order. Signature.bind takes as long as many a kernel: it only says what is wrong."""

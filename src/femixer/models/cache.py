@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
+from femixer.layout import Past
 from femixer.state import State, check_made_by, fingerprint, owner_of
 from femixer.trees import register
 
@@ -68,6 +69,12 @@ class FEMCache(Cache):
     @property
     def is_initialized(self) -> bool:
         return self.states[0] is not None
+
+    @property
+    def past(self) -> Past:
+        """The layout of the tokens seen."""
+        state = self.states[0]
+        return Past() if state is None else state.past
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, padding included."""

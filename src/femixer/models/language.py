@@ -21,6 +21,7 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
+from femixer.layout import Past
 from femixer.models.block import FEMBlock, RMSNorm, build_mixer
 from femixer.models.cache import FEMCache, FEMGeneration
 from femixer.models.config import FEMConfig
@@ -147,8 +148,7 @@ class FEMModel(FEMPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if past_key_values is not None and not isinstance(past_key_values, FEMCache):
-            raise TypeError(f"past_key_values must be an FEMCache, not {type(past_key_values).__name__}")
+        past = past_of(past_key_values)
         if not self.config.causal and (use_cache or past_key_values is not None):
             raise ValueError("use_cache and past_key_values need causal=True; this model is an encoder")
         if use_cache is None:
@@ -158,10 +158,8 @@ class FEMModel(FEMPreTrainedModel):
         if past_key_values is not None:
             past_key_values.belong_to(self, self._owner)
         mask = padding_mask(attention_mask, x)
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-        segments = packed_segments(x, segments, mask, kwargs, seen)
-        if mask is not None and segments is not None:
-            segments, mask = segments.masked_fill(~mask, -1), None
+        segments = packed_segments(x, segments, mask, kwargs, past)
+        mask = mask if segments is None else None
         for layer in self.layers:
             x = layer(x, mask=mask, segments=segments, past_key_values=past_key_values)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
@@ -202,7 +200,8 @@ class FEMForCausalLM(FEMPreTrainedModel, FEMGeneration, GenerationMixin):  # tra
         if labels is not None:
             rows = input_ids if inputs_embeds is None else inputs_embeds
             assert rows is not None
-            segments = packed_segments(rows, segments, padding_mask(attention_mask, rows), kwargs, 0)
+            mask, past = padding_mask(attention_mask, rows), past_of(past_key_values)
+            segments = packed_segments(rows, segments, mask, kwargs, past)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -226,6 +225,14 @@ def within_documents(labels: Tensor, segments: Tensor) -> Tensor:
     """labels [B, T], -100 where the token before is not of the same document, or where one of the two is padding."""
     follows = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] >= 0)
     return torch.cat([labels[:, :1], labels[:, 1:].masked_fill(~follows, -100)], 1)
+
+
+def past_of(past_key_values: FEMCache | None) -> Past:
+    if past_key_values is None:
+        return Past()
+    if not isinstance(past_key_values, FEMCache):
+        raise TypeError(f"past_key_values must be an FEMCache, not {type(past_key_values).__name__}")
+    return past_key_values.past
 
 
 def padding_mask(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
@@ -395,29 +402,31 @@ def taken_for_loss(given: dict[str, Any], names: tuple[str, ...] = OF_THE_LOSS) 
 
 
 def packed_segments(
-    x: Tensor, segments: Tensor | None, mask: Tensor | None, given: dict[str, Any], seen: int
+    x: Tensor, segments: Tensor | None, mask: Tensor | None, given: dict[str, Any], past: Past
 ) -> Tensor | None:
     """Segments int [B, T] of the tokens x [B, T, ...] from what collators give: seq_idx [B, T], numbers of the
     documents; cu_seq_lens_q [n + 1], where they begin in one row; position_ids [B, T], which begin again at zero.
 
-    mask bool [B, T]: False is padding. seen: tokens before x. None where all tokens are one document.
+    mask bool [B, T]: False is padding, which is negative in the result. past: of the tokens before x, whose last
+    document goes on until another begins. None where x begins no other document.
     """
     batch, length = x.shape[:2]
+    last = 0 if past.identity is None else past.identity.clamp_min(0)[:, None]
     found = {"segments": segments} if segments is not None else {}
     if (numbers := given.get("seq_idx")) is not None:
         found["seq_idx"] = _checked("seq_idx", numbers, batch, length)
     if (ends := given.get("cu_seq_lens_q")) is not None:
-        found["cu_seq_lens_q"] = _of_lengths(ends, given.get("cu_seq_lens_k"), batch, length)
+        found["cu_seq_lens_q"] = last + 1 + _of_lengths(ends, given.get("cu_seq_lens_k"), batch, length)
     else:
         for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
             if given.get(name) is not None:
                 raise ValueError(f"{name} was given without cu_seq_lens_q, which says where documents begin")
     if (positions := given.get("position_ids")) is not None:
         positions = _checked("position_ids", positions, batch, length)
-        starts = positions == 0
+        starts = positions == 0 if mask is None else (positions == 0) & mask
         if not torch.compiler.is_compiling():
-            _check_positions(positions, mask, seen)
-        found["position_ids"] = starts.cumsum(1)
+            _check_positions(positions, mask, past.seen)
+        found["position_ids"] = last + starts.cumsum(1)
     if not found:
         return None
     (name, first), *others = found.items()
@@ -425,9 +434,9 @@ def packed_segments(
         for other, ids in others:
             if not torch.equal(_borders(first, mask), _borders(ids, mask)):
                 raise ValueError(f"{other} and {name} begin documents at different tokens")
-        if name == "position_ids" and not bool(_borders(first, mask).any()):
+        if name == "position_ids" and not bool(starts.any() if past.seen else _borders(first, mask).any()):
             return None  # one document: the path without segments is faster
-    return first
+    return first if mask is None else first.masked_fill(~mask, -1)
 
 
 def _checked(name: str, ids: Tensor, batch: int, length: int) -> Tensor:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import TensorParallelLayer
 
+from femixer.layout import Past
 from femixer.mixer import FreeEnergyMixer
 from femixer.models.config import HEADS_STYLE
 from femixer.models.language import PACKING, FEMForCausalLM, FEMModel, packed_segments, padding_mask, within_documents
@@ -60,9 +61,9 @@ class CutModel(FEMModel):
             raise ValueError("give either input_ids or inputs_embeds")
         self.cut.check_length(x.shape[1])
         mask = padding_mask(attention_mask, x)
-        segments = packed_segments(x, segments, mask, options, 0)
-        if mask is not None:  # as segments, which all ranks then have, also one without padding
-            segments = mask.long() - 1 if segments is None else segments.masked_fill(~mask, -1)
+        segments = packed_segments(x, segments, mask, options, Past())
+        if mask is not None and segments is None:  # as segments, which all ranks have, also one without padding
+            segments = mask.long() - 1
         options = {name: value for name, value in options.items() if name not in PACKING}
         return super().forward(
             input_ids=None if input_ids is None else self.cut.take(input_ids),
@@ -92,7 +93,7 @@ class CutLanguageModel(FEMForCausalLM):
         after = options.pop("shift_labels", None)
         if after is None:
             x = input_ids if input_ids is not None else options["inputs_embeds"]
-            documents = packed_segments(x, segments, padding_mask(attention_mask, x), options, 0)
+            documents = packed_segments(x, segments, padding_mask(attention_mask, x), options, Past())
             within = labels if documents is None else within_documents(labels, documents)
             after = F.pad(within, (0, 1), value=-100)[:, 1:]
         count = options.pop("num_items_in_batch", None)

@@ -18,6 +18,7 @@ from femixer.kernels.operator import at_least
 from femixer.kernels.reading import Reading
 from femixer.kernels.softplus import softplus
 from femixer.kernels.state_space import System
+from femixer.kernels.two_reads import two_reads
 from femixer.layout import Layout
 from femixer.priors.base import Widths, decay_between
 from femixer.priors.ssm import StateSpacePrior
@@ -139,10 +140,6 @@ class MambaPrior(StateSpacePrior):
 
 def with_itself(read: Reading, v: Tensor, beta: Tensor | None, log_weight: Tensor) -> Reading:
     """Add one entry to the reads [B, T, H, D]: each token's own value, with weight exp(log_weight) [H, D]."""
-    total = torch.logaddexp(read.log_total, log_weight)
-    before, own = read.log_total - total, log_weight - total
-    mean = torch.lerp(read.mean, v, own.exp())
-    if beta is None or read.free is None:
-        return Reading(mean, None, total, read.state)
-    free = torch.logaddexp(before + beta * read.free, own + beta * v) / beta
-    return Reading(mean, torch.maximum(free, mean), total, read.state)
+    own, weight = v.flip(1), log_weight.expand_as(v).flip(1)
+    free = None if read.free is None else own
+    return Reading(*two_reads(read[:3], (own, free, weight), beta), read.state)

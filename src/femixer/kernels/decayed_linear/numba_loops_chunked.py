@@ -55,7 +55,7 @@ def _add_product(c, a, along, across, b, rows, depth, width, where):  # type: ig
 
 @summing
 def _inner(a, at, b, to, n):  # type: ignore[no-untyped-def]
-    total = a.dtype.type(0.0)
+    total = b.dtype.type(0.0)
     for i in range(n):
         total += a[at + i] * b[to + i]
     return total
@@ -205,7 +205,9 @@ def forward_chunks(  # type: ignore[no-untyped-def]
     x, y, _ = _matrices(size, width, q)
     scores, decay, _ = _matrices(size, size, q)
     into, out = np.ones(size, q.dtype), np.ones(size, q.dtype)
-    state, totals = np.zeros(depth * width, q.dtype), np.zeros(depth, q.dtype)
+    # Sums over all chunks are in float64: they divide each other, and a small F is a difference of large numbers.
+    state, written = np.zeros(depth * width, q.dtype), np.zeros(depth * width, q.dtype)
+    states, totals = np.zeros(depth * width), np.zeros(depth)
     for start in range(u64(0), length, size):
         _load(size, q, at, Q, b, h, start, length, channels, marks, query, depth)
         _load(size, k, at, K, b, g, start, length, channels, marks, key, depth)
@@ -227,9 +229,11 @@ def forward_chunks(  # type: ignore[no-untyped-def]
             doubts[b, h] += _finish(y, t * width, inverse, beta, top, base, least, b, start + t, h, g, mean, free)
         _scale_rows(size, key, out, depth)
         whole = into[size - ONE]
+        written[:] = 0.0
+        _add_product(written, key, ONE, depth, x, depth, size, width, ALL)
         for i in range(depth * width):
-            state[i] *= whole
-        _add_product(state, key, ONE, depth, x, depth, size, width, ALL)
+            states[i] = states[i] * whole + written[i]
+            state[i] = states[i]
         _add_rows(size, totals, whole, key, depth)
 
 

@@ -117,10 +117,9 @@ def backward(
     bias_grad = bias is not None and needed[4]
     shift = None if beta is None else Shift(top, base)
     some = readable(again) and bool(again.any())
-    padding = seen.padding()
     # Masks are made once, so where they are needed all heads go together.
     together = not seen.needs_no_mask(k.shape[1])
-    if padding is not None:
+    if (padding := seen.padding()) is not None:
         grad_mean = grad_mean.masked_fill(padding, 0)
         if shift is not None:
             grad_free = grad_free.masked_fill(padding, 0)

@@ -133,8 +133,7 @@ def _read(
             return softmax.OPERATOR(q, k, v, beta, *seen, width**-0.5)[:2]  # type: ignore[return-value]
         free = torch.maximum(torch.where(lost, mean, free), mean)
     results = [x.reshape(batch, 1, heads, d) for x in (mean, free) if x is not None]
-    padding = seen.padding()
-    if padding is not None:
+    if (padding := seen.padding()) is not None:
         results = [x.masked_fill(padding, 0) for x in results]
     return results[0], q.new_empty(0) if free is None else results[1]
 

@@ -83,8 +83,7 @@ def definition(*arguments: Any) -> tuple[Tensor, ...]:
     seen = later_total > -torch.inf
     both = torch.where(seen, torch.logaddexp(log_total, torch.where(seen, later_total, 0.0)), log_total)
     ours, theirs = log_total - both, torch.where(seen, later_total, 0.0) - both
-    share = torch.where(seen, theirs.exp(), 0.0)
-    result = ours.exp() * mean + share * torch.where(seen, later_mean, 0.0)
+    result = ours.exp() * mean + torch.where(seen, theirs.exp(), 0.0) * torch.where(seen, later_mean, 0.0)
     if free is None or later_free is None or beta is None:
         return result, mean.new_empty(0), both
     beta, free = beta.double(), free.double()
