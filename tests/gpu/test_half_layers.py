@@ -25,11 +25,11 @@ def run(layer: FreeEnergyMixer, x: Tensor, backend: str) -> dict[str, Tensor]:
     return {"y": y.detach()} | {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_half_precision_is_as_good_as_plain_torchs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "causal"), [*((kind, True) for kind in KINDS), ("decay", False), ("ssm", False)])
+def test_half_precision_is_as_good_as_plain_torchs(kind: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     name, options = parse_prior(kind)
-    layer = FreeEnergyMixer(DIM, HEADS, name, prior_options=options)
+    layer = FreeEnergyMixer(DIM, HEADS, name, causal=causal, prior_options=options)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     layer, x = layer.half(), torch.randn(1, LENGTH, DIM).half()

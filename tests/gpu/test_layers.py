@@ -115,6 +115,8 @@ def test_launches_are_the_same_at_every_length(kind: str) -> None:
 @each_kind
 def test_little_is_kept_for_the_backward_pass(kind: str) -> None:
     assert cost(kind).kept <= MOST[kind][3] * ATTENTION_KEEPS
+    half = cost(kind, dtype=torch.bfloat16).kept / (ATTENTION_KEEPS / 2)
+    assert half <= (2.67 if kind == "fox" else 2.5), half
 
 
 class Float64(TorchDispatchMode):

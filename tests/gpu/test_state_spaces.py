@@ -60,14 +60,31 @@ def test_results_and_gradients_are_the_definitions(operator: Operator, name: str
 
 @pytest.mark.parametrize("operator", [SPACES, PAIRS])
 def test_half_precision_is_computed_in_float32(operator: Operator) -> None:
+    """A mean that is kept in half precision is the float32 one, rounded."""
     name = "mamba" if operator is SPACES else "causal"
     arguments = check.cast(few_tokens(operator, name), torch.float16)
     wanted = check.page(operator).definition(*arguments)
     with use_backend("triton"), torch.no_grad():
-        found = operator(*arguments)
-    for a, b in zip(found[:3], wanted[:3], strict=True):
+        mean, *others = operator(*arguments)
+    assert mean.dtype == (torch.float16 if operator is SPACES else torch.float32)
+    rounding = torch.finfo(mean.dtype).eps / 2
+    torch.testing.assert_close(mean.double(), wanted[0].double(), rtol=1e-5 + rounding, atol=1e-5)
+    for a, b in zip(others[:2], wanted[1:3], strict=True):
         assert a.dtype == torch.float32
         torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_amounts_are_summed_over_blocks_of_channels(repeatable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they come, in memory, or from parts, whose sum repeats to the last bit."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
+    monkeypatch.setattr(spaces_triton, "NUMBERS", 16)
+    given = dict(zip(SPACES.arguments, few_tokens(SPACES, "mamba"), strict=True))
+    given |= {key: given[key].repeat_interleave(2, -1) for key in ("rate", "step", "v", "beta", "sums", "top")}
+    with recorded() as launches:
+        assert_as_defined(SPACES, tuple(given.values()), torch.float32)
+    assert launches[-1].name == "gradients" and launches[-1].grid[1] == 2
+    assert launches[-1].options["ADDED"] is not repeatable
 
 
 def test_a_token_counts_after_an_outlier_has_faded() -> None:

@@ -50,6 +50,14 @@ def rows(x: Tensor) -> tuple[Tensor, int]:
     return x, steps[1]
 
 
+def empty_read(v: Tensor, free: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the mean of v in its type; the free energy, of shape `free`, and the log total in float32, because the
+    backward takes exponentials of them. The mean only enters products there, as attention's result does."""
+    mean = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    energy, log_total = (torch.empty(shape, dtype=torch.float32, device=v.device) for shape in (free, v.shape))
+    return mean, energy, log_total
+
+
 class Chunks:
     """The chunks of B sequences of T tokens with C channels, and launches over them."""
 

@@ -52,7 +52,7 @@ def channel_scan(
 
     key, gate, v [B, T, C], keys and gates of zero where they are None; beta [C], None for the mean only; marks [B, T]
     (see femixer.kernels.marks); state of the tokens before: [3, B, C] in `state_dtype` with the log total, mean and
-    free energy of the last one, None where there is none. Results have at least float32.
+    free energy of the last one, None where there is none. Results are float32 or better, Triton's mean has v's type.
 
     exclusive: every row reads the tokens before it, decayed by its own gate; where there is none its log total is -inf.
     """

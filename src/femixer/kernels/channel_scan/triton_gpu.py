@@ -9,7 +9,7 @@ from torch import Tensor
 
 from femixer.kernels.channel_scan import triton_kernels as kernels
 from femixer.kernels.reading import state_dtype
-from femixer.kernels.triton_tokens import Chunks, rows, unserved
+from femixer.kernels.triton_tokens import Chunks, empty_read, rows, unserved
 
 
 def refuse(
@@ -31,8 +31,7 @@ def results(
     marks: Tensor | None,
     state: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    mean, log_total = (torch.empty(v.shape, dtype=torch.float32, device=v.device) for _ in range(2))
-    free = v.new_empty(0, dtype=torch.float32) if beta is None else torch.empty_like(mean)
+    mean, free, log_total = empty_read(v, (0,) if beta is None else v.shape)
     last = v.new_empty(3, v.shape[0], v.shape[2], dtype=state_dtype(v.device))
     return mean, free, log_total, last, Chunks(*v.shape).summaries(5, v.device)
 
@@ -62,7 +61,7 @@ def forward(
     tensors, steps, there = _operands(key, gate, v, beta, marks)
     start: dict[str, Any] = {"HAS_STATE": state is not None}
     made = mean, free, log_total, last, carry = results(key, gate, v, beta, marks, state)
-    state = mean if state is None else state.contiguous()
+    state = log_total if state is None else state.contiguous()
     chunks = Chunks(*v.shape)
     if chunks.count > 1:
         chunks.walk(kernels.summarise, *tensors, carry, *steps, **there, exponentials=4 * v.numel())
@@ -82,21 +81,21 @@ def backward(
     mean, free, log_total, _, carry = results
     tensors, steps, there = _operands(key, gate, v, beta, marks)
     there["HAS_STATE"] = state is not None
-    own = [mean if g is None else g.contiguous() for g in grads[:4]]
+    own = [log_total if g is None else g.contiguous() for g in grads[:4]]
     asked = {"HAS_TO_MEAN": grads[0] is not None, "HAS_TO_FREE": grads[1] is not None and beta is not None}
     steps = *steps, int(grads[2] is not None)
     end = {"HAS_TO_LAST": grads[3] is not None}
     chunks = Chunks(*v.shape)
     maps = chunks.summaries(7, v.device)
-    start = mean if state is None else state.contiguous()
+    start = log_total if state is None else state.contiguous()
     operands = [*tensors, start, carry, mean, mean if beta is None else free, log_total, *own[:3], maps]
     if chunks.count > 1:
         chunks.walk(kernels.summarise_back, *operands, *steps, **there, **asked, exponentials=2 * v.numel())
         chunks.carry(kernels.carry_back, maps, own[3], **end)
     to_key, to_gate, to_v = (None if x is None else torch.empty_like(mean, dtype=x.dtype) for x in (key, gate, v))
-    to_beta = None if beta is None else mean.new_empty(v.shape[0], chunks.count, v.shape[2])
+    to_beta = None if beta is None else log_total.new_empty(v.shape[0], chunks.count, v.shape[2])
     to_state = None if state is None else torch.empty_like(start)
-    found = [own[3], *(mean if x is None else x for x in (to_key, to_gate, to_v, to_beta, to_state))]
+    found = [own[3], *(log_total if x is None else x for x in (to_key, to_gate, to_v, to_beta, to_state))]
     chunks.walk(kernels.gradients, *operands, *found, *steps, **there, **asked, **end, exponentials=2 * v.numel())
     if beta is not None and to_beta is not None:
         to_beta = to_beta.sum((0, 1)).to(beta.dtype)

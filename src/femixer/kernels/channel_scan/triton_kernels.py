@@ -251,7 +251,7 @@ def _gradients(
 @triton.jit
 def _row(MEAN, FREE, LOG, place, real, HAS_BETA: tl.constexpr):
     log = tl.load(LOG + place, mask=real, other=0)
-    mean = tl.load(MEAN + place, mask=real, other=0)
+    mean = tl.load(MEAN + place, mask=real, other=0).to(tl.float32)
     free = mean
     if HAS_BETA:
         free = tl.load(FREE + place, mask=real, other=0)

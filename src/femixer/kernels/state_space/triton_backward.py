@@ -18,6 +18,7 @@ from femixer.kernels.state_space.triton_kernels import (
     channels,
     decayed,
     decays,
+    lessened,
     load_state,
     risen,
     store_state,
@@ -145,7 +146,7 @@ def stretch(
     RATES, h, V, STEP, WRITE, MARKS, TOKEN_TOPS, before, beta, base, t, T, C, N, c, n, v_step, marked,
     FREE: tl.constexpr, HAS_STEP: tl.constexpr, HAS_WRITE: tl.constexpr,
 ):  # fmt: skip
-    """A token on: the decayed state that it reads, the state after it, and its top."""
+    """A token on: the decayed state that it reads, and by which factor modes decayed; the state after it; its top."""
     slow, lag = RATES
     row = base + t
     v, step, exponent, real, start = token(V, STEP, MARKS, base, t, T, c, C, v_step, beta, marked, HAS_STEP)
@@ -153,9 +154,19 @@ def stretch(
     inside = at(c < C, (t < T).to(tl.int32))
     top = tl.where(inside, tl.load(TOKEN_TOPS + row * C + c, mask=inside, other=NOTHING), before)
     keep, fade = decays(slow, step, tl.where(start, NOTHING, before), top, start)
-    z0, z1, z2 = decayed(h[0], h[1], h[2], lag, step, keep, fade, FREE)
+    factor = tl.exp(lag * step[None, :])
+    z0, z1, z2 = lessened(h[0], h[1], h[2], factor, keep, fade, FREE)
     after = written(z0, z1, z2, write, step, v, tl.exp(exponent - top), FREE)
-    return (z0, z1, z2), after, top
+    return (z0, z1, z2, factor), after, top
+
+
+@triton.jit
+def _store_part(AMOUNTS, amount, b, t, batch, T, n, N, inside, ADDED: tl.constexpr):
+    """What this block of channels has of a token's amounts [N]: added in memory, or side by side with the others'."""
+    if ADDED:
+        tl.atomic_add(AMOUNTS + (b * T + t) * N + n, amount, mask=inside, sem="relaxed")
+    else:
+        tl.store(AMOUNTS + ((tl.program_id(1) * batch + b) * T + t) * N + n, amount, mask=inside)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -166,11 +177,11 @@ def gradients(
     v_step, marked, by_total,
     BLOCK: tl.constexpr, MODES: tl.constexpr, CHUNK: tl.constexpr, STRETCH: tl.constexpr, STOP: tl.constexpr,
     FREE: tl.constexpr, HAS_STEP: tl.constexpr, HAS_WRITE: tl.constexpr, HAS_READ: tl.constexpr,
-    INCLUSIVE: tl.constexpr, SKIPS: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr,
+    INCLUSIVE: tl.constexpr, SKIPS: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk, from the state before it and the gradient of the state after it. What is summed over channels, time
-    or the batch is left in parts: D_WRITE, D_READ [blocks of channels, B, T, N]; D_RATE, D_WEIGHT [B, chunks, N, C];
-    D_SKIP, D_BETA [B, chunks, C]."""
+    or the batch is left in parts: D_RATE, D_WEIGHT [B, chunks, N, C]; D_SKIP, D_BETA [B, chunks, C]; and D_WRITE,
+    D_READ [blocks of channels, B, T, N] unless ADDED: then blocks add theirs to [B, T, N], in the order they come."""
     c, n, there, slow, lag = channels(RATE, C, N, BLOCK, MODES)
     place = tl.program_id(0).to(tl.int64)
     chunk, b = (place % chunks).to(tl.int32), place // chunks
@@ -250,7 +261,7 @@ def gradients(
                     own = tl.zeros([BLOCK], tl.float32) + tl.sum(read * write, 0)
             elif INCLUSIVE:
                 own = tl.sum(query * write[:, None], 0)
-            z0, z1, z2 = seen[STRETCH - 1 - i]
+            z0, z1, z2, factor = seen[STRETCH - 1 - i]
             x0, x1, x2 = step, step * v, step * energy
             along = x0 * d0 + x1 * d1 + x2 * d2
             by_state = z0 * d0[None, :] + z1 * d1[None, :] + z2 * d2[None, :]
@@ -261,15 +272,13 @@ def gradients(
                 by_read = by_state
                 if INCLUSIVE:
                     by_read += write[:, None] * along[None, :]
-                part = ((tl.program_id(1) * batch + b) * T + t) * N + n
-                tl.store(D_READ + part, tl.sum(by_read, 1), mask=modes)
+                _store_part(D_READ, tl.sum(by_read, 1), b, t, batch, T, n, N, modes, ADDED)
             else:
                 to_weight += by_state
                 if INCLUSIVE:
                     to_weight += write[:, None] * along[None, :]
             if HAS_WRITE:
-                part = ((tl.program_id(1) * batch + b) * T + t) * N + n
-                tl.store(D_WRITE + part, tl.sum(by_write, 1) * real, mask=modes)
+                _store_part(D_WRITE, tl.sum(by_write, 1) * real, b, t, batch, T, n, N, modes, ADDED)
             if SKIPS:
                 to_skip += along
             e0 = tl.sum(write[:, None] * a0, 0) + own * d0
@@ -287,7 +296,7 @@ def gradients(
             to_beta += by_logarithm + e2 * x2 * tl.where(here, exponent - top, 0.0) / beta
             to_beta += tl.sum(a2 * z2, 0) * (before - top) / beta
             keep, fade = decays(slow, step, before, top, start)
-            a0, a1, a2 = decayed(a0, a1, a2, lag, step, keep, fade, FREE)
+            a0, a1, a2 = lessened(a0, a1, a2, factor, keep, fade, FREE)
     tl.store(D_RATE + place * N * C + n[:, None] * C + c[None, :], to_rate, mask=there)
     if not HAS_READ:
         tl.store(D_WEIGHT + place * N * C + n[:, None] * C + c[None, :], to_weight, mask=there)

@@ -11,16 +11,21 @@ import torch
 import triton
 from torch import Tensor
 
-from femixer.kernels.state_space import triton_backward, triton_kernels
-from femixer.kernels.triton_launch import HALF_OR_SINGLE, launch
-from femixer.kernels.triton_tokens import rows
+from femixer.kernels.state_space import OPERATOR, triton_backward, triton_kernels
+from femixer.kernels.triton_launch import HALF_OR_SINGLE, launch, size_of
+from femixer.kernels.triton_tokens import empty_read, rows
 
 # Tokens of a chunk; those whose states the backward holds in registers at a time; and those between the states from
 # which it computes them again.
-CHUNK, STRETCH, STOP = 32, 4, 8
+CHUNK, STRETCH, STOP = 64, 4, 8
 # Modes times channels of a program, and the most modes.
 NUMBERS, MOST_MODES = 512, 64
 READS_RESULTS = slice(0, 4)
+
+
+def results(*arguments: Any) -> tuple[Tensor, ...]:
+    _, free, _, last, last_top = OPERATOR.results(*arguments)
+    return *empty_read(arguments[6], free.shape), last, last_top
 
 
 def refuse(*arguments: Any) -> str | None:
@@ -92,10 +97,10 @@ def _problem(arguments: tuple[Any, ...]) -> Problem:
     return Problem(rate=rate, v=v, marks=marks, sums=sums, top=top, v_step=v_step, marked=marked, flags=flags, **given)
 
 
-def _work(p: Problem, passes: float = 1) -> dict[str, int]:
-    """Exponentials of a pass over all tokens: one per mode, and five per channel."""
+def _work(p: Problem, passes: float = 1, back: int = 0) -> dict[str, int]:
+    """Exponentials of passes over all tokens: five per channel, and one per mode except on ways back."""
     batch, length, channels, modes = p.shape
-    return {"exponentials": int(passes * batch * length * channels * (modes + 5))}
+    return {"exponentials": int(batch * length * channels * (passes * (modes + 5) + 5 * back))}
 
 
 def _states_before(p: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -129,8 +134,7 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
     p = _problem(arguments)
     batch, length, channels, modes = p.shape
     states, tops, _ = _states_before(p)
-    mean, log_total = (torch.empty(p.v.shape, dtype=torch.float32, device=p.v.device) for _ in range(2))
-    free = torch.empty_like(mean) if p.flags["FREE"] else mean.new_empty(0, 0, 0)
+    mean, free, log_total = empty_read(p.v, p.v.shape if p.flags["FREE"] else (0, 0, 0))
     last, last_top = torch.empty_like(p.sums), torch.empty_like(p.top)
     given = p.rate, p.v, p.step, p.write, p.read, p.weight, p.skip, p.beta, p.marks, states, tops
     results = mean, free if p.flags["FREE"] else mean, log_total, last, last_top
@@ -160,7 +164,7 @@ def backward(
     new: dict[str, Any] = {"dtype": torch.float32, "device": p.v.device}
     mean, free, log_total, last = results
     token_tops = torch.empty(batch, length, channels, **new)
-    by = [mean if g is None else g.contiguous() for g in grads[:4]]
+    by = [log_total if g is None else g.contiguous() for g in grads[:4]]
     flags = {"BY_MEAN": grads[0] is not None, "BY_FREE": grads[1] is not None}
     by_total = int(grads[2] is not None)
     read = mean, free if p.flags["FREE"] else mean, log_total, *by[:3]
@@ -224,9 +228,11 @@ def _gradients(
     nothing = token_tops  # in the place of what is not written
     to_rate = torch.empty(batch, p.chunks, modes, channels, **new)
     to_weight = nothing if p.flags["HAS_READ"] else torch.empty_like(to_rate)
-    amounts = (
-        torch.empty(2, blocks, batch, length, modes, **new) if p.flags["HAS_READ"] or p.flags["HAS_WRITE"] else None
-    )
+    added = not torch.are_deterministic_algorithms_enabled()
+    amounts: Tensor | None = None
+    if p.flags["HAS_READ"] or p.flags["HAS_WRITE"]:
+        shape = batch, length, modes
+        amounts = torch.zeros(2, *shape, **new) if added else torch.empty(2, blocks, *shape, **new)
     to_write, to_read = (nothing, nothing) if amounts is None else amounts
     to_step = torch.empty_like(p.step) if p.flags["HAS_STEP"] else nothing
     to_skip, to_beta = torch.empty(2, batch, p.chunks, channels, **new)
@@ -236,8 +242,9 @@ def _gradients(
     found = to_rate, to_step, to_write, to_read, to_weight, to_skip, to_v, to_beta, to_first
     sizes = length, channels, modes, p.chunks, batch, p.v_step, p.marked, by_total
     options = {**p.tiles(numbers), "CHUNK": CHUNK, "STRETCH": STRETCH, "STOP": STOP, **p.flags, **flags, "num_warps": 8}
+    again = size_of(amounts) if added else 0  # what is added to is read and written, from the cache by every block
     # Up to the last stop, from a stop to each stretch, every stretch, and back.
-    work = _work(p, passes=(CHUNK - STOP) / CHUNK + (STOP - STRETCH) / (2 * STRETCH) + 2)
+    work = _work(p, passes=(CHUNK - STOP) / CHUNK + (STOP - STRETCH) / (2 * STRETCH) + 1, back=1)
     launch(
         triton_backward.gradients,
         (p.chunks * batch, p.blocks(numbers)),
@@ -245,10 +252,13 @@ def _gradients(
         *read,
         *found,
         *sizes,
+        ADDED=added,
+        moved=size_of(*given, *read, *found) + again,
+        loaded=blocks * again,
         **options,
         **work,
     )
-    by_modes = None if amounts is None else amounts.sum(1)
+    by_modes = amounts if amounts is None or added else amounts.sum(1)
     rate = to_rate.sum((0, 1))
     return (
         rate.to(p.rate.dtype),

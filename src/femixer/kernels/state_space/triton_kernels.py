@@ -111,7 +111,12 @@ def store_state(SUMS, place, C, N, c, n, there, h0, h1, h2):
 
 @triton.jit
 def decayed(h0, h1, h2, lag, step, keep, fade, FREE: tl.constexpr):
-    factor = tl.exp(lag * step[None, :])
+    return lessened(h0, h1, h2, tl.exp(lag * step[None, :]), keep, fade, FREE)
+
+
+@triton.jit
+def lessened(h0, h1, h2, factor, keep, fade, FREE: tl.constexpr):
+    """By the slowest mode's decays, and by a factor for what a mode decays beyond it."""
     decay = factor * keep[None, :]
     h0, h1 = h0 * decay, h1 * decay
     if FREE:

@@ -28,7 +28,7 @@ def _results(
 ) -> tuple[Tensor, ...]:
     both = torch.empty_like(mean, memory_format=torch.contiguous_format)
     total = torch.empty_like(log_total, memory_format=torch.contiguous_format)
-    return both, mean.new_empty(0) if free is None else torch.empty_like(both), total
+    return both, mean.new_empty(0) if free is None else free.new_empty(free.shape), total
 
 
 OPERATOR = Operator(__name__, _results, outputs=3, left_to_torch="a few passes over memory beside two scans")
@@ -60,7 +60,7 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
     both = mean + torch.sigmoid(odds) * (later_mean - mean)
     total = ours + F.softplus(odds)
     if beta is None or free is None or later_free is None:
-        return both.to(dtype), mean.new_empty(0, dtype=dtype), total.to(dtype)
+        return both.to(dtype), mean.new_empty(0, dtype=dtype), total.to(arguments[2].dtype)
     beta, free = beta.double(), free.double()
     other = torch.where(empty, free, later_free.double().flip(1))
     rise = beta * (other - free)
@@ -70,7 +70,7 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
     log_share, log_rest = F.logsigmoid(finite), F.logsigmoid(-finite)
     high, low = torch.where(ours_above, log_rest, log_share), torch.where(ours_above, log_share, log_rest)
     mixed = torch.where(empty, free, above + torch.logaddexp(high, low + below) / beta)
-    return both.to(dtype), mixed.to(dtype), total.to(dtype)
+    return both.to(dtype), mixed.to(arguments[1].dtype), total.to(arguments[2].dtype)
 
 
 def definition(*arguments: Any) -> tuple[Tensor, ...]:

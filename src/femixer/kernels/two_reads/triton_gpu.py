@@ -29,7 +29,7 @@ def refuse(mean: Tensor, *others: Any) -> str | None:
 
 def forward(*arguments: Any) -> tuple[Tensor, ...]:
     given, free = _contiguous(arguments), arguments[1]
-    results = [torch.empty_like(given[0]), given[0] if free is None else torch.empty_like(given[0])]
+    results = [torch.empty_like(given[0]), given[0] if free is None else torch.empty_like(given[1])]
     results.append(torch.empty_like(given[2]))
     _launch(_forward, given, results, free is not None)
     return results[0], results[0].new_empty(0) if free is None else results[1], results[2]

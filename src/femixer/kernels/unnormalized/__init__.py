@@ -14,7 +14,7 @@ from femixer.kernels.operator import Operator
 
 
 def _results(mean: Tensor, free: Tensor | None, log_total: Tensor, beta: Tensor | None) -> tuple[Tensor, ...]:
-    return mean.new_empty(mean.shape), mean.new_empty(0 if free is None else mean.shape)
+    return log_total.new_empty(mean.shape), log_total.new_empty(0 if free is None else mean.shape)
 
 
 OPERATOR = Operator(__name__, _results, outputs=2, fusible=True)
@@ -23,7 +23,7 @@ OPERATOR = Operator(__name__, _results, outputs=2, fusible=True)
 def unnormalized(
     mean: Tensor, free: Tensor | None, log_total: Tensor, beta: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """mean, free and log_total [B, T, H, D]; beta [H, D]; free and beta come together."""
+    """mean, free and log_total [B, T, H, D]; beta [H, D]; free and beta come together. Results: log_total's type."""
     mean, energy = OPERATOR(mean, free, log_total, beta)
     return mean, None if free is None else energy
 
@@ -31,7 +31,7 @@ def unnormalized(
 def forward(mean: Tensor, free: Tensor | None, log_total: Tensor, beta: Tensor | None) -> tuple[Tensor, ...]:
     """In torch's operations."""
     whole = mean * log_total.exp()
-    return whole, mean.new_empty(0) if free is None or beta is None else free + log_total / beta
+    return whole, whole.new_empty(0) if free is None or beta is None else free + log_total / beta
 
 
 def definition(mean: Tensor, free: Tensor | None, log_total: Tensor, beta: Tensor | None) -> tuple[Tensor, ...]:

@@ -25,8 +25,8 @@ def refuse(mean: Tensor, free: Tensor | None, log_total: Tensor, beta: Tensor | 
 
 
 def forward(mean: Tensor, free: Tensor | None, log_total: Tensor, beta: Tensor | None) -> tuple[Tensor, ...]:
-    whole = torch.empty(mean.shape, dtype=mean.dtype, device=mean.device)
-    energy = torch.empty_like(whole) if free is not None else mean.new_empty(0)
+    whole = torch.empty(mean.shape, dtype=log_total.dtype, device=mean.device)
+    energy = torch.empty_like(whole) if free is not None else whole.new_empty(0)
     _launch(_forward, mean, free, log_total, beta, [whole, whole if free is None else energy])
     return whole, energy
 
