@@ -293,7 +293,7 @@ def test_a_comparison_has_one_run_of_a_model_and_seed(tmp_path, capsys):
     assert not (out / "table.md").exists()  # which would be of a part only
     number = first.stat().st_ino
     capsys.readouterr()
-    for other in (("--lr", 0.1), ("--lr", 0.1, "--overwrite")):
+    for other in (("--lr", 0.1), ("--lr", 0.1, "--overwrite"), ("--precision", "bf16")):
         assert lm("compare", out, *options, *other) == 2
         assert "choose another folder: here SMAttn seed" in capsys.readouterr().err
     assert lm("compare", out, *options, "--overwrite") == 0

@@ -129,3 +129,12 @@ def test_padding_of_packed_rows_is_not_scored():
         model(ids, segments=segments, attention_mask=mask, labels=ids).loss
         == model(ids, segments=inside, labels=ids).loss
     )
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_positions_part_documents_that_only_padding_separates(prior):
+    model, ids = build(prior), torch.randint(1, 31, (1, 7), generator=torch.Generator().manual_seed(2))
+    mask = torch.tensor([[1, 1, 1, 0, 1, 1, 1]])
+    positions = torch.tensor([[0, 1, 2, 0, 0, 1, 2]])
+    after = model(ids, attention_mask=mask, position_ids=positions).logits[:, 4:]
+    torch.testing.assert_close(after, model(ids[:, 4:]).logits, rtol=0, atol=2e-5)

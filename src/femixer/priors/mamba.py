@@ -139,7 +139,10 @@ class MambaPrior(StateSpacePrior):
 
 
 def with_itself(read: Reading, v: Tensor, beta: Tensor | None, log_weight: Tensor) -> Reading:
-    """Add one entry to the reads [B, T, H, D]: each token's own value, with weight exp(log_weight) [H, D]."""
+    """Add one entry to the reads [B, T, H, D]: each token's own value, with weight exp(log_weight) [H, D].
+
+    The reads are never of nothing, because the weights of a state space are above zero.
+    """
     own, weight = v.flip(1), log_weight.expand_as(v).flip(1)
     free = None if read.free is None else own
     return Reading(*two_reads(read[:3], (own, free, weight), beta), read.state)

@@ -138,6 +138,8 @@ def attempt(assignment: Assignment) -> Outcome:
             raise
         return Outcome(job, error=str(stop))
     except Exception:
+        if distributed.world() > 1:  # the other processes wait in the middle of the job: torchrun ends them
+            raise
         return Outcome(job, error=traceback.format_exc())
 
 
@@ -295,7 +297,8 @@ def first_line(error: Exception) -> str:
 def progress(jobs: int) -> Iterator[Callable[[Outcome], None]]:
     """Gives the function that is told each outcome: `job 3/36, 12 min left: ...`, or a line above a bar."""
     # Jobs take minutes or hours: all of them, and not the last half minute, tell how long one takes.
-    bar = terminal_bar("{task.completed}/{task.total} jobs", speed_estimate_period=float("inf"))
+    pattern = "{task.completed}/{task.total} jobs"
+    bar = terminal_bar(pattern, speed_estimate_period=float("inf")) if distributed.is_main() else None
     task = None if bar is None else bar.add_task("", total=jobs)
     done, began = 0, time.monotonic()
 
@@ -372,7 +375,8 @@ def run(everything: Sequence[SomeJob], kind: Kind, how: Jobs, resumable: bool) -
     todo = [job for job in mine if how.overwrite or not store.finished(job.name)]
     for each in todo:
         check_place(each, store, how.out)
-    print(f"{counted(len(mine))}, {len(mine) - len(todo)} of them finished before", file=sys.stderr)
+    if distributed.is_main():
+        print(f"{counted(len(mine))}, {len(mine) - len(todo)} of them finished before", file=sys.stderr)
     failed = carry_out(todo, store, how, resumable) if todo else []
     for job in failed:
         print(f"failed: {job.name}", file=sys.stderr)

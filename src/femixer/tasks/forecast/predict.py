@@ -54,7 +54,8 @@ class Predict:
     start: str | None = None
     """First date to forecast, from the rows before it; by default the one after the last row."""
     future: str | None = None
-    """A file with the known covariates of the dates to forecast, if the model has any; --data with --start."""
+    """A file with the known covariates of the dates to forecast, if the model has any.
+    With --start, by default --data."""
     levels: tuple[float, ...] = ()
     """Prediction intervals in percent, as 80 95: columns NAME-lo-80, NAME-hi-80 and so on."""
     intervals: Kind = "auto"

@@ -37,12 +37,15 @@ from femixer.training import atomic, store
 from femixer.training.results import CONFIG, TABLE, Record, check_no_run
 from femixer.training.store import INDEX, RUNS
 
+PLACE = {"fingerprint": None, "run": None}
+"""What files that were exported earlier do not tell of the same run."""
+
 
 def load(*given: str | os.PathLike[str]) -> list[Record]:
     """The records of comparisons (folders) and of exported files, each once."""
     paths = map(Path, given)
     found = [record for path in paths for record in (store.load(path, TASK.kind) if kept(path) else earlier(path))]
-    return [*{json.dumps(record, sort_keys=True): record for record in found}.values()]
+    return [*{json.dumps({**record, **PLACE}, sort_keys=True): record for record in found}.values()]
 
 
 def kept(path: Path) -> bool:

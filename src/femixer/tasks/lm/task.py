@@ -102,6 +102,7 @@ class Spec:
     experiment: Experiment
     fingerprint: str
     """Of the text."""
+    precision: str
 
     @property
     def title(self) -> str:
@@ -175,7 +176,7 @@ class LmRun(Run):
             of_text(shards, comparison.run(name), self.engine)
         return [
             LmJob(
-                Spec(name, comparison.run(name, number), shards.fingerprint),
+                Spec(name, comparison.run(name, number), shards.fingerprint, self.engine.precision),
                 self.data.described(),
                 DataOptions(shards=shards.folder.resolve()),
                 comparison.experiment,
@@ -219,7 +220,7 @@ def table(comparison: Comparison, records: Sequence[Record]) -> Table:
     over = f"seeds {', '.join(seeds)}: mean ± standard deviation" if len(seeds) > 1 else f"seed {seeds[0]}"
     title = f"Preset {experiment.model.preset}, {experiment.duration}, {over}."
     columns = ("model", "validation loss", "bits per byte", "parameters", f"of {reference}", "tokens/s")
-    return Table.of(columns, rows, title, *note_of_priors(runs))
+    return Table.of(columns, rows, title, *note_of_priors({name.partition(", ")[0] for name in runs}))
 
 
 tyro = require("tyro", "cli")
