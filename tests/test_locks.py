@@ -1,6 +1,8 @@
 """One process at a time works in a results folder."""
 
 import errno
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -63,3 +65,42 @@ def test_a_disk_without_locks_is_said_and_used(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="on a disk without locks"):
         results.hold(tmp_path)
     results.release(tmp_path)
+
+
+FAILING = """
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from femixer.training import distributed
+from femixer.training.jobs import Job, JobEngine, Jobs, run
+from femixer.training.store import Kind
+
+
+@dataclass(frozen=True)
+class Shared(Job):
+    number: int
+    title = "shared"
+
+    def summary(self, record):
+        return "done"
+
+    def carry_out(self, options):
+        if distributed.rank() == 1 and self.number == 0:
+            raise MemoryError("on one process alone")
+        distributed.total(1.0)
+        return {"seconds": 1.0}
+
+
+distributed.start("cpu")
+run([Shared(0), Shared(1)], Kind("shared", 1), Jobs(Path(sys.argv[1]), JobEngine(jobs=1)), False)
+"""
+
+
+def test_processes_that_share_a_job_do_not_wait_for_one_that_failed(tmp_path):
+    (tmp_path / "failing.py").write_text(FAILING)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(tmp_path / "failing.py"), str(tmp_path / "store")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode != 0 and "on one process alone" in ended.stderr
+    assert not [*(tmp_path / "store").glob("jobs/*.json")]
