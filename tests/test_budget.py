@@ -165,6 +165,24 @@ def test_a_model_without_queries_and_keys_refuses_their_budget(options: dict[str
         FEMConfig(**options, budget="balanced")
 
 
+@pytest.mark.parametrize("options", [{}, {"parts": "CG"}, {"prior": ["softmax", "aft"]}], ids=str)
+def test_a_model_has_values_of_the_width_that_is_asked_for(options: dict[str, Any]):
+    sizes = {"vocab_size": 11, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3}
+    model = FEMForCausalLM(FEMConfig(**sizes, **options, value_dim=9))
+    assert [layer.mixer.widths.value for layer in model.model.layers] == [3, 3]
+    parts = {"parts": options.get("parts", "CLTG")}
+    assert model.model.layers[0].mixer.widths == FreeEnergyMixer(24, 3, **parts, value_dim=9).widths
+
+
+def test_a_model_without_free_energy_mixers_refuses_a_width_of_their_values():
+    with pytest.raises(StrictDataclassError, match="value_dim=9 is not allowed; choose None: no layer is a free energy"):
+        FEMConfig(hidden_size=24, num_attention_heads=3, mixer="attention", value_dim=9)
+    with pytest.raises(StrictDataclassError, match="value_dim=0 is not allowed; choose a whole number from 1"):
+        FEMConfig(hidden_size=24, num_attention_heads=3, value_dim=0)
+    with pytest.raises(ValueError, match="value_dim=10 must be a positive multiple of heads=3"):
+        FEMForCausalLM(FEMConfig(hidden_size=24, num_attention_heads=3, value_dim=10))
+
+
 @pytest.mark.parametrize(("dim", "heads"), [(256, 4), (512, 8), (768, 12)])
 def test_the_conditioner_is_small(dim: int, heads: int):
     """About 1.5 % of a model whose other half is a feed-forward net: about 5 % of a mixer."""

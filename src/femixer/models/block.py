@@ -168,6 +168,8 @@ def check_budget(config: FEMConfig) -> None:
     )
     allowed = "'attention': no layer is a free energy mixer with queries and keys"
     check(with_keys or config.budget == "attention", "budget", config.budget, allowed)
+    with_reads = any(config.at("mixer", layer) == "fem" for layer in range(config.num_hidden_layers))
+    check(with_reads or config.value_dim is None, "value_dim", config.value_dim, "None: no layer is a free energy mixer")
 
 
 def check_encoder(mixer: str) -> None:
@@ -221,6 +223,7 @@ def build_mixer(config: FEMConfig, layer: int) -> nn.Module:
         **shared,
         prior=prior,
         parts=config.parts,
+        value_dim=config.value_dim,
         start=config.start,
         readout=config.readout,
         temperature=config.mixer_temperature,

@@ -75,6 +75,7 @@ class MixerConfig(PreTrainedConfig):
     prior: str | list[str] = "softmax"
     parts: str = "CLTG"
     budget: str = "attention"
+    value_dim: int | None = None  # width of a free energy mixer's values over all heads; None: the budget decides
     start: str = "paper"  # of FreeEnergyMixer, or "prior"
     readout: str = "free_energy"  # of FreeEnergyMixer, or "posterior_mean"
     mixer_temperature: str = "learned"  # temperature of FreeEnergyMixer, or "fixed"; transformers has the short name
@@ -154,7 +155,7 @@ class FEMConfig(MixerConfig):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be at least 0 and below 1")
         for name in ("rms_norm_eps", "rope_base"):
             check(getattr(self, name) > 0, name, getattr(self, name), "a number above 0")
-        for name in ("window", "num_key_value_heads", "max_position_embeddings"):
+        for name in ("window", "num_key_value_heads", "value_dim", "max_position_embeddings"):
             size = getattr(self, name)
             check(size is None or 0 < size <= LARGEST, name, size, f"a whole number from 1 to {LARGEST:,}")
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):

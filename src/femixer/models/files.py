@@ -374,7 +374,7 @@ def card_of(model: Any, card: Card) -> str:
 
 
 SHOWN = (
-    *("kind", "mixer", "prior", "parts", "start", "readout", "mixer_temperature", "budget", "causal"),
+    *("kind", "mixer", "prior", "parts", "start", "readout", "mixer_temperature", "budget", "value_dim", "causal"),
     *("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size"),
     *("vocab_size", "max_position_embeddings", "image_size", "patch_size", "channels", "lookback", "horizon"),
     *("fem_parts", "fem_rank"),

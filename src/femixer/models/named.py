@@ -140,6 +140,7 @@ NEEDS = {
     "readout": "a free energy mixer with L",
     "temperature": "a free energy mixer with L",
     "budget": "a free energy mixer with queries and keys",
+    "value_dim": "a free energy mixer",
 }
 
 
@@ -155,6 +156,9 @@ class Mixing:
     """Inverse temperature of mixers with L: learned per channel (by default), or fixed at 1."""
     budget: Literal["attention", "balanced"] | None = None
     """Width of queries and keys: attention's (by default), or that of the values."""
+    value_dim: int | None = None
+    """Width of the values of free energy mixers, over all heads: by default what the budget gives.
+    Queries and keys have the remaining parameters."""
 
     def fitting(self, row: Mapping[str, Any]) -> Self:
         """What fits a row (fields of FEMConfig), which may be a baseline, without L, or without queries and keys."""
@@ -167,6 +171,7 @@ class Mixing:
             readout=self.readout if with_l else None,
             temperature=self.temperature if with_l else None,
             budget=self.budget if with_keys else None,
+            value_dim=self.value_dim if fem else None,
         )
 
     def fields(self, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -95,7 +95,8 @@ class FEMVisionConfig(MixerConfig):
             raise ValueError(
                 f"positions='rotary' does not fit prior={prior!r}: it has no queries and keys; choose 'learned'"
             )
-        if mixer != "fem" or self.budget == "attention":  # a head of queries has hidden_size / heads channels
+        usual = self.budget == "attention" and self.value_dim is None
+        if mixer != "fem" or usual:  # a head of queries has hidden_size / heads channels
             four = 4 * self.num_attention_heads
             multiple = f"a multiple of {four}: rotary positions rotate pairs of a head by rows and pairs by columns"
             check(self.hidden_size % four == 0, "hidden_size", self.hidden_size, multiple)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from femixer.kernels.channel_scan import triton_kernels as kernels
 from femixer.kernels.reading import state_dtype
+from femixer.kernels.triton_launch import all_registers, target_of
 from femixer.kernels.triton_tokens import Chunks, empty_read, rows, unserved
 
 
@@ -67,6 +68,7 @@ def forward(
         chunks.walk(kernels.summarise, *tensors, carry, *steps, **there, exponentials=4 * v.numel())
         chunks.carry(kernels.carry, carry, tensors[3], state, HAS_BETA=there["HAS_BETA"], **start)
     operands = *tensors, state, carry, mean, free if beta is not None else mean, log_total, last
+    start |= all_registers(target_of(v))
     chunks.walk(kernels.read, *operands, *steps, **there, **start, exponentials=4 * v.numel())
     return made
 
