@@ -175,7 +175,7 @@ def test_a_model_has_values_of_the_width_that_is_asked_for(options: dict[str, An
 
 
 def test_a_model_without_free_energy_mixers_refuses_a_width_of_their_values():
-    with pytest.raises(StrictDataclassError, match="value_dim=9 is not allowed; choose None: no layer is a free energy"):
+    with pytest.raises(StrictDataclassError, match="value_dim=9 is not allowed; choose None: no layer is a"):
         FEMConfig(hidden_size=24, num_attention_heads=3, mixer="attention", value_dim=9)
     with pytest.raises(StrictDataclassError, match="value_dim=0 is not allowed; choose a whole number from 1"):
         FEMConfig(hidden_size=24, num_attention_heads=3, value_dim=0)

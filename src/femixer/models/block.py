@@ -168,8 +168,8 @@ def check_budget(config: FEMConfig) -> None:
     )
     allowed = "'attention': no layer is a free energy mixer with queries and keys"
     check(with_keys or config.budget == "attention", "budget", config.budget, allowed)
-    with_reads = any(config.at("mixer", layer) == "fem" for layer in range(config.num_hidden_layers))
-    check(with_reads or config.value_dim is None, "value_dim", config.value_dim, "None: no layer is a free energy mixer")
+    fem = any(config.at("mixer", layer) == "fem" for layer in range(config.num_hidden_layers))
+    check(fem or config.value_dim is None, "value_dim", config.value_dim, "None: no layer is a free energy mixer")
 
 
 def check_encoder(mixer: str) -> None:
