@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from femixer.kernels.state_space import OPERATOR, triton_backward, triton_kernels
-from femixer.kernels.triton_launch import HALF_OR_SINGLE, launch, size_of
+from femixer.kernels.triton_launch import HALF_OR_SINGLE, all_registers, launch, size_of, target_of
 from femixer.kernels.triton_tokens import empty_read, rows
 
 # Tokens of a chunk; those whose states the backward holds in registers at a time; and those between the states from
@@ -150,6 +150,7 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
         CHUNK=CHUNK,
         **p.flags,
         num_warps=4,
+        **all_registers(target_of(p.v)),
         **_work(p),
     )
     return mean, free, log_total, last, last_top if p.flags["FREE"] else p.top.clone()
