@@ -24,6 +24,7 @@ from femixer import FreeEnergyMixer, use_backend
 from femixer.kernels.triton_compile import Source, Usage, compile_for, sources, version_of
 from femixer.kernels.triton_launch import Launch, aimed_at, recorded
 from femixer.priors import PRIORS
+from femixer.training.distributed import start_worker
 
 KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
     *((name, {}) for name in PRIORS),
@@ -167,7 +168,7 @@ def compile_all(
             memory.add(result)
         advance()
 
-    with nullcontext() if workers == 1 else ProcessPoolExecutor(workers, context) as pool:
+    with nullcontext() if workers == 1 else ProcessPoolExecutor(workers, context, start_worker) as pool:
         if pool is None:
             for i, pair in enumerate(pairs):
                 keep(i, _compiled(*pair))

@@ -5,9 +5,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from femixer.cli import main
@@ -55,6 +57,24 @@ def test_a_kernel_that_spills_is_found_and_compiled_as_it_would_run(tmp_path: Pa
     assert found["types"] == [{**pointers, "free": "i32", "fixed": "i32"}, {**pointers, "free": "i32"}]
     assert found["aligned"] == [["X", "Y", "fixed"], ["Y"]]
     assert found["constants"] == [{"N": 128}, {"N": 128, "fixed": 1}]
+
+
+def test_workers_end_when_the_command_is_killed(tmp_path: Path) -> None:
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    variables["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "femixer", "doctor", "--compile", "--targets", "sm_90", "--operators", "softmax"]
+    running = psutil.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        workers: list[psutil.Process] = []
+        while len(workers) < 2 and running.poll() is None:
+            time.sleep(0.2)
+            workers = [each for each in running.children() if "spawn_main" in " ".join(each.cmdline())]
+        assert len(workers) >= 2
+    finally:
+        running.kill()
+        running.wait()
+    _, alive = psutil.wait_procs(workers, timeout=60)
+    assert not alive
 
 
 def test_what_is_too_much_depends_on_the_family() -> None:
