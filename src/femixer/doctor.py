@@ -154,7 +154,7 @@ def _refusals(
 
 def examine(cases: Sequence[Case]) -> list[str]:
     """What is wrong, in one line each."""
-    wrong = []
+    wrong: list[str] = []
     with counting(len(cases), "checks") as told:
         for case in cases:
             allowed = check.tolerance(case.operator, case.dtype)
@@ -202,7 +202,7 @@ def half_precision(cases: Sequence[Case]) -> reporting.Table | None:
     worst: dict[str, list[float]] = {}
     for case in cases:
         if case.column.backend == "triton" and case.dtype == torch.float32:
-            found = []
+            found: list[float] = []
             for dtype in HALF:
                 given = check.cast(case.arguments, dtype, case.column.device)
                 if dispatch.refusal(case.operator, "triton", given) is None:
