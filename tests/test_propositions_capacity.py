@@ -9,23 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from problems import generator_of, normal, property_test, seeds
 from torch.testing import assert_close
 
 from femixer.free_energy import effective_weights, free_energy, posterior
 from femixer.theory import linearized_head, minimal_degree, monomial_features
-
-property_test = settings(max_examples=25, deadline=None)
-seeds = st.integers(0, 2**31)
-
-
-def generator_of(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def normal(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
 
 # Theorem (channel-wise assignment capacity over the prior support)
 

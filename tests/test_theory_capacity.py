@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given
+from problems import generator_of, property_test, seeds
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -21,12 +21,9 @@ from femixer.free_energy import posterior as tilted
 from femixer.theory import hull_gap, mixed_difference, most_patterns, patterns, per_dimension_cost, value_ranks
 from femixer.theory.command import cost, head_table, nodes, state_numbers, state_table
 
-property_test = settings(max_examples=25, deadline=None)
-seeds = st.integers(0, 2**31)
-
 
 def normal(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(*shape, generator=generator_of(seed), dtype=torch.float64)
 
 
 def layer(parts: str, heads: int, dim: int = 4, prior: str = "softmax", **options: object) -> FreeEnergyMixer:
