@@ -141,10 +141,12 @@ BELOW_ONE = Rule("a number from 0 to below 1", lambda x: 0 <= x < 1)
 
 
 def check_all(options: Any, rule: Rule, *names: str) -> None:
-    """Raise a ValueError that names the first of these options which does not keep the rule; None is not given."""
+    """Raise a ValueError that names the first of these options which does not keep the rule; None is not given, and of
+    several numbers each must."""
     for name in names:
         value = getattr(options, name)
-        check(value is None or rule.fits(value), name, value, rule.allowed)
+        for one in value if isinstance(value, tuple) else (value,):
+            check(one is None or rule.fits(one), name, one, rule.allowed)
 
 
 def check_different(options: Any, name: str, known: Iterable[str] = ()) -> None:

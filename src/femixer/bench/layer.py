@@ -16,7 +16,6 @@ from femixer.bench.measure import (
     Timing,
     busy,
     bytes_cell,
-    check_distinct,
     command,
     fits,
     heads_of,
@@ -27,7 +26,7 @@ from femixer.bench.measure import (
     unlimited_compilation,
 )
 from femixer.bench.measure import Report as BenchReport
-from femixer.options import check, check_positive, parse
+from femixer.options import COUNT, WHOLE, check, check_all, check_different, parse
 from femixer.priors import parse_prior
 from femixer.reporting import Column, Table
 from femixer.training.journal import counting
@@ -67,17 +66,13 @@ class Options(MixerOptions):
 
     def validate(self) -> None:
         super().validate()
-        check_positive(context=self.context, decode_batch=self.decode_batch)
-        check(self.busy >= 0, "busy", self.busy, "a whole number of at least 0")
-        for name in ("lengths", "forward_lengths"):
-            for length in getattr(self, name):
-                check_positive(**{name: length})
-        check_distinct("lengths with forward_lengths", (*self.lengths, *self.forward_lengths))
-        check_priors(self.priors)
-        for name in ("parts", "modes"):
-            check_distinct(name, getattr(self, name))
-        for mode in self.modes:
-            check(mode in ("eager", "compiled"), "modes", mode, "eager, compiled or both")
+        check_all(self, COUNT, "context", "decode_batch", "lengths", "forward_lengths")
+        check_all(self, WHOLE, "busy")
+        lengths = (*self.lengths, *self.forward_lengths)
+        check(len({*lengths}) == len(lengths) > 0, "lengths with forward_lengths", lengths, "different ones")
+        check_priors(self)
+        check_different(self, "parts")
+        check_different(self, "modes", ("eager", "compiled"))
 
 
 # The results

@@ -17,7 +17,6 @@ from femixer.bench.measure import (
     MixerOptions,
     Spread,
     bytes_cell,
-    check_distinct,
     command,
     fits,
     heads_of,
@@ -30,7 +29,7 @@ from femixer.bench.measure import (
 )
 from femixer.bench.measure import Report as BenchReport
 from femixer.models import FEMConfig, FEMForCausalLM
-from femixer.options import COUNT, check, check_all, parse
+from femixer.options import COUNT, Rule, check, check_all, check_different, parse
 from femixer.priors import parse_prior
 from femixer.reporting import Column, Table
 from femixer.training.journal import counting
@@ -90,14 +89,12 @@ class Options(MixerOptions):
         check(self.dim % even == 0, "dim", self.dim, allowed)
         divides = self.kv_heads is None or (self.kv_heads > 0 and self.heads % self.kv_heads == 0)
         check(divides, "kv_heads", self.kv_heads, f"a divisor of heads={self.heads}")
-        check(self.length > 1, "length", self.length, "a whole number above 1: a token and one to predict")
-        for context in self.contexts:
-            check(context > 1, "contexts", context, "whole numbers above 1")
-        for name in ("measure", "contexts"):
-            check_distinct(name, getattr(self, name))
-        for measure in self.measure:
-            check(measure in MEASURES, "measure", measure, f"one or more of {', '.join(MEASURES)}")
-        check_priors(self.priors)
+        check_all(
+            self, Rule("a whole number above 1: a token and one to predict", lambda x: x > 1), "length", "contexts"
+        )
+        check_different(self, "measure", MEASURES)
+        check_different(self, "contexts")
+        check_priors(self)
 
 
 # The contestants: Llama of transformers, the plain transformer and FEM, of one size

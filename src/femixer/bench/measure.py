@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from femixer import __version__
-from femixer.options import check, check_positive, check_threads
+from femixer.options import COUNT, WHOLE, check, check_all, check_threads
 from femixer.reporting import Table, show, write
 from femixer.state import SPARE
 from femixer.training import atomic
@@ -67,8 +67,8 @@ class MeasureOptions:
 
     def validate(self) -> None:
         """Raise a ValueError that names the first value that makes no sense; the layers check their own."""
-        check_positive(batch=self.batch, rounds=self.rounds)
-        check(self.warmup >= 0, "warmup", self.warmup, "a whole number of at least 0")
+        check_all(self, COUNT, "batch", "rounds")
+        check_all(self, WHOLE, "warmup")
         check_threads(self.threads)
         check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         usable = self.device == "cpu" or (self.device == "cuda" and torch.cuda.is_available())
@@ -100,10 +100,6 @@ class MixerOptions(BenchOptions):
     def validate(self) -> None:
         super().validate()
         check(0 < self.decode_steps <= SPARE, "decode_steps", self.decode_steps, f"a whole number from 1 to {SPARE}")
-
-
-def check_distinct(name: str, given: Sequence[object]) -> None:
-    check(len(set(given)) == len(given) > 0, name, given, "one or more, each once")
 
 
 Key = TypeVar("Key", bound=Hashable)

@@ -14,7 +14,6 @@ from femixer.bench.contestants import ATTENTION, Mixer, check_priors, label
 from femixer.bench.measure import (
     MixerOptions,
     Spread,
-    check_distinct,
     command,
     heads_of,
     paired_ratio,
@@ -25,7 +24,7 @@ from femixer.bench.measure import (
 )
 from femixer.bench.measure import Report as BenchReport
 from femixer.optional import require
-from femixer.options import check, check_positive, parse
+from femixer.options import COUNT, check, check_all, check_different, parse
 from femixer.priors import PRIORS
 from femixer.reporting import Row, Table, figures, write
 from femixer.training.journal import counting
@@ -83,16 +82,12 @@ class Options(MixerOptions):
 
     def validate(self) -> None:
         super().validate()
-        check_positive(quadratic_limit=self.quadratic_limit)
-        for name in ("lengths", "positions"):
-            for value in getattr(self, name):
-                check_positive(**{name: value})
-        for name in ("priors", "lengths", "positions"):
-            check_distinct(name, getattr(self, name))
+        check_all(self, COUNT, "quadratic_limit", "lengths", "positions")
+        check_different(self, "lengths")
+        check_different(self, "positions")
         shortest = min(self.lengths)
         check(shortest <= self.quadratic_limit, "quadratic_limit", self.quadratic_limit, f"at least {shortest}")
-        if self.priors != (ATTENTION,):
-            check_priors([prior for prior in self.priors if prior != ATTENTION])
+        check_priors(self, ATTENTION)
 
 
 # The points, and scaling.json, which keeps them from run to run

@@ -21,7 +21,7 @@ from femixer.models import FEMConfig, FEMModel
 from femixer.models.config import plain_refusals
 from femixer.models.named import NAMED, Fields, baseline, fem, parameters_of
 from femixer.optional import require
-from femixer.options import check, check_positive, parse
+from femixer.options import COUNT, check, check_all, parse
 from femixer.reporting import Column, Row, Table, figures, write
 
 tyro = require("tyro", "cli")
@@ -155,7 +155,7 @@ class Options(MeasureOptions):
     def validate(self) -> None:
         super().validate()
         check(self.table in PAPER, "table", self.table, f"one of {', '.join(PAPER)}")
-        check_positive(layers=self.layers, dim=self.dim, heads=self.heads, tokens=self.tokens)
+        check_all(self, COUNT, "layers", "dim", "heads", "tokens")
         even = 2 * self.heads  # rotary positions turn pairs of channels
         check(self.dim % even == 0, "dim", self.dim, f"a multiple of {even}: an even number for each of the heads")
         for row in self.rows:

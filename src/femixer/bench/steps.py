@@ -16,7 +16,6 @@ from femixer.bench.measure import (
     BenchOptions,
     Spread,
     Timing,
-    check_distinct,
     command,
     fits,
     measured,
@@ -31,7 +30,7 @@ from femixer.models.config import plain_refusals
 from femixer.models.forecast import ForecastConfig, build
 from femixer.models.named import NAMED, parameter_count
 from femixer.models.vision import POSITIONS
-from femixer.options import check, check_positive, given, parse
+from femixer.options import COUNT, check, check_all, check_different, given, parse
 from femixer.priors import parse_prior
 from femixer.reporting import Table
 
@@ -121,8 +120,8 @@ class Vision(BenchOptions):
         super().validate()
         check(self.preset in VISION_PRESETS, "preset", self.preset, f"one of {', '.join(VISION_PRESETS)}")
         check(self.positions in POSITIONS, "positions", self.positions, f"one of {', '.join(POSITIONS)}")
-        check_positive(image_size=self.image_size)
-        check_priors(self.priors)
+        check_all(self, COUNT, "image_size")
+        check_priors(self)
 
     def config(self, prior: str) -> FEMVisionConfig:
         size = given(positions=self.positions, image_size=self.image_size)
@@ -225,11 +224,8 @@ class Forecast(BenchOptions):
 
     def validate(self) -> None:
         super().validate()
-        check_positive(channels=self.channels, lookback=self.lookback, horizon=self.horizon, windows=self.windows)
-        check_distinct("models", self.models)
-        others = [name for name in NAMED if name != RIVAL]
-        for model in self.models:
-            check(model in others, "models", model, f"names among {', '.join(others)}")
+        check_all(self, COUNT, "channels", "lookback", "horizon", "windows")
+        check_different(self, "models", [name for name in NAMED if name != RIVAL])
 
 
 def measure_forecast(options: Forecast) -> dict[str, Sequence[StepCost]]:

@@ -20,7 +20,7 @@ from femixer.models.forecast import ForecastConfig, Forecaster
 from femixer.models.forecast.frames import is_date_name, regular
 from femixer.models.forecast.window import LEVELS, Kind, chosen_kind, column_names
 from femixer.optional import require
-from femixer.options import check, model_named, parse
+from femixer.options import COUNT, check, check_all, model_named, parse
 from femixer.reporting import Table, as_markdown
 from femixer.reporting.figures import save
 from femixer.reporting.writers import in_csv
@@ -292,10 +292,8 @@ def cv(args: Sequence[str]) -> int:
 def validated(command: CV) -> Results:
     command.run.apply()
     step = command.horizon if command.step_size is None else command.step_size
-    check(command.n_windows > 0, "n_windows", command.n_windows, "a whole number above 0")
-    check(step > 0, "step_size", step, "a whole number above 0")
+    check_all(command, COUNT, "n_windows", "step_size", "horizon")
     held = Held(command.n_windows, step)
-    check(command.horizon > 0, "horizon", command.horizon, "a whole number above 0")
     spec, series = prepared(command, held)
     own = {each.name: getattr(spec, each.name) for each in fields(Spec)}
     whole = CVSpec(
