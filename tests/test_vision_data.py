@@ -2,24 +2,26 @@
 
 import io
 from collections import Counter
+from itertools import chain
 
 import datasets
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import ConcatDataset
 
 from femixer.models.pictures import Unreadable
 from femixer.tasks.vision.data import (
     SPLITS,
     Arrays,
-    Joined,
     Preparation,
     Reading,
-    Some,
+    blocks_of,
     decoded,
     found,
     read,
+    some,
     stratified,
 )
 from femixer.tasks.vision.data import sources as hub
@@ -54,7 +56,7 @@ def folder(root, layout, per_class=5):
 
 def content(pictures):
     """Name -> label of all pictures."""
-    return {pictures.name(index): pictures.read(index, 3)[1] for index in range(len(pictures))}
+    return {entry.name: entry.read(3)[1] for entry in map(pictures.__getitem__, range(len(pictures)))}
 
 
 # One picture
@@ -114,13 +116,14 @@ def test_the_digits_have_fixed_parts_with_a_share_of_each_class():
     images = read("digits")
     assert images.counts == {"train": 1294, "validation": 144, "test": 359} and sum(images.counts.values()) == 1797
     assert len(images.classes) == 10 and images.channels == 1
-    numbers = [images.splits["test"].numbers]
-    numbers += [images.splits[split].whole.numbers[images.splits[split].numbers] for split in ("train", "validation")]
-    assert torch.equal(torch.cat(numbers).sort().values, torch.arange(1797))
+    numbers = [images.splits["test"].indices]
+    train = {split: images.splits[split] for split in ("train", "validation")}
+    numbers += [[part.dataset.indices[n] for n in part.indices] for part in train.values()]
+    assert sorted(chain(*numbers)) == [*range(1797)]
     labels = Counter(content(images.splits["test"]).values())
     assert {*labels.values()} <= {34, 35, 36, 37}  # a fifth of 174 to 183
     assert images.fingerprint == read("digits").fingerprint != read("digits", Reading(validation=0.2)).fingerprint
-    pixels = np.asarray(images.splits["test"].read(0, 1)[0])
+    pixels = np.asarray(images.splits["test"][0].read(1)[0])
     assert pixels.shape == (8, 8) and pixels.max() == 255
 
 
@@ -174,7 +177,7 @@ def test_pictures_are_the_same_however_they_are_divided(tmp_path):
     first, second = (read(data, Reading(validation=share)) for share in (0.2, 0.4))
     assert first.whole == second.whole and first.fingerprint != second.fingerprint
     assert (first.validation, second.validation) == (0.2, 0.4)
-    joined = Joined([first.splits[split] for split in SPLITS])
+    joined = ConcatDataset([first.splits[split] for split in SPLITS])
     assert content(joined) == {name: label for split in SPLITS for name, label in content(first.splits[split]).items()}
 
 
@@ -251,29 +254,29 @@ def test_a_data_set_is_read_by_the_types_of_its_columns(table):
     images = read(table(), Reading(validation=0.2))
     assert images.classes == ("a", "b", "c") and images.counts == {"train": 25, "validation": 6, "test": 11}
     test = images.splits["test"]
-    picture, label = test.read(4, 3)
-    assert label == 1 and np.array_equal(np.asarray(picture), np.asarray(noise(54))) and "row 4" in test.name(4)
+    picture, label = test[4].read(3)
+    assert label == 1 and np.array_equal(np.asarray(picture), np.asarray(noise(54))) and "row 4" in test[4].name
     with pytest.raises(Unreadable, match="not a format"):
-        test.read(5, 3)
+        test[5].read(3)
 
 
 def test_a_stream_gives_the_same_pictures_block_by_block(table):
     data = table()
     reading = Reading(validation=0.2, streaming=True, buffer=7)
     whole, stream = read(data, Reading(validation=0.2)), read(data, reading)
-    assert stream.counts == {"train": 25, "validation": 6, "test": 11} and stream.splits["train"].blocks == [
+    assert stream.counts == {"train": 25, "validation": 6, "test": 11} and blocks_of(stream.splits["train"]) == [
         6,
         6,
         5,
         6,
         2,
     ]
-    assert stream.splits["test"].blocks == [7, 4]
+    assert blocks_of(stream.splits["test"]) == [7, 4]
     order = [0, 3, 1, 10, 8, 9, 2, 0]  # forth, and back to the beginning
     for index in order:
-        first, second = (images.splits["test"].read(index, 3) for images in (whole, stream))
+        first, second = (images.splits["test"][index].read(3) for images in (whole, stream))
         assert np.array_equal(np.asarray(first[0]), np.asarray(second[0])) and first[1] == second[1]
-    held = {stream.splits[split].name(i) for split in ("train", "validation") for i in range(len(stream.splits[split]))}
+    held = {entry.name for split in ("train", "validation") for entry in stream.splits[split]}
     assert len(held) == 31
     with pytest.raises(ValueError, match="workers=2 is not allowed"):
         Ahead(Batches(Views(stream.splits["train"], Preparation(7, 3)), Augmentation(), 3, 5, 0), 2, [Part()], 3)
@@ -355,8 +358,8 @@ def test_blocks_are_shuffled_within_themselves():
         block.tolist() for block in torch.arange(23).split(sizes)
     ]
     assert not torch.equal(order, torch.arange(23))
-    some = Some(Some(grey(), torch.arange(0, 23, 2)), torch.tensor([1, 5, 11]))
-    assert some.blocks is None and some.name(1) == "picture 10"
+    three = some(some(grey(), torch.arange(0, 23, 2)), torch.tensor([1, 5, 11]))
+    assert blocks_of(three) is None and three[1].name == "picture 10"
 
 
 def test_a_broken_picture_is_named_once_and_the_next_takes_its_place(tmp_path):
@@ -370,7 +373,7 @@ def test_a_broken_picture_is_named_once_and_the_next_takes_its_place(tmp_path):
         assert sum(len(numbers) for numbers, _, _ in views.batches(torch.arange(len(views)), 2)) == len(views) - len(
             views.broken
         )
-    everything = Some(images.splits["train"].whole.whole, torch.arange(11))
+    everything = some(images.splits["train"].dataset.dataset, torch.arange(11))
     made = Batches(Views(everything, Preparation(5, 3)), Augmentation(), 2, 4, 0)
     steps = [made(step, Part()) for step in range(1, 7)]
     assert [len(batch.pixels) for batch, _ in steps] == [3, 4, 4] * 2  # whatever is broken
@@ -420,7 +423,7 @@ def test_names_as_labels_and_a_test_part_alone(tmp_path, monkeypatch):
     datasets.Dataset.from_dict(rows, features=kinds).to_parquet(tmp_path / "data/test-00000.parquet")
     images = found(f"datasets:{tmp_path / 'data'}")
     assert images.classes == ("a", "b", "c") and images.counts == {"test": 9}
-    assert [images.splits["test"].read(n, 3)[1] for n in range(3)] == [1, 0, 2]
+    assert [images.splits["test"][n].read(3)[1] for n in range(3)] == [1, 0, 2]
     with pytest.raises(ValueError, match="has only a part for test; training needs"):
         read(f"datasets:{tmp_path / 'data'}")
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import ConcatDataset
 
 from femixer.damage import check_tensor
 from femixer.models.pictures import PatchMaps, Unreadable, as_tensor, patch_maps
@@ -24,7 +25,6 @@ from femixer.tasks.vision.data import (
     Broken,
     Files,
     Images,
-    Joined,
     Reading,
     decoded,
     found,
@@ -185,7 +185,8 @@ def choose(
     there = [each for each, pictures in images.splits.items() if len(pictures) > 0]
     check(name in (*there, "all"), "split", name, f"one that data={data!r} has: {', '.join(there)} or all")
     parts = [images.splits[each] for each in (there if name == "all" else [name])]
-    return images, name, Views(Joined(parts), trained, labels=labels_of(images, classifier.classes))
+    joined: Any = ConcatDataset(parts)
+    return images, name, Views(joined, trained, labels=labels_of(images, classifier.classes))
 
 
 def labels_of(images: Images, classes: Sequence[str]) -> list[int]:
@@ -365,7 +366,7 @@ def maps(args: Sequence[str]) -> int:
         _, _, views = choose(classifier, command.data, command.reading)
         count = min(command.count, len(views))
         # Evenly over the pictures, which folders have class by class; of a stream the first.
-        step = len(views) / max(count, 1) if views.pictures.blocks is None else 1
+        step = len(views) / max(count, 1) if views.blocks is None else 1
         numbers = [int(n * step) for n in range(count)]
         found = [view for number in numbers if (view := views.read(number)) is not None]
         for broken in views.broken.values():

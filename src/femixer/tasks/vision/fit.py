@@ -154,7 +154,7 @@ def check_labels(labels: Tensor, classes: int, views: Views, numbers: Tensor) ->
     bad = ((labels < 0) | (labels >= classes)).nonzero()
     if len(bad):
         place = int(bad[0])
-        name = views.pictures.name(int(numbers[place]))
+        name = views.pictures[int(numbers[place])].name
         raise ValueError(f"{name}: label={int(labels[place])} is not allowed; choose one of 0 to {classes - 1}")
 
 

@@ -9,14 +9,16 @@ import io
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from femixer.damage import check_fields, read_json
 from femixer.models.pictures import FEMImageProcessor, Picture, Unreadable, converted, middle, upright
@@ -50,116 +52,75 @@ def reason(content: Path | bytes, error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-class Pictures(Protocol):
-    """N pictures in a fixed order."""
+class Entry(NamedTuple):
+    """Of a source: where to find it, for people; and how to read it, with 1 or 3 channels: the picture and its label,
+    or `Unreadable`."""
 
-    @property
-    def blocks(self) -> Sequence[int] | None:
-        """Sizes of the blocks, one after the other, within which any order is read well; None: one block of all."""
+    name: str
+    read: Callable[[int], tuple[Picture, int]]
 
+
+class Pictures(Dataset[Entry]):
+    """N pictures in a fixed order: a source, or by torch's Subset and ConcatDataset some of one, or several."""
+
+    @abstractmethod
     def __len__(self) -> int: ...
-
-    def name(self, index: int) -> str:
-        """For people: where to find it."""
-
-    def read(self, index: int, channels: int) -> tuple[Picture, int]:
-        """The picture and its label; `Unreadable` if there is none."""
 
 
 @dataclass(frozen=True)
-class Arrays:
+class Arrays(Pictures):
     """Grey pictures in memory: pixels [N, H, W] in uint8, labels [N]."""
 
     pixels: np.ndarray
     labels: Tensor
     title: str
-    blocks: None = None
 
     def __len__(self) -> int:
         return len(self.pixels)
 
-    def name(self, index: int) -> str:
-        return f"{self.title} {index}"
+    def __getitem__(self, index: int) -> Entry:
+        def read(channels: int) -> tuple[Picture, int]:
+            picture = require("PIL.Image", "vision").fromarray(self.pixels[index])
+            return converted(picture, channels), int(self.labels[index])
 
-    def read(self, index: int, channels: int) -> tuple[Picture, int]:
-        picture = require("PIL.Image", "vision").fromarray(self.pixels[index])
-        return converted(picture, channels), int(self.labels[index])
+        return Entry(f"{self.title} {index}", read)
 
 
 @dataclass(frozen=True)
-class Files:
+class Files(Pictures):
     """One file per picture, below `root`; labels [N]."""
 
     root: Path
     paths: Sequence[str]
     labels: Tensor
-    blocks: None = None
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def name(self, index: int) -> str:
-        return str(self.root / self.paths[index])
-
-    def read(self, index: int, channels: int) -> tuple[Picture, int]:
-        return decoded(self.root / self.paths[index], channels), int(self.labels[index])
+    def __getitem__(self, index: int) -> Entry:
+        path = self.root / self.paths[index]
+        return Entry(str(path), lambda channels: (decoded(path, channels), int(self.labels[index])))
 
 
-@dataclass(frozen=True)
-class Joined:
-    """The pictures of several parts, one part after the other."""
-
-    parts: Sequence[Pictures]
-
-    @property
-    def blocks(self) -> Sequence[int] | None:
-        if all(part.blocks is None for part in self.parts):
-            return None
-        return [size for part in self.parts for size in part.blocks or [len(part)]]
-
-    def __len__(self) -> int:
-        return sum(map(len, self.parts))
-
-    def name(self, index: int) -> str:
-        part, place = self._place(index)
-        return part.name(place)
-
-    def read(self, index: int, channels: int) -> tuple[Picture, int]:
-        part, place = self._place(index)
-        return part.read(place, channels)
-
-    def _place(self, index: int) -> tuple[Pictures, int]:
-        for part in self.parts:
-            if index < len(part):
-                return part, index
-            index -= len(part)
-        raise IndexError(index)
+def blocks_of(pictures: Any) -> Sequence[int] | None:
+    """Sizes of the blocks, one after the other, within which any order is read well; None: one block of all."""
+    if isinstance(pictures, ConcatDataset):
+        each = [(blocks_of(part), len(part)) for part in pictures.datasets]
+        whole = all(own is None for own, _ in each)
+        return None if whole else [size for own, count in each for size in own or [count]]
+    if not isinstance(pictures, Subset):
+        return getattr(pictures, "blocks", None)
+    sizes = blocks_of(pictures.dataset)
+    if sizes is None:
+        return None
+    ends = torch.tensor([*sizes]).cumsum(0)
+    block = torch.bucketize(torch.tensor(pictures.indices), ends, right=True)
+    return torch.bincount(block, minlength=len(ends)).tolist()  # without the pictures that are left out
 
 
-@dataclass(frozen=True)
-class Some:
-    """Those of `whole` with the given numbers [n], which rise."""
-
-    whole: Pictures
-    numbers: Tensor
-
-    @property
-    def blocks(self) -> Sequence[int] | None:
-        """Those of the whole, each without the pictures that are left out."""
-        sizes = self.whole.blocks
-        if sizes is None:
-            return None
-        ends = torch.tensor([*sizes]).cumsum(0)
-        return torch.bincount(torch.bucketize(self.numbers, ends, right=True), minlength=len(ends)).tolist()
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def name(self, index: int) -> str:
-        return self.whole.name(int(self.numbers[index]))
-
-    def read(self, index: int, channels: int) -> tuple[Picture, int]:
-        return self.whole.read(int(self.numbers[index]), channels)
+def some(pictures: Pictures, numbers: Tensor) -> Any:
+    """Those with these numbers [n], which rise."""
+    return Subset(pictures, numbers.tolist())
 
 
 PREPARATION = "preparation.json"
@@ -391,13 +352,13 @@ def read_digits(reading: Reading, channels: int) -> Images:
 def divided(whole: Pictures, labels: Tensor, validation: float) -> dict[str, Pictures]:
     """Pictures that come in one part."""
     rest, test = stratified(labels, TEST_SHARE, "test")
-    return {**held_out(Some(whole, rest), labels[rest], validation), "test": Some(whole, test)}
+    return {**held_out(some(whole, rest), labels[rest], validation), "test": some(whole, test)}
 
 
 def held_out(train: Pictures, labels: Tensor, validation: float) -> dict[str, Pictures]:
     """The training pictures without those for validation, and those."""
     rest, held = stratified(labels, validation, "validation")
-    return {"train": Some(train, rest), "validation": Some(train, held)}
+    return {"train": some(train, rest), "validation": some(train, held)}
 
 
 def fingerprint(content: bytes, splits: Mapping[str, Pictures] | None = None) -> str:

@@ -19,15 +19,16 @@ from femixer.tasks.vision.data import (
     PREFIX,
     SPLITS,
     Broken,
+    Entry,
     Files,
     Images,
     Pictures,
     Reading,
-    Some,
     decoded,
     divided,
     fingerprint,
     held_out,
+    some,
 )
 
 HOLDING_OUT = ({"train", "validation"}, {"train", "test"})
@@ -49,7 +50,7 @@ def read_folder(root: Path, reading: Reading, channels: int) -> Images:
         splits = divided(train, train.labels, reading.share)
     if train is not None:
         check_classes(train, classes)
-    names = [os.path.relpath(pictures.name(i), root) for pictures in splits.values() for i in range(len(pictures))]
+    names = [os.path.relpath(each[i].name, root) for each in splits.values() for i in range(len(each))]
     return Images(
         root.resolve().name,
         classes,
@@ -173,26 +174,22 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Stored:
+class Stored(Pictures):
     """The rows of a data set that is on the disk."""
 
     rows: Any
     columns: Columns
     title: str
-    blocks: None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def name(self, index: int) -> str:
-        return f"{self.title} row {index}"
-
-    def read(self, index: int, channels: int) -> tuple[Picture, int]:
-        return self.columns.read(self.rows[index], channels)
+    def __getitem__(self, index: int) -> Entry:
+        return Entry(f"{self.title} row {index}", lambda channels: self.columns.read(self.rows[index], channels))
 
 
 @dataclass
-class Stream:
+class Stream(Pictures):
     """The rows of a data set as it comes: read block by block, from the beginning where an earlier one is asked for."""
 
     rows: Any
@@ -213,15 +210,15 @@ class Stream:
     def __len__(self) -> int:
         return self.count
 
-    def name(self, index: int) -> str:
-        return f"{self.title} row {index}"
+    def __getitem__(self, index: int) -> Entry:
+        return Entry(f"{self.title} row {index}", lambda channels: self.columns.read(self._row(index), channels))
 
-    def read(self, index: int, channels: int) -> tuple[Picture, int]:
+    def _row(self, index: int) -> Any:
         number, place = divmod(index, self.buffer)
         if number != self.number:
             self._hold(number)
         check(place < len(self.block), "data", self.title, f"a data set of {self.count} rows, as it says it has")
-        return self.columns.read(self.block[place], channels)
+        return self.block[place]
 
     def _hold(self, number: int) -> None:
         skipped = number - self.number - 1
@@ -316,7 +313,7 @@ def arranged_splits(parts: Mapping[str, Pictures], share: float) -> dict[str, Pi
     every = max(2, round(1 / share), -(-len(train) // OF_A_STREAM))
     numbers = torch.arange(len(train))
     held = numbers % every == every - 1
-    return {"train": Some(train, numbers[~held]), "validation": Some(train, numbers[held]), "test": test}
+    return {"train": some(train, numbers[~held]), "validation": some(train, numbers[held]), "test": test}
 
 
 def labels_of(table: Stored) -> Tensor:
@@ -326,14 +323,14 @@ def labels_of(table: Stored) -> Tensor:
         for number, label in enumerate(named):
             if label not in texts:
                 told = f"{table.columns.label}={label!r} is not allowed; choose one of {', '.join(texts)}"
-                raise ValueError(f"{table.name(number)}: {told}")
+                raise ValueError(f"{table[number].name}: {told}")
         return torch.tensor([texts[label] for label in named])
     labels = np.asarray(table.rows.with_format("numpy")[table.columns.label])
     count = len(table.columns.classes)
     bad = np.flatnonzero((labels < 0) | (labels >= count))
     if len(bad):
         value = int(labels[bad[0]])
-        raise ValueError(f"{table.name(bad[0])}: {table.columns.label}={value} is not allowed; choose 0 to {count - 1}")
+        raise ValueError(f"{table[bad[0]].name}: {table.columns.label}={value} is not allowed; choose 0 to {count - 1}")
     return torch.from_numpy(labels.astype(np.int64))
 
 

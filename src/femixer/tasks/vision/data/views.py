@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from femixer.damage import check_fields, read_lines
 from femixer.models.pictures import Unreadable, as_tensor
 from femixer.options import check
-from femixer.tasks.vision.data import Broken, Pictures, Preparation
+from femixer.tasks.vision.data import Broken, Pictures, Preparation, blocks_of
 from femixer.tasks.vision.data.augmentation import Augmentation
 from femixer.training import Part, atomic, distributed, generator
 from femixer.training.seeding import Epochs
@@ -69,14 +69,15 @@ class Views:
         """augmentation: of training, None for the one view of evaluation. labels: those of the model by those of the
         pictures, None where they are the same."""
         self.pictures, self.preparation, self.labels = pictures, preparation, labels
+        self.count, self.blocks = len(pictures), blocks_of(pictures)
         self.augmentation = augmentation if augmentation is not None and augmentation.of_pictures else None
-        size = len(pictures) * preparation.channels * preparation.size**2
+        size = self.count * preparation.channels * preparation.size**2
         self.remembers = self.augmentation is None and size <= REMEMBERED
         self.seen: dict[int, View] = {}
         self.broken: dict[int, Broken] = {}
 
     def __len__(self) -> int:
-        return len(self.pictures)
+        return self.count
 
     def read(self, index: int, generator: Generator | None = None) -> View | None:
         """None if there is no picture; `broken` then says why. generator: of the augmentation."""
@@ -85,9 +86,9 @@ class Views:
         if index in self.broken:
             return None
         try:
-            picture, label = self.pictures.read(index, self.preparation.channels)
+            picture, label = self.pictures[index].read(self.preparation.channels)
         except Unreadable as problem:
-            self.broken[index] = Broken(self.pictures.name(index), str(problem))
+            self.broken[index] = Broken(self.pictures[index].name, str(problem))
             return None
         if self.augmentation is None or generator is None:
             shown = self.preparation.fixed(picture)
@@ -112,7 +113,7 @@ class Views:
 
         workers: processes that read them, where they do not stay in memory and are not a stream.
         """
-        elsewhere = workers > 0 and not self.remembers and self.pictures.blocks is None
+        elsewhere = workers > 0 and not self.remembers and self.blocks is None
         pieces = [some.tolist() for some in numbers.split(size)]
         made: Iterable[tuple[Tensor, Tensor, Tensor, dict[int, Broken]]] = map(Read(self).__getitem__, pieces)
         if elsewhere:
@@ -178,7 +179,7 @@ class Batches(Dataset[tuple[Batch, list[Broken]]]):
 
     def _order(self, epoch: int) -> Tensor:
         """The pictures of an epoch's places, and the places: [count, 2]."""
-        sizes = self.views.pictures.blocks or [len(self.views)]
+        sizes = self.views.blocks or [len(self.views)]
         pictures = shuffled(sizes, self.augmentation.repeats, generator(self.seed, "order", epoch))
         return torch.stack([pictures, torch.arange(len(pictures))], 1)
 
@@ -215,9 +216,7 @@ class Ahead:
 
     def __init__(self, batches: Batches, workers: int, parts: Sequence[Part], steps: int) -> None:
         """parts: those of each step that this process asks for, in this order."""
-        check(
-            workers == 0 or batches.views.pictures.blocks is None, "workers", workers, "0: one process reads a stream"
-        )
+        check(workers == 0 or batches.views.blocks is None, "workers", workers, "0: one process reads a stream")
         self.batches, self.workers, self.parts, self.steps = batches, workers, [*parts], steps
         self.coming: Iterator[tuple[Batch, list[Broken]]] | None = None
         self.expected: tuple[int, Part] | None = None
