@@ -128,20 +128,6 @@ def test_cache_bytes_of_an_empty_cache_are_none() -> None:
     assert cache_bytes(FEMCache(3)) == cache_bytes(DynamicCache()) == 0
 
 
-def test_a_training_step_learns_and_leaves_no_gradients() -> None:
-    torch.manual_seed(0)
-    tokens = torch.randint(31, (2, 13))
-    trainer = training_of(Contestant("softmax"), tokens, TINY)
-    model: Any = trainer.call
-    assert model.training and trainer.parameters == model.num_parameters()
-    losses = []
-    for _ in range(5):
-        losses.append(model(input_ids=tokens, labels=tokens).loss.item())
-        assert trainer.time() > 0
-    assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 def test_compiled_models_are_trained_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda model, dynamic: compiled.append(model) or model)

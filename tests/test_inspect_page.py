@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matrix import stir
 from torch import nn
 
 from femixer import FreeEnergyMixer, posterior
@@ -27,9 +28,7 @@ NASTY = ["</script>", "<!--", "&lt;", '"', "'", "\\", "a⏎", "\\x00", "é", "{{
 
 def one_layer(prior: str, parts: str = "CLTG", **options) -> Layer:
     torch.manual_seed(0)
-    mixer = FreeEnergyMixer(DIM, HEADS, prior=prior, parts=parts, **options)
-    for parameter in mixer.parameters():
-        nn.init.normal_(parameter, std=0.4)
+    mixer = stir(FreeEnergyMixer(DIM, HEADS, prior=prior, parts=parts, **options))
     (layer,) = inspect_model(mixer, torch.randn(1, LENGTH, DIM))
     return layer
 

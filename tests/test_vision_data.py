@@ -415,29 +415,35 @@ def test_deep_pictures_keep_their_range(tmp_path, pixels, mode, expected):
         decoded(tmp_path / "odd.tiff", 1)
 
 
-def test_names_as_labels_and_a_test_part_alone(tmp_path, monkeypatch):
+@pytest.fixture
+def named(tmp_path, monkeypatch):
+    """The same with names as labels: of each part those that are given."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     kinds = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
-    rows = {"image": [{"bytes": encoded(noise(3)), "path": None}] * 9, "label": ["b", "a", "c"] * 3}
-    (tmp_path / "data").mkdir()
-    datasets.Dataset.from_dict(rows, features=kinds).to_parquet(tmp_path / "data/test-00000.parquet")
-    images = found(f"datasets:{tmp_path / 'data'}")
+
+    def made(**parts):
+        (tmp_path / "data").mkdir()
+        for part, labels in parts.items():
+            rows = {"image": [{"bytes": encoded(noise(3)), "path": None}] * len(labels), "label": labels}
+            datasets.Dataset.from_dict(rows, features=kinds).to_parquet(tmp_path / f"data/{part}-00000.parquet")
+        return f"datasets:{tmp_path / 'data'}"
+
+    return made
+
+
+def test_names_as_labels_and_a_test_part_alone(named):
+    data = named(test=["b", "a", "c"] * 3)
+    images = found(data)
     assert images.classes == ("a", "b", "c") and images.counts == {"test": 9}
     assert [images.splits["test"][n].read(3)[1] for n in range(3)] == [1, 0, 2]
     with pytest.raises(ValueError, match="has only a part for test; training needs"):
-        read(f"datasets:{tmp_path / 'data'}")
+        read(data)
 
 
 @pytest.mark.parametrize("wrong", ["zebra", None])
-def test_names_that_training_does_not_know_are_refused_at_once(tmp_path, monkeypatch, wrong):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
-    for part, labels in {"train": ["b", "a"] * 11, "test": ["a", "b", wrong]}.items():
-        rows = {"image": [{"bytes": encoded(noise(3)), "path": None}] * len(labels), "label": labels}
-        (tmp_path / "data").mkdir(exist_ok=True)
-        datasets.Dataset.from_dict(rows, features=kinds).to_parquet(tmp_path / f"data/{part}-00000.parquet")
+def test_names_that_training_does_not_know_are_refused_at_once(named, wrong):
     with pytest.raises(ValueError, match=f"test row 2: label={wrong!r} is not allowed; choose one of a, b"):
-        read(f"datasets:{tmp_path / 'data'}")
+        read(named(train=["b", "a"] * 11, test=["a", "b", wrong]))
 
 
 def test_a_stream_holds_out_what_stays_in_memory(table, monkeypatch):

@@ -141,12 +141,17 @@ BELOW_ONE = Rule("a number from 0 to below 1", lambda x: 0 <= x < 1)
 
 
 def check_all(options: Any, rule: Rule, *names: str) -> None:
-    """Raise a ValueError that names the first of these options which does not keep the rule; None is not given, and of
-    several numbers each must."""
+    """Raise a ValueError that names the first of these options which does not keep the rule; None is not given."""
     for name in names:
         value = getattr(options, name)
-        for one in value if isinstance(value, tuple) else (value,):
-            check(one is None or rule.fits(one), name, one, rule.allowed)
+        check(value is None or rule.fits(value), name, value, rule.allowed)
+
+
+def check_each(options: Any, rule: Rule, *names: str) -> None:
+    """The same for each of the numbers that these options have."""
+    for name in names:
+        for value in getattr(options, name):
+            check(rule.fits(value), name, value, rule.allowed)
 
 
 def check_different(options: Any, name: str, known: Iterable[str] = ()) -> None:

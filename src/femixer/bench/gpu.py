@@ -26,7 +26,7 @@ from femixer.baselines import Attention
 from femixer.bench.measure import stopwatch
 from femixer.kernels import dispatch
 from femixer.kernels.triton_launch import Step, aimed_at, traced
-from femixer.options import COUNT, check, check_all, parse
+from femixer.options import COUNT, check, check_all, check_each, parse
 from femixer.priors import parse_prior
 from femixer.training import atomic
 
@@ -115,7 +115,8 @@ class Options:
     def validate(self) -> None:
         for name in self.dtypes:
             check(name in DTYPES, "dtypes", name, f"one of {', '.join(DTYPES)}")
-        check_all(self, COUNT, "dim", "heads", "batch", "repeats", "lengths")
+        check_all(self, COUNT, "dim", "heads", "batch", "repeats")
+        check_each(self, COUNT, "lengths")
         for prior in self.priors:
             parse_prior(prior)
         if not self.estimate and self.device.startswith("cuda") and not torch.cuda.is_available():

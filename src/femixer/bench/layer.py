@@ -26,7 +26,7 @@ from femixer.bench.measure import (
     unlimited_compilation,
 )
 from femixer.bench.measure import Report as BenchReport
-from femixer.options import COUNT, WHOLE, check, check_all, check_different, parse
+from femixer.options import COUNT, WHOLE, check, check_all, check_different, check_each, parse
 from femixer.priors import parse_prior
 from femixer.reporting import Column, Table
 from femixer.training.journal import counting
@@ -66,7 +66,8 @@ class Options(MixerOptions):
 
     def validate(self) -> None:
         super().validate()
-        check_all(self, COUNT, "context", "decode_batch", "lengths", "forward_lengths")
+        check_all(self, COUNT, "context", "decode_batch")
+        check_each(self, COUNT, "lengths", "forward_lengths")
         check_all(self, WHOLE, "busy")
         lengths = (*self.lengths, *self.forward_lengths)
         check(len({*lengths}) == len(lengths) > 0, "lengths with forward_lengths", lengths, "different ones")

@@ -29,7 +29,7 @@ from femixer.bench.measure import (
 )
 from femixer.bench.measure import Report as BenchReport
 from femixer.models import FEMConfig, FEMForCausalLM
-from femixer.options import COUNT, Rule, check, check_all, check_different, parse
+from femixer.options import COUNT, Rule, check, check_all, check_different, check_each, parse
 from femixer.priors import parse_prior
 from femixer.reporting import Column, Table
 from femixer.training.journal import counting
@@ -39,6 +39,7 @@ MEASURES: tuple[Measure, ...] = ("training", "decode")
 LLAMA = "llama"
 RIVALS = {LLAMA: "Llama of transformers", ATTENTION: "plain transformer"}
 Model = LlamaForCausalLM | FEMForCausalLM
+SEQUENCE = Rule("a whole number above 1: a token and one to predict", lambda x: x > 1)
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,8 @@ class Options(MixerOptions):
         check(self.dim % even == 0, "dim", self.dim, allowed)
         divides = self.kv_heads is None or (self.kv_heads > 0 and self.heads % self.kv_heads == 0)
         check(divides, "kv_heads", self.kv_heads, f"a divisor of heads={self.heads}")
-        check_all(
-            self, Rule("a whole number above 1: a token and one to predict", lambda x: x > 1), "length", "contexts"
-        )
+        check_all(self, SEQUENCE, "length")
+        check_each(self, SEQUENCE, "contexts")
         check_different(self, "measure", MEASURES)
         check_different(self, "contexts")
         check_priors(self)

@@ -24,7 +24,7 @@ from femixer.bench.measure import (
 )
 from femixer.bench.measure import Report as BenchReport
 from femixer.optional import require
-from femixer.options import COUNT, check, check_all, check_different, parse
+from femixer.options import COUNT, check, check_all, check_different, check_each, parse
 from femixer.priors import PRIORS
 from femixer.reporting import Row, Table, figures, write
 from femixer.training.journal import counting
@@ -82,7 +82,8 @@ class Options(MixerOptions):
 
     def validate(self) -> None:
         super().validate()
-        check_all(self, COUNT, "quadratic_limit", "lengths", "positions")
+        check_all(self, COUNT, "quadratic_limit")
+        check_each(self, COUNT, "lengths", "positions")
         check_different(self, "lengths")
         check_different(self, "positions")
         shortest = min(self.lengths)
