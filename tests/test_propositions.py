@@ -8,9 +8,8 @@ Temperature learning and budgets: test_propositions_temperature.py. Capacity and
 import math
 
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
-from problems import Problem, normal, problems, property_test
+from problems import Problem, normal, of_problems
 from torch import Tensor
 from torch.autograd.functional import hessian
 from torch.testing import assert_close
@@ -35,8 +34,7 @@ def largest(x: Tensor) -> Tensor:
 # Lemma (Donsker-Varadhan variational principle)
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_donsker_varadhan_the_posterior_is_the_unique_optimum(problem: Problem) -> None:
     """Every q falls short of F by exactly KL(q || posterior) / beta, which vanishes only at the posterior."""
     p, v, beta, _, generator = problem
@@ -55,8 +53,7 @@ def test_donsker_varadhan_the_posterior_is_the_unique_optimum(problem: Problem) 
 # Proposition (expectation baseline and monotonicity)
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_free_energy_is_the_mean_plus_reverse_kl_over_beta(problem: Problem) -> None:
     p, v, beta, *_ = problem
     improvement = kl_divergence(p, posterior(p, v, beta)) / beta
@@ -64,8 +61,7 @@ def test_free_energy_is_the_mean_plus_reverse_kl_over_beta(problem: Problem) -> 
     assert_close(free_energy(p, v, beta), p @ v + improvement, rtol=1e-9, atol=1e-12)
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_derivative_in_beta_is_kl_over_beta_squared(problem: Problem) -> None:
     p, v, *_ = problem
     beta = problem.beta.expand(p.shape[0], -1).clone().requires_grad_()
@@ -75,8 +71,7 @@ def test_derivative_in_beta_is_kl_over_beta_squared(problem: Problem) -> None:
     assert_close(derivative, expected.detach(), rtol=1e-7, atol=1e-10)
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_free_energy_strictly_increases_in_beta_unless_values_are_constant(problem: Problem) -> None:
     p, v, *_ = problem
     v = v / v.abs().amax()
@@ -86,8 +81,7 @@ def test_free_energy_strictly_increases_in_beta_unless_values_are_constant(probl
     assert_close(free_energy(p, constant, 100.0), free_energy(p, constant, 0.0), rtol=0, atol=0)
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_small_beta_expansion_is_mean_plus_half_beta_variance(problem: Problem) -> None:
     """The remainder is beta^2 times a sixth of the third cumulant, up to a fourth-order term."""
     p, v, *_ = problem
@@ -103,8 +97,7 @@ def test_small_beta_expansion_is_mean_plus_half_beta_variance(problem: Problem) 
 # Proposition (local geometry)
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_gradient_in_v_is_the_posterior(problem: Problem) -> None:
     p, beta = problem.p, problem.beta
     v = problem.v.clone().requires_grad_()
@@ -117,8 +110,7 @@ def test_gradient_in_v_is_the_posterior(problem: Problem) -> None:
     assert (q.square().sum(1) <= 1 + 1e-12).all()
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_hessian_in_v_is_beta_times_covariance_and_at_most_half_beta(problem: Problem) -> None:
     p, v, beta, *_ = problem
     row = p[:1]
@@ -140,8 +132,7 @@ def test_half_beta_bound_is_tight_for_two_equal_positions() -> None:
 # Proposition (range, concentration and finite-beta guarantees)
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_range_and_concentration_bounds(problem: Problem) -> None:
     p, v, beta, *_ = problem
     q, read = posterior(p, v, beta), free_energy(p, v, beta)
@@ -165,8 +156,7 @@ def test_concentration_needs_the_prior_odds() -> None:
         assert 1 - posterior(p, v, beta)[0, 0, 0] > math.exp(-beta)
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_posterior_concentrates_exponentially_but_the_free_energy_only_like_one_over_beta(problem: Problem) -> None:
     """The paper says that F reaches the maximum exponentially. The posterior and its mean do; F lags behind by
     -log p(i*) / beta."""
@@ -181,8 +171,7 @@ def test_posterior_concentrates_exponentially_but_the_free_energy_only_like_one_
 # Proposition (mask preservation; shift and scale; prior sensitivity)
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_masking_is_preserved(problem: Problem) -> None:
     p, v, beta, *_ = problem
     masked = p.clone()
@@ -193,8 +182,7 @@ def test_masking_is_preserved(problem: Problem) -> None:
     assert_close(q.sum(1), torch.ones_like(q[:, 0]))
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_restricting_the_support_lowers_the_variational_optimum(problem: Problem) -> None:
     """The maximum over q on fewer positions, against the same p, is smaller; it is the free energy of p with the other
     entries set to zero and *not* renormalized. After renormalizing it need not be smaller: see the next test."""
@@ -217,8 +205,7 @@ def test_renormalizing_after_a_restriction_can_raise_the_read() -> None:
     assert free_energy(only_second, v, 1.0).item() < full < free_energy(2 * only_second, v, 1.0).item()
 
 
-@property_test
-@given(problems(), st.floats(-5.0, 5.0), st.floats(0.1, 5.0))
+@of_problems(st.floats(-5.0, 5.0), st.floats(0.1, 5.0))
 def test_shift_and_scale_laws(problem: Problem, shift: float, scale: float) -> None:
     p, v, beta, *_ = problem
     assert_close(free_energy(p, v + shift, beta), shift + free_energy(p, v, beta))
@@ -226,8 +213,7 @@ def test_shift_and_scale_laws(problem: Problem, shift: float, scale: float) -> N
     assert_close(posterior(p, scale * v + shift, beta), posterior(p, v, scale * beta), rtol=1e-7, atol=1e-10)
 
 
-@property_test
-@given(problems(), st.floats(0.0, 1.0))
+@of_problems(st.floats(0.0, 1.0))
 def test_free_energy_is_concave_in_p(problem: Problem, share: float) -> None:
     p, v, beta, _, generator = problem
     other = distribution(generator, p.shape[1], p.shape[0]).T
@@ -235,8 +221,7 @@ def test_free_energy_is_concave_in_p(problem: Problem, share: float) -> None:
     assert (mixed >= share * free_energy(p, v, beta) + (1 - share) * free_energy(other, v, beta) - 1e-10).all()
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_gradient_and_hessian_in_probabilities(problem: Problem) -> None:
     p, v, beta, *_ = problem
     beta, v = beta[0], (v[:, :1] / largest(v))
@@ -248,8 +233,7 @@ def test_gradient_and_hessian_in_probabilities(problem: Problem) -> None:
     assert_close(curvature, -torch.outer(tilt, tilt) / beta, rtol=1e-7, atol=1e-9)
 
 
-@property_test
-@given(problems(), st.floats(0.0, 1.0))
+@of_problems(st.floats(0.0, 1.0))
 def test_free_energy_is_convex_in_unnormalized_log_weights(problem: Problem, share: float) -> None:
     p, v, beta, _, generator = problem
     first, second = (normal(generator, *p.shape) for _ in range(2))
@@ -264,8 +248,7 @@ def test_free_energy_is_convex_in_unnormalized_log_weights(problem: Problem, sha
     assert_close(gradient, (q / beta).sum(-1), rtol=1e-9, atol=1e-12)
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_gradient_in_normalized_logits_is_posterior_minus_prior_over_beta(problem: Problem) -> None:
     p, v, beta, *_ = problem
     logits = p.log().requires_grad_()
@@ -274,8 +257,7 @@ def test_gradient_in_normalized_logits_is_posterior_minus_prior_over_beta(proble
     assert_close(torch.autograd.grad(read.sum(), logits)[0], expected, rtol=1e-8, atol=1e-9)
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_hessian_in_normalized_logits_is_a_difference_of_two_covariances(problem: Problem) -> None:
     p, v, beta, *_ = problem
     logits, v = p[0].log(), v[:, :1]

@@ -1,9 +1,9 @@
 """Random reads in float64, of which the tests of the paper's propositions ask."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -29,6 +29,16 @@ def problems(draw: st.DrawFn, coldest: float = 4.0) -> Problem:
     scale = draw(st.sampled_from([0.1, 1.0, 10.0]))
     beta = draw(st.sampled_from([0.1, coldest**0.5, coldest])) / scale * (0.4 * normal(generator, d)).exp()
     return Problem(p, scale * normal(generator, s, d), beta, normal(generator, t, d).sigmoid(), generator)
+
+
+def of_problems(*more: st.SearchStrategy[Any], coldest: float = 4.0) -> Any:
+    """A property of random problems, and of what `more` draws."""
+    return lambda test: property_test(given(problems(coldest), *more)(test))
+
+
+def of_seeds(*more: st.SearchStrategy[Any]) -> Any:
+    """A property of what a seed, and `more`, draw."""
+    return lambda test: property_test(given(seeds, *more)(test))
 
 
 def generator_of(seed: int) -> torch.Generator:
