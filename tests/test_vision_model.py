@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
 
 from femixer.baselines import Attention
 from femixer.models import FEMForImageClassification, FEMVisionConfig, FEMVisionModel, preset
+from femixer.models.images import patch_maps
 from femixer.models.named import NAMED, parameter_count
-from femixer.models.pictures import patch_maps
 from femixer.models.vision import StochasticDepth, rising
 from femixer.rotary import Grid, Rotation, on_grid, rotated
 from femixer.timm import timm_attention
