@@ -13,13 +13,13 @@ from femixer import bench
 from femixer.bench import measure
 from femixer.bench.calls import Training
 from femixer.bench.steps import (
+    FORECAST,
     Forecast,
     Report,
     StepCost,
     Vision,
     forecast_tables,
     measure_vision,
-    run_forecast,
     vision_tables,
 )
 from femixer.models.named import parameter_count
@@ -114,7 +114,7 @@ SERIES: dict[str, Any] = {
 
 
 def test_models_are_timed_side_by_side_and_an_epoch_has_all_windows(tmp_path: Path):
-    report = run_forecast(Forecast(**SERIES, windows=10, out=tmp_path))
+    report = FORECAST.run(Forecast(**SERIES, windows=10, out=tmp_path))
     attention, fem = report.training
     assert (attention.name, fem.name) == ("SMAttn", "FEM-SM") and attention.ratio.median == 1
     ratios = [a / b for a, b in zip(fem.samples, attention.samples, strict=True)]

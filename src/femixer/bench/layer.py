@@ -11,22 +11,21 @@ import torch
 from femixer.bench.calls import Call, Decoder, flops, peak_memory
 from femixer.bench.contestants import ATTENTION, Mixer, Parameters, caches, canonical, check_priors
 from femixer.bench.measure import (
+    Benchmark,
     MixerOptions,
     Spread,
     Timing,
     busy,
     bytes_cell,
-    command,
     fits,
     heads_of,
-    measured,
     place_of,
     ratio_cell,
     timed,
     unlimited_compilation,
 )
 from femixer.bench.measure import Report as BenchReport
-from femixer.options import COUNT, WHOLE, check, check_all, check_different, check_each, parse
+from femixer.options import COUNT, WHOLE, check, check_all, check_different, check_each
 from femixer.priors import parse_prior
 from femixer.reporting import Column, Table
 from femixer.training.journal import counting
@@ -350,10 +349,5 @@ def _ratio(cost: SequenceCost | DecodeCost, ratio: Spread | float, target: float
     return "1" if cost.prior == ATTENTION else ratio_cell(ratio, target)
 
 
-def run(options: Options) -> Report:
-    options.validate()
-    return measured("layer", options, lambda: measure(options), Report, tables)
-
-
-def main(args: Sequence[str]) -> int:
-    return command(parse(Options, args, "bench layer"), run, tables)
+BENCHMARK = Benchmark("layer", Options, measure, Report, tables)
+run, main = BENCHMARK.run, BENCHMARK.main

@@ -14,13 +14,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from femixer.bench.calls import Generator, Training
 from femixer.bench.contestants import ATTENTION, arguments, caches, check_priors, full_label
 from femixer.bench.measure import (
+    Benchmark,
     MixerOptions,
     Spread,
     bytes_cell,
-    command,
     fits,
     heads_of,
-    measured,
     paired_ratio,
     place_of,
     ratio_cell,
@@ -29,7 +28,7 @@ from femixer.bench.measure import (
 )
 from femixer.bench.measure import Report as BenchReport
 from femixer.models import FEMConfig, FEMForCausalLM
-from femixer.options import COUNT, Rule, check, check_all, check_different, check_each, parse
+from femixer.options import COUNT, Rule, check, check_all, check_different, check_each
 from femixer.priors import parse_prior
 from femixer.reporting import Column, Table
 from femixer.training.journal import counting
@@ -95,6 +94,13 @@ class Options(MixerOptions):
         check_different(self, "measure", MEASURES)
         check_different(self, "contexts")
         check_priors(self)
+        with torch.device("meta"):
+            for contestant in decoding(self):
+                contestant.model(self)  # an option that does not fit shows now, not after the models before it
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return {"transformers": transformers.__version__}
 
 
 # The contestants: Llama of transformers, the plain transformer and FEM, of one size
@@ -378,19 +384,10 @@ def _growth_rows(report: Report, targets: bool) -> Iterator[list[str]]:
         yield [name, cache or "", f"{first.context} to {last.context}", ratio_cell(growth, target)]
 
 
-def run(options: Options) -> Report:
-    options.validate()
-    with torch.device("meta"):
-        for contestant in decoding(options):
-            contestant.model(options)  # an option that does not fit shows now, not after the models before it
-
-    def measure() -> dict[str, Sequence[Any]]:
-        training = measure_training(options) if "training" in options.measure else []
-        return {"training": training, "decode": measure_decode(options) if "decode" in options.measure else []}
-
-    versions = {"transformers": transformers.__version__}
-    return measured("lm", options, measure, Report, tables, environment=versions)
+def measure(options: Options) -> dict[str, Sequence[Any]]:
+    training = measure_training(options) if "training" in options.measure else []
+    return {"training": training, "decode": measure_decode(options) if "decode" in options.measure else []}
 
 
-def main(args: Sequence[str]) -> int:
-    return command(parse(Options, args, "bench lm"), run, tables)
+BENCHMARK = Benchmark("lm", Options, measure, Report, tables)
+run, main = BENCHMARK.run, BENCHMARK.main

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from femixer import __version__
-from femixer.options import COUNT, WHOLE, check, check_all, check_threads
+from femixer.options import COUNT, WHOLE, check, check_all, check_threads, parse
 from femixer.reporting import Table, show, write
 from femixer.state import SPARE
 from femixer.training import atomic
@@ -82,6 +82,11 @@ class BenchOptions(MeasureOptions):
 
     targets: bool = False
     """Show the project's target beside each ratio that was measured at the size the target is meant for."""
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of other packages that decide the numbers."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -369,25 +374,32 @@ def held(kind: type[AnyReport], path: Path, new: AnyReport) -> AnyReport:
     return report
 
 
-def measured(
-    benchmark: str,
-    options: BenchOptions,
-    measure: Callable[[], Mapping[str, Sequence[Any]]],
-    kind: type[AnyReport],
-    tables: Tables[AnyReport],
-    **more: Mapping[str, Any],
-) -> AnyReport:
-    """Measure, and write BENCHMARK.json and BENCHMARK.md. measure: gives the report's lists of results by name; more:
-    what to add to `settings` or `environment`."""
-    options.out.mkdir(parents=True, exist_ok=True)  # an unwritable place shows now, not after the measurement
-    with cpu_threads(options.threads) as threads:
-        torch.manual_seed(options.seed)
-        results = measure()
-    settings = {**options.settings, **more.get("settings", {})}
-    report = kind(settings, {**environment(threads, options.device), **more.get("environment", {})}, **results)
-    report.save(options.out / f"{benchmark}.json")
-    write(options.out, [*tables(report, options.targets)], benchmark, ("md",))
-    return report
+@dataclass(frozen=True)
+class Benchmark:
+    """One that is measured at once: its options, what they measure, and the tables of its report."""
+
+    name: str
+    options: type[BenchOptions]
+    measure: Callable[[Any], Mapping[str, Sequence[Any]]]
+    """Options -> the report's lists of results by name."""
+    report: type[Report]
+    tables: Tables[Any]
+
+    def run(self, options: Any) -> Any:
+        """Measure, and write NAME.json and NAME.md."""
+        options.validate()
+        options.out.mkdir(parents=True, exist_ok=True)  # an unwritable place shows now, not after the measurement
+        with cpu_threads(options.threads) as threads:
+            torch.manual_seed(options.seed)
+            results = self.measure(options)
+        report = self.report(options.settings, {**environment(threads, options.device), **options.versions}, **results)
+        report.save(options.out / f"{self.name}.json")
+        write(options.out, [*self.tables(report, options.targets)], self.name, ("md",))
+        return report
+
+    def main(self, args: Sequence[str]) -> int:
+        """`femixer bench NAME ...`"""
+        return command(parse(self.options, args, f"bench {self.name}"), self.run, self.tables)
 
 
 def command(options: AnyOptions, run: Callable[[AnyOptions], Report], tables: Callable[..., Iterable[Table]]) -> int:

@@ -13,12 +13,11 @@ from torch import Tensor
 from femixer.bench.calls import Training
 from femixer.bench.contestants import ATTENTION, canonical, check_priors, full_label
 from femixer.bench.measure import (
+    Benchmark,
     BenchOptions,
     Spread,
     Timing,
-    command,
     fits,
-    measured,
     place_of,
     ratio_cell,
     timed,
@@ -30,7 +29,7 @@ from femixer.models.config import plain_refusals
 from femixer.models.forecast import ForecastConfig, build
 from femixer.models.named import NAMED, parameter_count
 from femixer.models.vision import POSITIONS
-from femixer.options import COUNT, check, check_all, check_different, given, parse
+from femixer.options import COUNT, check, check_all, check_different, given
 from femixer.priors import parse_prior
 from femixer.reporting import Table
 
@@ -122,6 +121,13 @@ class Vision(BenchOptions):
         check(self.positions in POSITIONS, "positions", self.positions, f"one of {', '.join(POSITIONS)}")
         check_all(self, COUNT, "image_size")
         check_priors(self)
+        with plain_refusals():
+            for prior in self.contestants:  # an option that does not fit shows now, not after the models before it
+                parameter_count(self.config(prior))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings, "image_size": self.config(ATTENTION).image_size}
 
     def config(self, prior: str) -> FEMVisionConfig:
         size = given(positions=self.positions, image_size=self.image_size)
@@ -179,17 +185,8 @@ def vision_tables(report: Report, targets: bool) -> Iterator[Table]:
     yield table(report, title, "images per second", lambda seconds: f"{s['batch'] / seconds:.1f}", target)
 
 
-def run_vision(options: Vision) -> Report:
-    options.validate()
-    with plain_refusals():
-        for prior in options.contestants:  # an option that does not fit shows now, not after the models before it
-            parameter_count(options.config(prior))
-    size = {"image_size": options.config(ATTENTION).image_size}
-    return measured("vision", options, lambda: measure_vision(options), Report, vision_tables, settings=size)
-
-
-def vision(args: Sequence[str]) -> int:
-    return command(parse(Vision, args, "bench vision"), run_vision, vision_tables)
+VISION = Benchmark("vision", Vision, measure_vision, Report, vision_tables)
+vision = VISION.main
 
 
 # Forecasters
@@ -256,10 +253,5 @@ def forecast_tables(report: Report, targets: bool) -> Iterator[Table]:
     yield table(report, title, speed, lambda seconds: f"{seconds * steps:.1f}", target)
 
 
-def run_forecast(options: Forecast) -> Report:
-    options.validate()
-    return measured("forecast", options, lambda: measure_forecast(options), Report, forecast_tables)
-
-
-def forecast(args: Sequence[str]) -> int:
-    return command(parse(Forecast, args, "bench forecast"), run_forecast, forecast_tables)
+FORECAST = Benchmark("forecast", Forecast, measure_forecast, Report, forecast_tables)
+forecast = FORECAST.main
