@@ -8,6 +8,7 @@ import torch
 from PIL import Image, ImageOps
 
 from femixer.models.images import middle
+from femixer.options import check_options
 from femixer.tasks.vision.data import Preparation
 from femixer.tasks.vision.data.augmentation import (
     AREAS,
@@ -234,4 +235,4 @@ def test_without_options_a_batch_is_what_evaluation_sees():
 )
 def test_options_out_of_range_are_named(option, value):
     with pytest.raises(ValueError, match=f"{option}={value}"):
-        Augmentation(**{option: value}).validate()
+        check_options(Augmentation(**{option: value}))

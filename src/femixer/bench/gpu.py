@@ -26,7 +26,7 @@ from femixer.baselines import Attention
 from femixer.bench.measure import stopwatch
 from femixer.kernels import dispatch
 from femixer.kernels.triton_launch import Step, aimed_at, traced
-from femixer.options import COUNT, check, check_all, check_each, parse
+from femixer.options import Count, check, check_options, parse
 from femixer.priors import parse_prior
 from femixer.training import atomic
 
@@ -93,19 +93,19 @@ class Options:
     """With --estimate: also the table of launches of every layer."""
     priors: tuple[str, ...] = ("softmax", "linear", "gla", "aft", "decay", "ssm", "mamba", "mamba-interactive")
     """Priors of the FEM layers, with options as in gla:decay=channel."""
-    dim: int = 1024
+    dim: Count = 1024
     """Width of the layers."""
-    heads: int = 16
+    heads: Count = 16
     """Heads of the layers."""
-    batch: int = 8
+    batch: Count = 8
     """Sequences at a time."""
-    lengths: tuple[int, ...] = (2048, 8192)
+    lengths: tuple[Count, ...] = (2048, 8192)
     """Tokens of a sequence."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     """Number formats of parameters and inputs."""
     models: tuple[str, ...] = ()
     """Also a training step of these presets of language models, e.g. 340m, at the first length."""
-    repeats: int = 10
+    repeats: Count = 10
     """Measurements per case; the median is reported."""
     device: str = "cuda"
     """Where to measure."""
@@ -115,8 +115,7 @@ class Options:
     def validate(self) -> None:
         for name in self.dtypes:
             check(name in DTYPES, "dtypes", name, f"one of {', '.join(DTYPES)}")
-        check_all(self, COUNT, "dim", "heads", "batch", "repeats")
-        check_each(self, COUNT, "lengths")
+        check_options(self)
         for prior in self.priors:
             parse_prior(prior)
         if not self.estimate and self.device.startswith("cuda") and not torch.cuda.is_available():

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from femixer import __version__
-from femixer.options import COUNT, WHOLE, check, check_all, check_threads, parse
+from femixer.options import Count, Whole, check, check_options, check_threads, parse
 from femixer.reporting import Table, show, write
 from femixer.state import SPARE
 from femixer.training import atomic
@@ -38,7 +38,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class MeasureOptions:
     """Device, number of rounds and folder of the results."""
 
-    batch: int = 2
+    batch: Count = 2
     """Sequences."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Number format of weights and tokens."""
@@ -46,9 +46,9 @@ class MeasureOptions:
     """Where to run."""
     threads: int | None = None
     """CPU threads (default: torch's choice)."""
-    rounds: int = 20
+    rounds: Count = 20
     """Rounds measured; a round is one sample of every contestant."""
-    warmup: int = 3
+    warmup: Whole = 3
     """Rounds before that, not counted."""
     seed: int = 0
     """Seed of weights and tokens."""
@@ -67,10 +67,8 @@ class MeasureOptions:
 
     def validate(self) -> None:
         """Raise a ValueError that names the first value that makes no sense; the layers check their own."""
-        check_all(self, COUNT, "batch", "rounds")
-        check_all(self, WHOLE, "warmup")
+        check_options(self)
         check_threads(self.threads)
-        check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         usable = self.device == "cpu" or (self.device == "cuda" and torch.cuda.is_available())
         check(usable, "device", self.device, "cpu, or cuda where torch finds one")
         check(not self.out.exists() or self.out.is_dir(), "out", str(self.out), "a folder")

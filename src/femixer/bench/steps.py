@@ -29,7 +29,7 @@ from femixer.models.config import plain_refusals
 from femixer.models.forecast import ForecastConfig, build
 from femixer.models.named import NAMED, parameter_count
 from femixer.models.vision import POSITIONS
-from femixer.options import COUNT, check, check_all, check_different, given
+from femixer.options import Count, Whole, check, check_different, given
 from femixer.priors import parse_prior
 from femixer.reporting import Table
 
@@ -91,15 +91,15 @@ class Vision(BenchOptions):
     quartiles. The results are vision.json and vision.md.
     """
 
-    batch: int = 8
+    batch: Count = 8
     """Images of a step."""
-    rounds: int = 10
+    rounds: Count = 10
     """Rounds measured; a round is one step of every model."""
-    warmup: int = 2
+    warmup: Whole = 2
     """Rounds before that, not counted."""
     preset: str = "deit-tiny"
     """Size of the models: deit-tiny, deit-small or digits."""
-    image_size: int | None = None
+    image_size: Count | None = None
     """Height and width of the images (default: the preset's)."""
     positions: str = "learned"
     """Positions of the patches: learned or rotary."""
@@ -119,7 +119,6 @@ class Vision(BenchOptions):
         super().validate()
         check(self.preset in VISION_PRESETS, "preset", self.preset, f"one of {', '.join(VISION_PRESETS)}")
         check(self.positions in POSITIONS, "positions", self.positions, f"one of {', '.join(POSITIONS)}")
-        check_all(self, COUNT, "image_size")
         check_priors(self)
         with plain_refusals():
             for prior in self.contestants:  # an option that does not fit shows now, not after the models before it
@@ -202,26 +201,25 @@ class Forecast(BenchOptions):
     quartiles. The results are forecast.json and forecast.md.
     """
 
-    batch: int = 32
+    batch: Count = 32
     """Windows of a step."""
-    rounds: int = 15
+    rounds: Count = 15
     """Rounds measured; a round is one step of every model."""
-    warmup: int = 3
+    warmup: Whole = 3
     """Rounds before that, not counted."""
-    channels: int = 7
+    channels: Count = 7
     """Channels of the series."""
-    lookback: int = 1024
+    lookback: Count = 1024
     """Rows to forecast from."""
-    horizon: int = 96
+    horizon: Count = 96
     """Rows to forecast."""
-    windows: int = 7521
+    windows: Count = 7521
     """Windows of an epoch, whose time is worked out from that of a step; ETTh1 has so many at 1024 and 96."""
     models: tuple[str, ...] = ("FEM-SM",)
     """Models by their names in the paper's tables, besides SMAttn, plain attention."""
 
     def validate(self) -> None:
         super().validate()
-        check_all(self, COUNT, "channels", "lookback", "horizon", "windows")
         check_different(self, "models", [name for name in NAMED if name != RIVAL])
 
 

@@ -20,7 +20,7 @@ from femixer.models.forecast import ForecastConfig, Forecaster
 from femixer.models.forecast.frames import is_date_name, regular
 from femixer.models.forecast.window import LEVELS, Kind, chosen_kind, column_names
 from femixer.optional import require
-from femixer.options import COUNT, check, check_all, model_named, parse
+from femixer.options import Count, check, check_options, model_named, parse
 from femixer.reporting import Table, as_markdown
 from femixer.reporting.figures import save
 from femixer.reporting.writers import in_csv
@@ -250,9 +250,9 @@ class CV(Train):
     window beside those of simple forecasts.
     """
 
-    n_windows: int = 3
+    n_windows: Count = 3
     """Windows, the last of which ends with the last row."""
-    step_size: int | None = None
+    step_size: Count | None = None
     """Rows from one window to the next, by default the horizon."""
     refit: bool = False
     """Train anew for every window, on all rows before it."""
@@ -292,7 +292,7 @@ def cv(args: Sequence[str]) -> int:
 def validated(command: CV) -> Results:
     command.run.apply()
     step = command.horizon if command.step_size is None else command.step_size
-    check_all(command, COUNT, "n_windows", "step_size", "horizon")
+    check_options(command)
     held = Held(command.n_windows, step)
     spec, series = prepared(command, held)
     own = {each.name: getattr(spec, each.name) for each in fields(Spec)}

@@ -16,7 +16,7 @@ from torch.utils.data import ConcatDataset
 
 from femixer.damage import check_tensor
 from femixer.models.images import PatchMaps, Unreadable, as_tensor, patch_maps
-from femixer.options import check, check_positive, check_threads, model_named, parse
+from femixer.options import Count, check, check_threads, model_named, parse
 from femixer.reporting.figures import BLUE, GREY, VERMILION, figure, quiet, save
 from femixer.tasks.runner import told
 from femixer.tasks.vision.data import (
@@ -160,7 +160,7 @@ class Evaluate:
     split: Split | None = None
     """Part of the images, by default test;
     of images in a single part that the model was not trained on, all."""
-    batch: int = 256
+    batch: Count = 256
     """Images per forward pass."""
     threads: int | None = None
     """CPU threads, by default torch's choice."""
@@ -201,7 +201,6 @@ def labels_of(dataset: DataSet, classes: Sequence[str]) -> list[int]:
 
 def evaluate(args: Sequence[str]) -> int:
     command = parse(Evaluate, model_named(args), "vision eval", Evaluate())
-    check_positive(batch=command.batch)
     check_threads(command.threads)
     check_no_run(command.out)
     if command.threads is not None:
@@ -277,7 +276,7 @@ class Maps:
     """Files with images; without any, some of --data that `femixer vision eval` scores by default."""
     data: str = DIGITS
     """A folder with a folder per class (train/ and val/ in it, or one that is divided), datasets:NAME, or digits."""
-    count: int = 6
+    count: Count = 6
     """Images of --data to draw."""
     choice: Choice = field(default_factory=Choice)
     out: Path = Path("results/vision-maps.png")
@@ -354,7 +353,6 @@ def maps(args: Sequence[str]) -> int:
     command = parse(Maps, model_named(args), "vision maps", Maps())
     classifier = Classifier.load(command.model)
     preparation = classifier.preparation
-    check_positive(count=command.count)
     check(command.out.suffix.lower() == ".png", "out", str(command.out), "a file that ends in .png")
     labels: list[int] | None = None
     if command.images:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from femixer.damage import check_tensor
 from femixer.models.named import parameters_of
-from femixer.options import check
+from femixer.options import Whole
 from femixer.tasks.vision.data import DataSet
 from femixer.tasks.vision.data.views import Ahead, Batch, Batches, Collected, Views
 from femixer.tasks.vision.model import Classifier, Spec, build_model, preparation_of
@@ -166,11 +166,8 @@ WIDER = 4
 class Loading:
     """How images get to the model: nothing here changes what is computed."""
 
-    workers: int = 0
+    workers: Whole = 0
     """Processes that read and augment images ahead of time; 0 does it in between steps."""
-
-    def validate(self) -> None:
-        check(self.workers >= 0, "workers", self.workers, "a whole number of at least 0")
 
 
 @dataclass(frozen=True)

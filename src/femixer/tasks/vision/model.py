@@ -12,9 +12,9 @@ from femixer.models import FEMForImageClassification, FEMVisionConfig, preset
 from femixer.models.config import plain_refusals
 from femixer.models.files import without_bars
 from femixer.models.named import NAMED, VISION_PRESETS, Mixing, Rivals, parameter_count
-from femixer.options import BELOW_ONE, COUNT, NOT_NEGATIVE, POSITIVE, SHARE, check, check_all, given
+from femixer.options import BelowOne, Count, NotNegative, Positive, Share, check, check_options, given
 from femixer.tasks.vision.data import PREPARATION, DataSet, Preparation
-from femixer.tasks.vision.data.augmentation import Augmentation
+from femixer.tasks.vision.data.augmentation import Augmentation, Seen
 from femixer.training.results import MODEL, new_model
 from femixer.training.seeding import seeded
 
@@ -28,33 +28,29 @@ ENCODERS = {
 class Training:
     """How a model is trained, with AdamW."""
 
-    epochs: int = 100
+    epochs: Count = 100
     """Passes over all training images."""
     warmup_epochs: float = 5
     """Epochs in which the learning rate rises linearly; then it falls like half a cosine."""
-    batch: int = 64
+    batch: Count = 64
     """Images of a training step, over all processes and accumulated pieces."""
-    lr: float = 1e-3
+    lr: Positive = 1e-3
     """Largest learning rate."""
-    min_lr_fraction: float = 0.01
+    min_lr_fraction: Share = 0.01
     """Share of the largest learning rate that is left at the end."""
-    weight_decay: float = 0.05
+    weight_decay: NotNegative = 0.05
     """Weight decay of matrices."""
-    clip: float | None = None
+    clip: Positive | None = None
     """Largest norm of the gradient."""
     drop_path: float = 0.0
     """Stochastic depth: probability that the last block is skipped; less for those before."""
     dropout: float = 0.0
     """Dropout."""
-    ema: float = 0.0
+    ema: BelowOne = 0.0
     """Decay of a moving average of the weights, which is evaluated too; 0 keeps none."""
 
     def validate(self) -> None:
-        check_all(self, COUNT, "epochs", "batch")
-        check_all(self, POSITIVE, "lr", "clip")
-        check_all(self, NOT_NEGATIVE, "weight_decay")
-        check_all(self, SHARE, "min_lr_fraction")
-        check_all(self, BELOW_ONE, "ema")
+        check_options(self)
         check(0 <= self.warmup_epochs <= self.epochs, "warmup_epochs", self.warmup_epochs, f"0 to {self.epochs} epochs")
 
 
@@ -76,16 +72,16 @@ class Sizes:
     """Layers, by default the preset's."""
     heads: int | None = None
     """Heads of a layer, by default the preset's."""
-    parameters: int | None = None
+    parameters: Count | None = None
     """Target number of parameters: sets the MLP width that comes nearest, instead of 4 x the width."""
     pooling: Literal["token", "mean"] | None = None
     """Input of the classifier: a class token or the mean of all patches; by default the preset's."""
     positions: Literal["learned", "rotary"] | None = None
     """Position encoding of the patches; by default the preset's."""
-    initializer_range: float | None = None
+    initializer_range: Positive | None = None
     """Deviation of the starting weights of patches, MLPs and classes, by default 0.02, which suits wide layers."""
     mixing: Mixing = field(default_factory=Mixing)
-    eval_crop: float = 1.0
+    eval_crop: Seen = 1.0
     """Share of the shorter side of an image that is seen in evaluation, its middle (0.875 is usual for ImageNet)."""
 
     rivals: Rivals = field(default_factory=Rivals)
@@ -137,11 +133,9 @@ def specified(
 ) -> Spec:
     check(model in ENCODERS, "model", model, f"one of {', '.join(ENCODERS)}")
     check(seed >= 0, "seed", seed, "a whole number of at least 0")
-    check_all(sizes, COUNT, "parameters")
-    check_all(sizes, POSITIVE, "initializer_range")
-    check(0 < sizes.eval_crop <= 1, "eval_crop", sizes.eval_crop, "a share above 0 and up to 1")
+    for options in (sizes, augmentation):
+        check_options(options)
     training.validate()
-    augmentation.validate()
     fields = {
         **ENCODERS[model],
         **sizes.mixing.fields(ENCODERS[model]),

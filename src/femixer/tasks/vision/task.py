@@ -8,7 +8,7 @@ from typing import Self, TypeVar
 
 from femixer.models import Card
 from femixer.models.named import parameter_count
-from femixer.options import apply_recipe, as_typed, check, check_different, expanded, parse, with_recipe
+from femixer.options import apply_recipe, as_typed, check, check_different, check_options, expanded, parse, with_recipe
 from femixer.reporting import Table, as_markdown
 from femixer.reporting.figures import save
 from femixer.tasks.runner import DataJob, Run, Seeds, told
@@ -92,7 +92,7 @@ class Setting:
         self.engine.validate()
         shard = self.engine.shard
         check(shard == "none", "shard", shard, "none: the best weights are kept whole, and these models are small")
-        self.loading.validate()
+        check_options(self.loading)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from femixer.damage import check_fields, read_json
 from femixer.models.images import FEMImageProcessor, Image, Unreadable, converted, middle, upright
 from femixer.optional import require
-from femixer.options import Rule, check, check_all, check_positive
+from femixer.options import Count, Rule, check, check_all, check_options
 from femixer.training import generator
 
 
@@ -232,11 +232,14 @@ NAMES = {
 """How the parts are called, by folders and data sets."""
 
 
+Between = Annotated[float, Rule("a share between 0 and 1", lambda x: 0 < x < 1)]
+
+
 @dataclass(frozen=True)
 class Reading:
     """How images are read."""
 
-    validation: float | None = None
+    validation: Between | None = None
     """Share of the training images of each class to hold out, if the data have no validation part of their own.
     By default 0.1, or what the model to be evaluated was trained with."""
     image_column: str | None = None
@@ -245,17 +248,13 @@ class Reading:
     """Column of the labels, by default the only one of its class type, or the one called label or fine_label."""
     streaming: bool = False
     """Read a `datasets:` data set as it comes instead of keeping a copy."""
-    buffer: int = 10_000
+    buffer: Count = 10_000
     """Images of a stream that are shuffled together."""
 
     @property
     def share(self) -> float:
         """That is held out."""
         return HELD_OUT if self.validation is None else self.validation
-
-    def validate(self) -> None:
-        check(0 < self.share < 1, "validation", self.validation, "a share between 0 and 1")
-        check_positive(buffer=self.buffer)
 
 
 @dataclass(frozen=True)
@@ -314,7 +313,7 @@ def found(data: str, reading: Reading | None = None, channels: int | None = None
     from femixer.tasks.vision.data.sources import read_dataset, read_folder
 
     reading = reading or Reading()
-    reading.validate()
+    check_options(reading)
     check(channels in (None, 1, 3), "channels", channels, "1 (grey) or 3 (colours)")
     check(data not in ("", PREFIX), "data", data, f"{DIGITS}, a folder with a folder per class, or {PREFIX}NAME")
     if data.startswith(PREFIX):

@@ -4,6 +4,7 @@ what is done, and in which order."""
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 
 from femixer.models.images import Image, middle, resized
 from femixer.optional import require
-from femixer.options import BELOW_ONE, COUNT, NOT_NEGATIVE, SHARE, check, check_all
+from femixer.options import BelowOne, Count, NotNegative, Rule, Share
 from femixer.tasks.vision.data import Preparation
 
 
@@ -278,40 +279,36 @@ def interval(length: int, share: float, generator: Generator) -> tuple[int, int]
     return max(0, int(middle - half)), min(length, int(middle + half))
 
 
+Seen = Annotated[float, Rule("a share above 0 and up to 1", lambda x: 0 < x <= 1)]
+Magnitude = Annotated[float, Rule(f"a number from 0 to {FULL:.0f}", lambda x: 0 <= x <= FULL)]
+
+
 @dataclass(frozen=True)
 class Augmentation:
     """Augmentation of training images; off by default."""
 
-    smallest_crop: float = 1.0
+    smallest_crop: Seen = 1.0
     """Smallest share of an image that a random crop shows; at 1 the image is taken as in evaluation."""
-    flip: float = 0.0
+    flip: Share = 0.0
     """Probability of a horizontal flip."""
-    jitter: float = 0.0
+    jitter: Share = 0.0
     """Strength of random brightness, contrast and saturation, 0 to 1."""
-    randaugment: float = 0.0
+    randaugment: Magnitude = 0.0
     """Magnitude of RandAugment, 0 (none at all) to 10."""
-    shift: float = 0.0
+    shift: NotNegative = 0.0
     """Largest random shift in pixels, for small images."""
-    turn: float = 0.0
+    turn: NotNegative = 0.0
     """Largest random rotation in degrees, for small images."""
-    erasing: float = 0.0
+    erasing: Share = 0.0
     """Probability that a box of the image is replaced by noise."""
-    mixup: float = 0.0
+    mixup: NotNegative = 0.0
     """Alpha of mixup; where --cutmix is given too, each has half of the batches."""
-    cutmix: float = 0.0
+    cutmix: NotNegative = 0.0
     """Alpha of CutMix."""
-    smoothing: float = 0.0
+    smoothing: BelowOne = 0.0
     """Label smoothing."""
-    repeats: int = 1
+    repeats: Count = 1
     """Views of each image in a batch (repeated augmentation); an epoch then shows a share 1/repeats of them all."""
-
-    def validate(self) -> None:
-        check(0 < self.smallest_crop <= 1, "smallest_crop", self.smallest_crop, "a share above 0 and up to 1")
-        check_all(self, SHARE, "flip", "jitter", "erasing")
-        check_all(self, BELOW_ONE, "smoothing")
-        check(0 <= self.randaugment <= FULL, "randaugment", self.randaugment, f"a number from 0 to {FULL:.0f}")
-        check_all(self, NOT_NEGATIVE, "shift", "turn", "mixup", "cutmix")
-        check_all(self, COUNT, "repeats")
 
     @property
     def of_images(self) -> bool:
