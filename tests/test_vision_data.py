@@ -56,7 +56,7 @@ def folder(root, layout, per_class=5):
 
 def content(images):
     """Name -> label of all images."""
-    return {entry.name: entry.read(3)[1] for entry in map(images.__getitem__, range(len(images)))}
+    return {item.name: item.read(3)[1] for item in map(images.__getitem__, range(len(images)))}
 
 
 # One image
@@ -276,7 +276,7 @@ def test_a_stream_gives_the_same_images_block_by_block(table):
     for index in order:
         first, second = (images.splits["test"][index].read(3) for images in (whole, stream))
         assert np.array_equal(np.asarray(first[0]), np.asarray(second[0])) and first[1] == second[1]
-    held = {entry.name for split in ("train", "validation") for entry in stream.splits[split]}
+    held = {item.name for split in ("train", "validation") for item in stream.splits[split]}
     assert len(held) == 31
     with pytest.raises(ValueError, match="workers=2 is not allowed"):
         Ahead(Batches(Views(stream.splits["train"], Preparation(7, 3)), Augmentation(), 3, 5, 0), 2, [Part()], 3)

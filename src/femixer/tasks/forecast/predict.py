@@ -151,7 +151,7 @@ def known_ahead(command: Predict, series: Series, reading: Reading) -> Any:
     return frame[~frame.index.duplicated()] if not series.sections else frame.reset_index()
 
 
-class Part(NamedTuple):
+class Outlook(NamedTuple):
     """One channel of a wide file, or one series of a long one: values over dates, those to come NaN where unknown."""
 
     name: str
@@ -161,7 +161,7 @@ class Part(NamedTuple):
     """A frame: the forecast, and the ends of its intervals."""
 
 
-def parts_of(series: Series, history: Any, forecast: Any, levels: Sequence[float]) -> list[Part]:
+def outlooks(series: Series, history: Any, forecast: Any, levels: Sequence[float]) -> list[Outlook]:
     """Of what `histories` gave and what `model.predict` made of it."""
     frame = series.frame()
     if series.sections:
@@ -171,24 +171,24 @@ def parts_of(series: Series, history: Any, forecast: Any, levels: Sequence[float
             for each in (history.set_index(dates), frame)
         )
         made = ((str(name), own.drop(columns=key)) for name, own in forecast.set_index(dates).groupby(key, sort=False))
-        return [Part(n, past[n][target], known[n][target].reindex(own.index), own) for n, own in made]
+        return [Outlook(n, past[n][target], known[n][target].reindex(own.index), own) for n, own in made]
     truth = frame[~frame.index.duplicated()].reindex(forecast.index)
-    return [Part(n, history[n], truth[n], forecast[column_names(n, levels)]) for n in series.columns]
+    return [Outlook(n, history[n], truth[n], forecast[column_names(n, levels)]) for n in series.columns]
 
 
-def panel(part: Part, levels: Sequence[float], drawn: int) -> Panel:
-    ends = {level: part.forecast.iloc[:, 1 + 2 * n : 3 + 2 * n] for n, level in enumerate(levels)}
+def panel(own: Outlook, levels: Sequence[float], drawn: int) -> Panel:
+    ends = {level: own.forecast.iloc[:, 1 + 2 * n : 3 + 2 * n] for n, level in enumerate(levels)}
     bands = [(both.iloc[:, 0], both.iloc[:, 1]) for _, both in sorted(ends.items(), reverse=True)]
-    return Panel(part.name, part.history.iloc[-drawn:], part.truth, part.forecast.iloc[:, 0], bands)
+    return Panel(own.name, own.history.iloc[-drawn:], own.truth, own.forecast.iloc[:, 0], bands)
 
 
-def told_errors(series: Series, parts: Sequence[Part]) -> str | None:
+def told_errors(series: Series, found: Sequence[Outlook]) -> str | None:
     """Mean absolute errors where the truth is known."""
-    errors = {part.name: (part.forecast.iloc[:, 0] - part.truth).abs().dropna() for part in parts}
-    found = {name: own for name, own in errors.items() if len(own)}
-    if series.sections and found:
-        return f"{np.concatenate([*found.values()]).mean():.4g} over {len(found)} series"
-    return ", ".join(f"{name} {own.mean():.4g}" for name, own in found.items()) or None
+    errors = {own.name: (own.forecast.iloc[:, 0] - own.truth).abs().dropna() for own in found}
+    known = {name: each for name, each in errors.items() if len(each)}
+    if series.sections and known:
+        return f"{np.concatenate([*known.values()]).mean():.4g} over {len(known)} series"
+    return ", ".join(f"{name} {each.mean():.4g}" for name, each in known.items()) or None
 
 
 def as_csv(forecast: Any, date_column: str | None) -> str:
@@ -224,13 +224,13 @@ def predict(args: Sequence[str]) -> int:
     forecast = model.predict(history, known_ahead(command, series, reading), command.levels, command.intervals)
     dates = forecast[series.date_column] if series.sections else forecast.index
     title = f"{series.name}: {config.horizon} rows from {min(dates)}"
-    parts = parts_of(series, history, forecast, command.levels)
-    drawn = [panel(part, command.levels, DRAWN * config.horizon) for part in parts[:PANELS]]
-    figure = forecast_figure(drawn, title, len(parts) - len(drawn))
+    found = outlooks(series, history, forecast, command.levels)
+    drawn = [panel(own, command.levels, DRAWN * config.horizon) for own in found[:PANELS]]
+    figure = forecast_figure(drawn, title, len(found) - len(drawn))
     with atomic.replacing_files(command.out) as new:
         save(figure, new / FIGURE)
         atomic.write(new / FORECAST, as_csv(forecast, None if series.sections else series.date_column))
-    errors = told_errors(series, parts)
+    errors = told_errors(series, found)
     if errors is not None:
         print(f"Mean absolute error where the truth is known: {errors}")
     if command.levels:
@@ -372,9 +372,9 @@ def forecasts(made: Fitted, spec: Spec, series: Series, held: Held, command: CV)
         ahead = spec.horizon + (held.windows - 1 - number) * held.step
         history, future = before(series, spec, held, ahead)
         forecast = made.model.predict(history, future, command.levels, command.intervals)
-        for part in parts_of(series, history, forecast, command.levels):
-            own = part.forecast.set_axis(names, axis=1).assign(y=part.truth, cutoff=part.history.index[-1])
-            found.append(own.rename_axis(index="ds").reset_index().assign(unique_id=part.name))
+        for own in outlooks(series, history, forecast, command.levels):
+            rows = own.forecast.set_axis(names, axis=1).assign(y=own.truth, cutoff=own.history.index[-1])
+            found.append(rows.rename_axis(index="ds").reset_index().assign(unique_id=own.name))
     frame = require("pandas", "forecast").concat(found, ignore_index=True)
     return frame[["unique_id", "ds", "cutoff", "y", *names]]
 

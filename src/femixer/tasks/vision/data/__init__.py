@@ -52,7 +52,7 @@ def reason(content: Path | bytes, error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-class Entry(NamedTuple):
+class Item(NamedTuple):
     """Of a source: where to find it, for people; and how to read it, with 1 or 3 channels: the image and its label,
     or `Unreadable`."""
 
@@ -60,7 +60,7 @@ class Entry(NamedTuple):
     read: Callable[[int], tuple[Image, int]]
 
 
-class Images(Dataset[Entry]):
+class Images(Dataset[Item]):
     """N images in a fixed order: a source, or by torch's Subset and ConcatDataset some of one, or several."""
 
     @abstractmethod
@@ -78,12 +78,12 @@ class Arrays(Images):
     def __len__(self) -> int:
         return len(self.pixels)
 
-    def __getitem__(self, index: int) -> Entry:
+    def __getitem__(self, index: int) -> Item:
         def read(channels: int) -> tuple[Image, int]:
             image = require("PIL.Image", "vision").fromarray(self.pixels[index])
             return converted(image, channels), int(self.labels[index])
 
-        return Entry(f"{self.title} {index}", read)
+        return Item(f"{self.title} {index}", read)
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ class Files(Images):
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, index: int) -> Entry:
+    def __getitem__(self, index: int) -> Item:
         path = self.root / self.paths[index]
-        return Entry(str(path), lambda channels: (decoded(path, channels), int(self.labels[index])))
+        return Item(str(path), lambda channels: (decoded(path, channels), int(self.labels[index])))
 
 
 def blocks_of(images: Any) -> Sequence[int] | None:

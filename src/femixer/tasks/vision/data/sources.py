@@ -20,9 +20,9 @@ from femixer.tasks.vision.data import (
     SPLITS,
     Broken,
     DataSet,
-    Entry,
     Files,
     Images,
+    Item,
     Reading,
     decoded,
     divided,
@@ -182,8 +182,8 @@ class Stored(Images):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> Entry:
-        return Entry(f"{self.title} row {index}", lambda channels: self.columns.read(self.rows[index], channels))
+    def __getitem__(self, index: int) -> Item:
+        return Item(f"{self.title} row {index}", lambda channels: self.columns.read(self.rows[index], channels))
 
 
 @dataclass
@@ -208,8 +208,8 @@ class Stream(Images):
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> Entry:
-        return Entry(f"{self.title} row {index}", lambda channels: self.columns.read(self._row(index), channels))
+    def __getitem__(self, index: int) -> Item:
+        return Item(f"{self.title} row {index}", lambda channels: self.columns.read(self._row(index), channels))
 
     def _row(self, index: int) -> Any:
         number, place = divmod(index, self.buffer)
