@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from matrix import stir
 from torch import nn
 
 from femixer import FreeEnergyMixer, posterior
@@ -28,7 +27,9 @@ NASTY = ["</script>", "<!--", "&lt;", '"', "'", "\\", "a⏎", "\\x00", "é", "{{
 
 def one_layer(prior: str, parts: str = "CLTG", **options) -> Layer:
     torch.manual_seed(0)
-    mixer = stir(FreeEnergyMixer(DIM, HEADS, prior=prior, parts=parts, **options))
+    mixer = FreeEnergyMixer(DIM, HEADS, prior=prior, parts=parts, **options)
+    for parameter in mixer.parameters():
+        nn.init.normal_(parameter, std=0.4)
     (layer,) = inspect_model(mixer, torch.randn(1, LENGTH, DIM))
     return layer
 
