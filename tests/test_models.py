@@ -332,6 +332,7 @@ def test_a_pickle_checkpoint_is_refused(tmp_path):
         ({"prior_options": {"aft": {}}}, "its priors are softmax"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0 is not allowed"),
         ({"mixer": "attention", "window": 3}, "window=3 does not fit mixer='attention'"),
+        ({"prior": ["gla", "aft"], "window": 3}, "window=3 is not allowed; choose None: no layer has"),
     ],
 )
 def test_a_wrong_configuration_is_refused_by_name(fields, message):
