@@ -331,6 +331,8 @@ def test_a_pickle_checkpoint_is_refused(tmp_path):
         ({"prior_options": {"decay": "channel"}, "prior": "gla"}, "must give options per prior"),
         ({"prior_options": {"aft": {}}}, "its priors are softmax"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0 is not allowed"),
+        ({"num_hidden_layer": 3}, "num_hidden_layer=3 is not a field of FEMConfig; choose num_hidden_layers"),
+        ({"dropout": 0.1}, "dropout=0.1 is not a field of FEMConfig; choose mixer_dropout"),
         ({"mixer": "attention", "window": 3}, "window=3 does not fit mixer='attention'"),
         ({"prior": ["gla", "aft"], "window": 3}, "window=3 is not allowed; choose None: no layer has"),
     ],
