@@ -147,7 +147,7 @@ class FEMGeneration(GenerationMixin):
             model_kwargs["past_key_values"] = FEMCache(self.config.num_hidden_layers)
 
     def prepare_inputs_for_generation(
-        self, *args: Any, inputs_embeds: Tensor | None = None, tokenizer: Any = None, **kwargs: Any
+        self, *args: Any, inputs_embeds: Any = None, tokenizer: Any = None, **kwargs: Any
     ) -> Any:
         """inputs_embeds: named, because generate() looks for it here. tokenizer: generate() reads it for its stop
         strings, and hands it on."""
