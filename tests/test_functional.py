@@ -41,6 +41,17 @@ class TestTransforms:
         assert_close(found, dict(zip(parameters, wanted, strict=True)), 1e-9)
 
     @priors
+    def test_second_derivatives_are_those_of_the_gradient(self, prior: str):
+        m, x = stir(FreeEnergyMixer(16, 2, prior, dtype=torch.float64)), noise(1, 7, 16)
+        direction, gradient = noise(1, 7, 16, seed=2), grad(lambda x: m(x).square().sum())
+        found = grad(lambda x: (gradient(x) * direction).sum())(x)
+        step = 1e-5 * direction
+        assert_close({"x": found}, {"x": (gradient(x + step) - gradient(x - step)) / 2e-5}, 1e-6)
+        # Kernels have first derivatives only. Constants instead of them would make zeros of the second, in silence.
+        with pytest.raises(RuntimeError, match="create_graph=True is not possible"):
+            torch.autograd.functional.hvp(lambda x: m(x).square().sum(), x, direction)
+
+    @priors
     def test_gradients_per_example_are_those_of_each_alone(self, prior: str):
         m, x = stir(FreeEnergyMixer(16, 2, prior, dtype=torch.float64)), noise(3, 7, 16)
         parameters = {name: p.detach() for name, p in m.named_parameters()}

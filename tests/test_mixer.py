@@ -161,6 +161,19 @@ class TestInitialValues:
                 assert callable(getattr(module, "reset_parameters", None)), type(module).__name__
 
     @priors
+    @pytest.mark.parametrize("start", ["paper", "prior"])
+    def test_a_mixer_built_without_data_starts_as_any_other_from_the_inside_out(self, prior: str, start: str):
+        m = FreeEnergyMixer(192, 4, prior, start=start, device="meta").to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in m.parameters():
+                parameter.fill_(torch.nan)
+        m.apply(lambda module: module.reset_parameters() if hasattr(module, "reset_parameters") else None)
+        for found, wanted in zip(m.parameters(), FreeEnergyMixer(192, 4, prior, start=start).parameters(), strict=True):
+            for number in (torch.mean, lambda x: x.std(correction=0)):
+                slack = 0.3 * wanted.std(correction=0).item()
+                torch.testing.assert_close(number(found), number(wanted), rtol=0.1, atol=slack)
+
+    @priors
     @pytest.mark.parametrize("parts", ["", "CLTG"])
     def test_device_and_dtype_reach_every_parameter(self, prior: str, parts: str):
         for parameter in FreeEnergyMixer(DIM, HEADS, prior, parts=parts, dtype=torch.float64).parameters():

@@ -65,6 +65,15 @@ def test_greedy_sampled_and_beam_generation_are_the_same_with_and_without_cache(
     assert torch.equal(texts[0][:, :7], ids)
 
 
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"use_cache": False}], ids=str)
+def test_embeddings_generate_what_their_tokens_do(how):
+    model, ids = build("hybrid"), tokens(2, 7)
+    mask = torch.ones_like(ids).index_fill(1, torch.tensor([0, 1]), 0)
+    how = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False, **how}
+    found = model.generate(inputs_embeds=model.get_input_embeddings()(ids), **how)
+    assert torch.equal(found, model.generate(ids, **how)[:, 7:])
+
+
 def test_a_left_padded_batch_generates_what_its_sequences_generate_alone(model):
     lengths = (11, 5, 2)
     alone = [tokens(1, length, seed=length) for length in lengths]
@@ -322,7 +331,10 @@ def test_a_pickle_checkpoint_is_refused(tmp_path):
         ({"prior_options": {"decay": "channel"}, "prior": "gla"}, "must give options per prior"),
         ({"prior_options": {"aft": {}}}, "its priors are softmax"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0 is not allowed"),
+        ({"num_hidden_layer": 3}, "num_hidden_layer=3 is not a field of FEMConfig; choose num_hidden_layers"),
+        ({"dropout": 0.1}, "dropout=0.1 is not a field of FEMConfig; choose mixer_dropout"),
         ({"mixer": "attention", "window": 3}, "window=3 does not fit mixer='attention'"),
+        ({"prior": ["gla", "aft"], "window": 3}, "window=3 is not allowed; choose None: no layer has"),
     ],
 )
 def test_a_wrong_configuration_is_refused_by_name(fields, message):

@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from femixer.models import FEMConfig, FEMForCausalLM, FEMForImageClassification, FEMVisionConfig
+from femixer.surgery import upgrade
 
 
 class Rows(torch.utils.data.Dataset):
@@ -89,3 +90,17 @@ def test_recomputed_and_accumulated_steps_are_the_plain_ones(prior, tmp_path):
         results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["femixer", "upgraded"])
+def test_smoothed_labels_are_those_of_the_next_token(kind, tmp_path):
+    model, rows = text()
+    if kind == "upgraded":
+        sizes = {"vocab_size": 17, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1}
+        model = upgrade(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=3)))
+    run = trainer(model, rows, tmp_path, label_smoothing_factor=0.25, save_strategy="no")
+    loss = run.compute_loss(model.eval(), {k: v[None] for k, v in rows[0].items()})
+    with torch.no_grad():
+        logits = model(input_ids=rows[0]["input_ids"][None]).logits[0, :-1]
+    expected = torch.nn.functional.cross_entropy(logits, rows[0]["labels"][1:], label_smoothing=0.25)
+    torch.testing.assert_close(loss.detach(), expected)

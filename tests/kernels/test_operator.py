@@ -253,12 +253,10 @@ def test_a_subclass_of_a_parameter_learns(backend: str) -> None:
     assert_close(given[1].grad.as_subclass(Tensor), expected()[1])
 
 
-def test_a_second_derivative_is_an_error_and_not_wrong() -> None:
+def test_a_second_derivative_is_an_error_and_not_wrong(backend: str) -> None:
     given = inputs()
-    with femixer.use_backend("numba"):
-        first = torch.autograd.grad(total(*OPERATOR(*given, *OTHERS)), given, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first[0].sum().backward()
+    with pytest.raises(RuntimeError, match=r"create_graph=True is not possible .*torch\.func"):
+        torch.autograd.grad(total(*OPERATOR(*given, *OTHERS)), given, create_graph=True)
 
 
 def test_an_empty_batch_has_empty_results_and_gradients(backend: str) -> None:

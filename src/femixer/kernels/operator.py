@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from femixer.kernels import dispatch
 
@@ -53,6 +52,7 @@ _SCHEMA = {
 _TENSORS = (Tensor, torch.nn.Parameter)
 _CPU = torch.device("cpu")
 _are_transforms_active, _tracing = torch._C._are_functorch_transforms_active, torch._C._get_tracing_state
+_TWICE = "operators have first derivatives only; allowed is torch.func, as in grad(grad(f)), hessian or jvp of grad"
 _is_autocast = torch._C._is_any_autocast_enabled
 
 OPERATORS: dict[str, Operator] = {}
@@ -361,8 +361,9 @@ def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
             return results
 
         @staticmethod
-        @once_differentiable
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            if torch.is_grad_enabled():  # once_differentiable would return constants: zeros as second derivatives
+                raise RuntimeError(f"create_graph=True is not possible through {operator.name}: {_TWICE}")
             saved = ctx.saved_tensors  # once: what recomputes them may not be asked twice
             saved, sources = saved[: len(saved) - ctx.sources], saved[len(saved) - ctx.sources :]
             arguments = list(ctx.others)
@@ -371,12 +372,8 @@ def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
             for place, result in _made_again(ctx.remade, sources):
                 arguments[at[place]] = result
             needed = ctx.needs_input_grad[1:]
-            given = operator, ctx.backend, grads, tuple(arguments), saved[ctx.count :], needed
-            if _is_autocast():
-                with without_autocast(dispatch.device_of(saved)):
-                    found = _gradients(*given)
-            else:
-                found = _gradients(*given)
+            with without_autocast(dispatch.device_of(saved)) if _is_autocast() else nullcontext():
+                found = _gradients(operator, ctx.backend, grads, tuple(arguments), saved[ctx.count :], needed)
             results: list[Tensor | None] = [None] * (1 + len(arguments))
             for i, gradient in zip(at, found, strict=True):
                 results[1 + i] = gradient if needed[i] else None

@@ -38,6 +38,9 @@ for _names in CLASSES.values():
             _register(_config, _kind, exist_ok=True)
 # `transformers serve` asks no Auto class for its model, but the package for the architecture's name (docs/lm.md).
 transformers.FEMForCausalLM = FEMForCausalLM  # type: ignore[attr-defined]
+# The Trainer's label smoothing shifts labels only for the names in here; for others it would teach to repeat the token.
+_modeling = import_module("transformers.models.auto.modeling_auto")
+_modeling.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FEMConfig.model_type] = FEMForCausalLM.__name__
 
 __all__ = [
     "PRESETS",

@@ -160,16 +160,18 @@ def check_mixer(config: FEMConfig, layer: int) -> None:
 
 
 def check_budget(config: FEMConfig) -> None:
-    """Raise a ValueError unless a layer has the queries and keys whose width the budget chooses."""
+    """Raise a ValueError unless some layer uses each field that only some mixers and priors have."""
     check(config.budget in BUDGETS, "budget", config.budget, f"one of {', '.join(BUDGETS)}")
-    with_keys = any(
-        config.at("mixer", layer) == "fem" and prior_class(config.at("prior", layer)).queries_and_keys
-        for layer in range(config.num_hidden_layers)
-    )
+    layers = {(config.at("mixer", layer), config.at("prior", layer)) for layer in range(config.num_hidden_layers)}
+    priors = {prior for mixer, prior in layers if mixer == "fem"}
+    with_keys = any(prior_class(prior).queries_and_keys for prior in priors)
     allowed = "'attention': no layer is a free energy mixer with queries and keys"
     check(with_keys or config.budget == "attention", "budget", config.budget, allowed)
-    fem = any(config.at("mixer", layer) == "fem" for layer in range(config.num_hidden_layers))
-    check(fem or config.value_dim is None, "value_dim", config.value_dim, "None: no layer is a free energy mixer")
+    allowed = "None: no layer is a free energy mixer"
+    check(bool(priors) or config.value_dim is None, "value_dim", config.value_dim, allowed)
+    if all(mixer == "fem" for mixer, _ in layers):  # check_mixer knows what the others use
+        windows = any(map(has_window, priors))
+        check(windows or config.window is None, "window", config.window, "None: no layer has the prior softmax or fox")
 
 
 def check_encoder(mixer: str) -> None:

@@ -146,9 +146,12 @@ class FEMGeneration(GenerationMixin):
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = FEMCache(self.config.num_hidden_layers)
 
-    def prepare_inputs_for_generation(self, *args: Any, tokenizer: Any = None, **kwargs: Any) -> Any:
-        """tokenizer: generate() reads it for its stop strings, and hands it on."""
-        return super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+    def prepare_inputs_for_generation(
+        self, *args: Any, inputs_embeds: Any = None, tokenizer: Any = None, **kwargs: Any
+    ) -> Any:
+        """inputs_embeds: named, because generate() looks for it here. tokenizer: generate() reads it for its stop
+        strings, and hands it on."""
+        return super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)  # type: ignore[misc]
 
     def _no_continuous_batching(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import types
 from collections.abc import Iterator
@@ -26,6 +27,30 @@ def check_types(config: Any) -> None:
         value = getattr(config, name)
         if not fits(value, kind):
             raise ValueError(f"{name}={damage.shown(value)} is not allowed; choose {described(kind)}")
+
+
+# What fields are called in a mixer, or by other models of transformers.
+NAMES = {
+    "rope_theta": "rope_base",
+    "sliding_window": "window",
+    "dim": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "bias": "mixer_bias",
+    "dropout": "mixer_dropout",
+    "temperature": "mixer_temperature",
+}
+
+
+def check_names(kind: Any, others: dict[str, Any]) -> None:
+    """Raise a ValueError if one of the other names, which transformers keeps and nobody reads, is meant for a field."""
+    fields = declared(kind)
+    for name, value in others.items():
+        known = NAMES[name] if NAMES.get(name) in fields else None
+        if not name.endswith("_token_id"):  # sep_token_id is one of transformers' and looks like eos_token_id
+            known = known or next(iter(difflib.get_close_matches(name, fields, 1, 0.85)), None)
+        if known is not None:
+            raise ValueError(f"{name}={damage.shown(value)} is not a field of {kind.__name__}; choose {known}")
 
 
 def declared(kind: Any) -> dict[str, Any]:
@@ -81,6 +106,10 @@ class MixerConfig(PreTrainedConfig):
     mixer_temperature: str = "learned"  # temperature of FreeEnergyMixer, or "fixed"; transformers has the short name
     mixer_options: dict[str, Any] | None = None
     prior_options: dict[str, Any] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        check_names(type(self), kwargs)
+        super().__post_init__(**kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:

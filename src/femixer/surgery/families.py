@@ -168,6 +168,8 @@ def register() -> None:
                 auto._model_mapping.register(config, tuple(upgraded_class(x) for x in known), exist_ok=True)
             elif known is not None:
                 auto.register(config, upgraded_class(known), exist_ok=True)
+        if (writes := modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES).get(model_type):  # see femixer.models
+            writes[config.model_type] = f"FEM{writes[model_type]}"
 
 
 def upgrade(model: Any, parts: str = "LT", rank: int = 16) -> Any:

@@ -48,7 +48,7 @@ class ModelOptions:
     kv_heads: int | None = None
     """Key/value heads, by default as many as heads."""
     window: int | None = None
-    """Sliding window of the layers with the softmax prior."""
+    """Sliding window of the layers with the prior softmax or fox."""
     dropout: float = 0.0
     """Dropout of the mixers' reads."""
     rivals: Rivals = field(default_factory=Rivals)
