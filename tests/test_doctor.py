@@ -13,7 +13,7 @@ from torch import Tensor
 from femixer import doctor
 from femixer.cli import main
 from femixer.kernels import check, dispatch
-from femixer.kernels.rms_norm import OPERATOR, plain
+from femixer.kernels.rms_norm import OPERATOR, forward
 
 
 def femixer(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -39,15 +39,15 @@ def test_every_folder_of_an_operator_is_found() -> None:
 
 
 def doubled(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
-    return (plain.forward(x, weight, eps)[0] * 2,)
+    return (forward(x, weight, eps)[0] * 2,)
 
 
 def wrong_backward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
-    return (plain.forward(x, weight.detach(), eps)[0] + 0 * weight,)
+    return (forward(x, weight.detach(), eps)[0] + 0 * weight,)
 
 
 def not_a_number(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
-    return (plain.forward(x, weight, eps)[0] * torch.nan,)
+    return (forward(x, weight, eps)[0] * torch.nan,)
 
 
 def failing(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
