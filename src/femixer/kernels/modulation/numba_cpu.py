@@ -10,6 +10,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
+from femixer.kernels import modulation as in_torch
 from femixer.kernels.numba_kernel import inline, job, kernel, rows, summing, u64
 from femixer.kernels.numba_math import f32
 
@@ -26,11 +27,9 @@ SUMMED, ROWS = 512, 32
 LEAST = f32(2**-24)
 
 
-def refuse(x: Tensor, features: Tensor, matrix: Tensor, *_: Any) -> str | None:
-    return f"it takes {FEW} features at most, not {matrix.shape[1]}" if matrix.shape[1] > FEW else None
-
-
 def forward(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, widths: list[int]) -> tuple[Tensor, ...]:
+    if matrix.shape[1] > FEW:
+        return in_torch.forward(x, features, matrix, scaled, widths)
     y = x.new_empty(*x.shape)
     given, f, out = rows(x, features, y)
     forward_kernel(given, f, matrix.mT, scaled, out)
@@ -41,6 +40,8 @@ def backward(
     grads: tuple[Tensor, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor, ...]:
     _, features, matrix, scaled, widths = arguments
+    if matrix.shape[1] > FEW:
+        return in_torch.backward(grads, arguments, results, needed)
     (y,), found = results, zip(grads, widths, strict=False)
     given = [y.new_zeros(*y.shape[:-1], width) if g is None else g for g, width in found]
     to_x, to_features = y.new_empty(*y.shape), features.new_empty(*features.shape)

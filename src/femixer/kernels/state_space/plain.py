@@ -410,7 +410,8 @@ def _gradients(inputs: Inputs, layout: Layout, later: Tensor, to_y: Tensor, to_l
     to_before = to_before.flip(2)
     h = torch.stack([written, to_before])
     del written, to_before
-    fall, drift = (None if x is None else torch.stack([x, x.flip(2)]) for x in (fall, inputs.drift))
+    fall = torch.stack([fall, fall.flip(2)])
+    drift = None if inputs.drift is None else torch.stack([inputs.drift, inputs.drift.flip(2)])
     h = _recurrence(fall, drift, h, layout)
     d_initial, to_end = h[1, :, :, -1].clone(), h[1, :, :, :-1].flip(2)
     across = (h[0, :, :, 1:] * to_end).sum_to_size(begin.shape)  # what flows across chunks' ends
