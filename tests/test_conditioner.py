@@ -42,28 +42,6 @@ def context(s: Tensor, u: Tensor, layout: Layout, causal: bool) -> Tensor:
 
 class TestContext:
     @pytest.mark.parametrize("causal", [True, False])
-    @pytest.mark.parametrize("kind", ["plain", "segments"])
-    def test_it_is_the_double_sum(self, causal: bool, kind: str):
-        s, u = noise(3, 23, 2), noise(3, 23, 2, seed=1)
-        ids = SEGMENTS if kind == "segments" else torch.zeros_like(SEGMENTS)
-        given = {"segments": ids} if kind == "segments" else {}
-        h, real = context(s, u, layout_of(u, **given), causal), ids >= 0
-        assert_close({"h": h[real]}, {"h": double_sum((-s).sigmoid(), u, ids, causal)[real]}, 1e-12)
-
-    def test_in_encoder_mode_the_token_itself_counts_once(self):
-        u = noise(1, 1, 2)
-        assert_close({"h": context(noise(1, 1, 2), u, layout_of(u), False)}, {"h": u}, 1e-15)
-
-    def test_padding_has_decay_one_and_adds_nothing(self):
-        s, u = noise(2, 9, 3), noise(2, 9, 3, seed=1)
-        keep = torch.ones(2, 9, dtype=torch.bool)
-        keep[:, 4:7] = False
-        h = context(s, u, layout_of(u, mask=keep), True)
-        for t in (4, 5, 6):
-            assert_close({"h": h[:, t]}, {"h": h[:, 3]}, 1e-14)
-        assert_close({"h": h[:, 7]}, {"h": (-s).sigmoid()[:, 7] * h[:, 3] + u[:, 7]}, 1e-14)
-
-    @pytest.mark.parametrize("causal", [True, False])
     def test_the_kernel_of_the_module_is_rank_one_in_time(self, causal: bool):
         """K(t, i) = phi_t / phi_i: every 2 x 2 minor of the past is zero; its logarithm is a sum of -softplus gates."""
         torch.manual_seed(0)
@@ -111,13 +89,6 @@ class TestModule:
         wanted, real = self.plain(module, x, SEGMENTS), SEGMENTS >= 0
         features, _ = module.to(dtype)(x.to(dtype), layout_of(x, segments=SEGMENTS))
         assert_close({"features": features[real]}, {"features": wanted[real]}, tolerance)
-
-    def test_chunks_give_what_the_whole_gives(self):
-        module, x = TimeDecayConditioner(12, 5, dtype=torch.float64), tokens(dim=12)
-        whole, last = module(x, layout_of(x))
-        first, state = module(x[:, :10], layout_of(x[:, :10]))
-        second, state = module(x[:, 10:], layout_of(x[:, 10:]), state)
-        assert_close({"f": torch.cat([first, second], 1), "state": state}, {"f": whole, "state": last}, 1e-12)
 
     def test_the_state_does_not_grow(self):
         m = FreeEnergyMixer(64, 2)

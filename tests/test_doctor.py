@@ -14,7 +14,7 @@ from torch import Tensor
 from femixer import doctor
 from femixer.cli import main
 from femixer.kernels import check, dispatch
-from femixer.kernels.rms_norm import OPERATOR, plain
+from femixer.kernels.rms_norm import OPERATOR, forward
 
 
 def femixer(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -40,7 +40,7 @@ def test_every_folder_of_an_operator_is_found() -> None:
 
 
 def right(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return plain.forward(x, weight, eps)[0]
+    return forward(x, weight, eps)[0]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_races_and_new_memory_are_found(
     noise: Any, what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     on_a_gpu(monkeypatch)
-    broken = SimpleNamespace(forward=lambda *given: (noise(plain.forward(*given)[0]),), DIFFERENTIABLE=True)
+    broken = SimpleNamespace(forward=lambda *given: (noise(forward(*given)[0]),), DIFFERENTIABLE=True)
     monkeypatch.setitem(OPERATOR.implementations, "triton", broken)
     assert main(["doctor", "--operators", "rms_norm"]) == 1
     assert what in capsys.readouterr().out

@@ -29,9 +29,9 @@ MOST = {
     "gla:decay=channel": (217, 351, 3.7),
     "aft": (80, 154, 2.9),
     "decay": (83, 155, 3.0),
-    "ssm": (160, 359, 4.3),
-    "mamba": (226, 363, 6.8),
-    "mamba:normalize=false": (230, 378, 6.9),
+    "ssm": (157, 359, 4.3),
+    "mamba": (168, 363, 6.8),
+    "mamba:normalize=false": (172, 378, 6.9),
     "mamba-interactive": (141, 245, 2.9),
 }
 # Memory kept for the backward pass, as a multiple of attention's.

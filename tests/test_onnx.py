@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from femixer.kernels.recurrence.plain import _scan
+from femixer.kernels.recurrence.plain import _in_levels
 from femixer.models import (
     FEMConfig,
     FEMForCausalLM,
@@ -86,4 +86,4 @@ def test_the_scan_of_any_length_is_the_recurrence(length):
     for t in range(length):
         h = gates[:, t].exp() * h + x[:, t]
         rows.append(h)
-    torch.testing.assert_close(_scan(gates, x, 2), torch.stack(rows, 1), atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(_in_levels(gates, x, 2), torch.stack(rows, 1), atol=1e-12, rtol=1e-12)

@@ -49,15 +49,13 @@ def lam_logits(logits: Tensor, odds: Tensor) -> Tensor:
     return logits + (size + LEAST_ODDS).log().to(logits.dtype)
 
 
-def outer_gate(logits: Tensor, eps: float = EPS) -> Tensor:
+def outer_gate(logits: Tensor) -> Tensor:
     """g = softplus(logits) / rms over the last dim (the channels of a head), positive."""
     positive = F.softplus(logits)
-    return positive * torch.rsqrt(positive.square().mean(-1, keepdim=True) + eps)
+    return positive * torch.rsqrt(positive.square().mean(-1, keepdim=True) + EPS)
 
 
-def gated_read(
-    mean: Tensor, free: Tensor | None, lam_logits: Tensor | None, gate_logits: Tensor | None, eps: float = EPS
-) -> Tensor:
+def gated_read(mean: Tensor, free: Tensor | None, lam_logits: Tensor | None, gate_logits: Tensor | None) -> Tensor:
     """o = g * ((1 - lam) mean + lam free), each [B, T, H, D].
 
     Without `free` the read is the mean, without lam_logits the free energy; without gate_logits g = 1. The result has
@@ -71,4 +69,4 @@ def gated_read(
     dtype = handed_dtype(logits)
     lam = None if lam_logits is None else lam_logits.to(dtype)
     gate = None if gate_logits is None else gate_logits.to(dtype)
-    return gated(mean, free, lam, gate, eps).to(logits.dtype)
+    return gated(mean, free, lam, gate, EPS).to(logits.dtype)

@@ -12,8 +12,9 @@ import torch
 
 import femixer
 from femixer.kernels import dispatch
+from femixer.kernels import rms_norm as plain
 from femixer.kernels.dispatch import BackendError
-from femixer.kernels.rms_norm import OPERATOR, numba_cpu, plain, rms_norm, triton_gpu
+from femixer.kernels.rms_norm import OPERATOR, numba_cpu, rms_norm, triton_gpu
 from femixer.kernels.triton_launch import launch
 
 X, WEIGHT = torch.randn(3, 7), torch.randn(7)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -14,17 +13,9 @@ from femixer.kernels import check
 from femixer.kernels.channel_scan import OPERATOR, channel_scan, definition
 from femixer.kernels.marks import PADDING, START
 
-from .backends import BACKENDS, examples
+from .backends import BACKENDS
 
 ON_EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS)
-
-
-@examples(OPERATOR)
-def test_results_and_gradients_are_the_definitions(
-    arguments: tuple[Any, ...], backend: str, dtype: torch.dtype
-) -> None:
-    errors = check.compare(OPERATOR, backend, arguments, dtype)
-    assert errors.worst < (1e-5 if dtype == torch.float32 else 1e-9), errors
 
 
 @ON_EVERY_BACKEND
@@ -149,26 +140,3 @@ def test_torch_func_sees_through_the_plain_form() -> None:
     torch.testing.assert_close(torch.func.grad(loss)(v.detach()), wanted, rtol=1e-4, atol=1e-4)
     mapped = torch.vmap(lambda v: channel_scan(key, gate, v, beta, marks).mean)(torch.stack([v, 2 * v]).detach())
     torch.testing.assert_close(mapped[1], channel_scan(key, gate, 2 * v, beta, marks).mean, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("backend", ["auto", "plain"])
-def test_compiled_without_a_break(backend: str) -> None:
-    given = check.page(OPERATOR).examples()["with marks and state"]
-    with use_backend(backend):
-        compiled = torch.compile(lambda *x: channel_scan(*x), fullgraph=True, backend="aot_eager")
-        for actual, wanted in zip(compiled(*given), channel_scan(*given), strict=True):
-            torch.testing.assert_close(actual, wanted)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_keys_alone_are_the_definition_and_stay_as_they_are(dtype: torch.dtype) -> None:
-    """Without gates, marks and state nothing is put in front of the tokens, and what is overwritten is no argument."""
-    torch.manual_seed(0)
-    key, v = torch.randn(2, 2, 37, 5, dtype=dtype)
-    given = key, None, v, torch.rand(5, dtype=dtype) + 0.5, None, None
-    assert check.compare(OPERATOR, "plain", given, dtype).worst < (1e-5 if dtype == torch.float32 else 1e-10)
-    key.requires_grad_()
-    with use_backend("plain"):
-        mean, free, *_ = OPERATOR(*given)
-        torch.autograd.grad((mean + free).sum(), key)
-    assert key._version == 0

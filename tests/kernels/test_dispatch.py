@@ -11,8 +11,9 @@ import torch
 
 import femixer
 from femixer.kernels import dispatch
+from femixer.kernels import rms_norm as plain
 from femixer.kernels.dispatch import BackendError
-from femixer.kernels.rms_norm import OPERATOR, numba_cpu, plain, rms_norm
+from femixer.kernels.rms_norm import OPERATOR, numba_cpu, rms_norm
 
 X, WEIGHT = torch.randn(3, 7), torch.randn(7)
 ARGUMENTS = (X, WEIGHT, 1e-6)
@@ -153,7 +154,7 @@ with femixer.use_backend("auto"):
 
 
 @pytest.mark.parametrize(
-    ("name", "outside"), [("plain", "plain"), ("numba", "numba_cpu"), ("auto", "numba_cpu"), ("", "numba_cpu")]
+    ("name", "outside"), [("plain", "rms_norm"), ("numba", "numba_cpu"), ("auto", "numba_cpu"), ("", "numba_cpu")]
 )
 def test_the_environment_asks_for_a_backend_and_code_overrides_it(name: str, outside: str) -> None:
     done = python(CHOSEN, name)

@@ -1,7 +1,5 @@
 """The gates of a read on every backend against their definition."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -10,18 +8,9 @@ from femixer.gates import gated_read
 from femixer.kernels import check
 from femixer.kernels.gates import OPERATOR
 
-from .backends import BACKENDS, examples
+from .backends import BACKENDS
 
 READS = {name: x[:4] for name, x in check.page(OPERATOR).examples().items()}
-
-
-@examples(OPERATOR)
-def test_results_and_gradients_are_the_definitions(
-    arguments: tuple[Any, ...], backend: str, dtype: torch.dtype
-) -> None:
-    errors = check.compare(OPERATOR, backend, arguments, dtype)
-    # torch's softplus(x) is x above 20, where it is off by up to 2e-9.
-    assert errors.worst < (5e-6 if dtype == torch.float32 else 1e-9), errors
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

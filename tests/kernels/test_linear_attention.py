@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,19 +11,11 @@ from femixer.baselines.kernels.chunks import CHUNK
 from femixer.baselines.kernels.linear_attention import OPERATOR, definition, linear_attention
 from femixer.kernels import check
 
-from .backends import BACKENDS, examples
-
-
-@examples(OPERATOR)
-def test_results_and_gradients_are_the_definitions(
-    arguments: tuple[Any, ...], backend: str, dtype: torch.dtype
-) -> None:
-    errors = check.compare(OPERATOR, backend, arguments, dtype)
-    assert errors.worst < (5e-6 if dtype == torch.float32 else 1e-12), errors
+from .backends import BACKENDS
 
 
 @pytest.mark.parametrize("length", [1, 23, CHUNK, 2 * CHUNK + 3])
-@pytest.mark.parametrize("name", ["no decays", "per head, exclusive", "per key channel", "per value channel"])
+@pytest.mark.parametrize("name", ["no decays", "per head", "per key channel", "per value channel"])
 def test_chunks_of_any_number_and_length(length: int, name: str) -> None:
     q, k, v, gate, _, state, *options = check.page(OPERATOR).examples()[name]
     q, k, v, gate = (None if x is None else x.double()[:, :length] for x in (q, k, v, gate))
@@ -49,16 +39,6 @@ def test_token_by_token_is_all_at_once(backend: str) -> None:
             y, state = linear_attention(*(x[:, t : t + 1] for x in given), None, state)
             rows.append(y)
     torch.testing.assert_close((torch.cat(rows, 1), state), (whole, last), rtol=1e-5, atol=1e-5)
-
-
-def test_compiled_without_a_break() -> None:
-    given = [x.requires_grad_() for x in per_channel(41)]
-    compiled = torch.compile(linear_attention, fullgraph=True, backend="aot_eager")
-    results = []
-    for run in (compiled, linear_attention):
-        y, last = run(*given)
-        results.append([y, last, *torch.autograd.grad(y.square().sum() + last.sum(), given)])
-    torch.testing.assert_close(*results)
 
 
 def test_maps_and_gradients_as_functions() -> None:

@@ -1,31 +1,29 @@
 """Modulation on every backend against its definition."""
 
-from typing import Any
-
 import pytest
 import torch
 
 from femixer import use_backend
 from femixer.kernels import check
-from femixer.kernels.modulation import OPERATOR, definition, modulation, numba_cpu
+from femixer.kernels.modulation import OPERATOR, definition, modulation
 
-from .backends import BACKENDS, examples
-
-
-@examples(OPERATOR)
-def test_results_and_gradients_are_the_definitions(
-    arguments: tuple[Any, ...], backend: str, dtype: torch.dtype
-) -> None:
-    errors = check.compare(OPERATOR, backend, arguments, dtype)
-    assert errors.worst < (3e-6 if dtype == torch.float32 else 1e-13), errors
+from .backends import BACKENDS
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("channels", [3, 11])
-def test_many_rows_are_taken_some_at_a_time(backend: str, channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numba_cpu, "NUMBERS", 1000)
-    x, features, matrix = torch.randn(2, 563, 13), torch.randn(2, 563, channels), torch.randn(13, channels)
+def test_gradients_of_the_matrix_add_up_over_many_tasks(backend: str) -> None:
+    x, features, matrix = torch.randn(2, 563, 13), torch.randn(2, 563, 3), torch.randn(13, 3)
     assert check.compare(OPERATOR, backend, (x, features, matrix, 7, [2, 5, 6])).worst < 3e-6
+
+
+def test_many_features_are_left_to_torch() -> None:
+    given, results = (torch.randn(2, 5, 13), torch.randn(2, 5, 11), torch.randn(13, 11)), []
+    for backend in BACKENDS:
+        leaves = [x.clone().requires_grad_() for x in given]
+        with use_backend(backend):
+            y = torch.cat(modulation(*leaves, 7, [2, 5, 6]), -1)
+            results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -40,9 +38,8 @@ def test_without_gradients_it_is_the_same(backend: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("which", [0, 1, 2])
-@pytest.mark.parametrize("channels", [3, 11])
-def test_nan_shows(backend: str, which: int, channels: int) -> None:
-    given = [torch.randn(1, 5, 7), torch.randn(1, 5, channels), torch.randn(7, channels)]
+def test_nan_shows(backend: str, which: int) -> None:
+    given = [torch.randn(1, 5, 7), torch.randn(1, 5, 3), torch.randn(7, 3)]
     given[which].view(-1)[0] = torch.nan
     with torch.no_grad(), use_backend(backend):
         first, second = modulation(*given, 4, [4, 3])

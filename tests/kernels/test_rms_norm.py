@@ -1,22 +1,12 @@
 """The RMS norm on every backend against its definition."""
 
-from typing import Any
-
 import pytest
 import torch
 
 from femixer.kernels import check
 from femixer.kernels.rms_norm import OPERATOR, rms_norm
 
-from .backends import BACKENDS, examples
-
-
-@examples(OPERATOR)
-def test_results_and_gradients_are_the_definitions(
-    arguments: tuple[Any, ...], backend: str, dtype: torch.dtype
-) -> None:
-    errors = check.compare(OPERATOR, backend, arguments, dtype)
-    assert errors.worst < (1e-6 if dtype == torch.float32 else 1e-13), errors
+from .backends import BACKENDS
 
 
 @pytest.mark.parametrize("shape", [(1031, 3), (3, 1, 7, 5), (8,)])

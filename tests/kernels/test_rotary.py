@@ -1,6 +1,5 @@
 """Rotary positions and their angles on every backend against their definitions."""
 
-import math
 from typing import Any
 
 import pytest
@@ -10,20 +9,12 @@ from torch import Tensor
 from femixer import use_backend
 from femixer.baselines import Attention
 from femixer.kernels import check
-from femixer.kernels.rotary import OPERATOR, rotate
+from femixer.kernels.rotary import rotate
 from femixer.kernels.rotary_angles import OPERATOR as ANGLES
 from femixer.kernels.rotary_angles import rotary_angles
 from femixer.rotary import Rotation, rotated
 
 from .backends import BACKENDS, examples
-
-
-@examples(OPERATOR)
-def test_results_and_gradients_are_the_definitions(
-    arguments: tuple[Any, ...], backend: str, dtype: torch.dtype
-) -> None:
-    errors = check.compare(OPERATOR, backend, arguments, dtype)
-    assert errors.worst < (1e-6 if dtype == torch.float32 else 1e-14), errors
 
 
 @examples(ANGLES)
@@ -47,22 +38,6 @@ def test_a_rotation_keeps_norms_and_products() -> None:
     torch.testing.assert_close((found_q * found_k).sum(-1), (q * k).sum(-1), rtol=0, atol=1e-13)
     assert torch.equal(found_q[:, 0], q[:, 0])
     assert (found_q[:, 1:] - q[:, 1:]).abs().amin((0, 1, 2)).min() > 0
-
-
-def test_positions_add_up() -> None:
-    q, k = heads(0, 2, 1, 3, 10), heads(1, 2, 1, 3, 10)
-    first, second, both = (rotary_angles(torch.tensor([[t]]), 10, 10000.0, torch.float64) for t in (4, 9, 13))
-    for twice, once in zip(rotate(*rotate(q, k, *first), *second), rotate(q, k, *both), strict=True):
-        torch.testing.assert_close(twice, once, rtol=0, atol=1e-14)
-
-
-def test_each_pair_rotates_by_its_own_frequency() -> None:
-    cos, sin = rotary_angles(torch.tensor([[0, 1, 7]]), 6, 100.0, torch.float64)
-    for t, position in enumerate((0, 1, 7)):
-        for i in range(3):
-            angle = position * 100.0 ** (-2 * i / 6)
-            assert cos[0, t, i] == pytest.approx(math.cos(angle), abs=1e-15)
-            assert sin[0, t, i] == pytest.approx(math.sin(angle), abs=1e-15)
 
 
 def test_scores_depend_on_the_distance_only() -> None:

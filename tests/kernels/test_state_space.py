@@ -1,6 +1,6 @@
-"""The state-space read on every backend against its definition."""
+"""The reads of state spaces, per channel and over pairs, on every backend against their definitions."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 import femixer
 from femixer.kernels import check
 from femixer.kernels.marks import PADDING, START
+from femixer.kernels.pair_state_space import PairSums, PairSystem, pair_state_space_read
 from femixer.kernels.state_space import OPERATOR, Modes, System, plain, state_space_read
 
 from .backends import BACKENDS, examples
@@ -36,21 +37,51 @@ def test_results_and_gradients_are_the_definitions(
     assert errors.worst < allowed, errors
 
 
+class Case(NamedTuple):
+    """A read `of` a system with values, temperatures and the state before the first token; its part for some tokens."""
+
+    of: Any
+    system: Any
+    v: Tensor
+    beta: Tensor
+    empty: Any
+
+    def read(self, backend: str, marks: Tensor | None = None, state: Any = None, **options: bool) -> Any:
+        with femixer.use_backend(backend):
+            return self.of(self.system, self.v, self.beta, marks, self.empty if state is None else state, **options)
+
+    def some(self, here: Tensor) -> "Case":
+        per_token = [x is not None and x.shape[:2] == self.v.shape[:2] for x in self.system]
+        system = (x[:, here] if own else x for x, own in zip(self.system, per_token, strict=True))
+        return self._replace(system=type(self.system)(*system), v=self.v[:, here])
+
+
+def case(kind: str, batch: int, length: int) -> Case:
+    if kind == "pairs":
+        torch.manual_seed(0)
+        heads, width, modes = 3, 5, 4
+        gate, (write, read) = -torch.rand(batch, length, heads, modes), torch.rand(2, batch, length, modes)
+        pairs = PairSystem(gate, write, read, torch.rand(heads, modes, width), torch.rand(heads, width, modes))
+        v, beta = torch.randn(batch, length, heads, width), 0.3 + torch.rand(heads)
+        return Case(pair_state_space_read, pairs, v, beta, PairSums.empty(gate))
+    system = mamba(batch, length, 5, 3) if kind == "mamba" else ssm(5, 3)
+    v, beta = torch.randn(batch, length, 5), 0.3 + torch.rand(5)
+    return Case(state_space_read, system, v, beta, Modes.empty(system.rate, v))
+
+
+EACH = pytest.mark.parametrize("kind", ["mamba", "pairs"])
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["mamba", "ssm"])
+@pytest.mark.parametrize("kind", ["mamba", "ssm", "pairs"])
 def test_going_on_from_a_state_is_reading_at_once(backend: str, kind: str) -> None:
-    system = mamba(2, 45, 5, 3) if kind == "mamba" else ssm(5, 3)
-    v, beta = torch.randn(2, 45, 5), 0.3 + torch.rand(5)
+    given = case(kind, 2, 45)
     marks = torch.zeros(2, 45, dtype=torch.int8)
     marks[0, [0, 3, 44]], marks[1, [7, 17, 30]] = PADDING, START
-    state = Modes.empty(system.rate, v)
-    with femixer.use_backend(backend):
-        whole = state_space_read(system, v, beta, marks, state)
-        parts = []
-        for here in torch.arange(45).split([1, 16, 1, 19, 8]):
-            now = [x[:, here] if x is not None and x.dim() == 3 else x for x in system]
-            parts.append(state_space_read(System(*now), v[:, here], beta, marks[:, here], state))
-            state = parts[-1].state
+    whole, state, parts = given.read(backend, marks), given.empty, []
+    for here in torch.arange(45).split([1, 16, 1, 19, 8]):
+        parts.append(given.some(here).read(backend, marks[:, here], state))
+        state = parts[-1].state
     for name in ("mean", "free", "log_total"):
         together = torch.cat([getattr(part, name) for part in parts], 1)
         torch.testing.assert_close(together, getattr(whole, name), rtol=1e-6, atol=1e-6)
@@ -58,40 +89,47 @@ def test_going_on_from_a_state_is_reading_at_once(backend: str, kind: str) -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_first_token_is_read_as_it_is_and_exclusively_not_at_all(backend: str) -> None:
-    system, v, beta = mamba(2, 1, 3, 2), torch.randn(2, 1, 3), torch.ones(3)
-    with femixer.use_backend(backend):
-        read = state_space_read(system, v, beta, None, Modes.empty(system.rate, v))
-        before = state_space_read(system, v, beta, None, Modes.empty(system.rate, v), exclusive=True)
-    torch.testing.assert_close(read.mean, v)
-    torch.testing.assert_close(read.free, v)
+@EACH
+def test_one_token_is_weighed_by_its_channels_alone_and_exclusively_not_read_at_all(backend: str, kind: str) -> None:
+    given = case(kind, 2, 1)
+    system, v, beta = given.system, given.v, given.beta
+    read, before = given.read(backend), given.read(backend, exclusive=True)
+    mean = free = v
+    if kind == "pairs":
+        shares = torch.einsum("hjn,btn,btn,hnk->bthjk", system.gather, system.read, system.write, system.spread)
+        shares = shares / shares.sum(-1, keepdim=True)
+        mean = (shares * v[:, :, :, None]).sum(-1)
+        free = (shares * (beta[:, None, None] * v[:, :, :, None]).exp()).sum(-1).log() / beta[:, None]
+    torch.testing.assert_close(read.mean, mean)
+    torch.testing.assert_close(read.free, free)
     assert (before.mean == 0).all()
     assert (before.log_total == -torch.inf).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("size", [(0, 3), (2, 0)])
-def test_without_tokens_the_state_stays(backend: str, size: tuple[int, int]) -> None:
-    system, v = mamba(*size, 5, 2), torch.empty(*size, 5, requires_grad=True)
-    state = Modes(torch.rand(size[0], 3, 2, 5).double(), torch.rand(size[0], 5).double())
-    with femixer.use_backend(backend):
-        read = state_space_read(system, v, torch.ones(5), None, state)
-        (read.mean.sum() + read.free.sum()).backward()
-    assert read.mean.shape == read.free.shape == v.grad.shape == v.shape
+@EACH
+def test_without_tokens_the_state_stays(backend: str, size: tuple[int, int], kind: str) -> None:
+    given = case(kind, *size)
+    given.v.requires_grad_()
+    state = type(given.empty)(*(torch.rand(x.shape).double() for x in given.empty))
+    read = given.read(backend, None, state)
+    (read.mean.sum() + read.free.sum()).backward()
+    assert read.mean.shape == read.free.shape == given.v.grad.shape == given.v.shape
     assert torch.equal(read.state.sums, state.sums)
     assert torch.equal(read.state.top, state.top)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("where", ["v", "step", "write", "read"])
-def test_nan_comes_out_and_stays_in_its_channel_or_batch(backend: str, where: str) -> None:
-    system, v = mamba(2, 37, 5, 3), torch.randn(2, 37, 5)
-    given = {**system._asdict(), "v": v}
-    given[where][0, 20, 1] = torch.nan
-    with femixer.use_backend(backend):
-        read = state_space_read(system, v, torch.ones(5), None, Modes.empty(system.rate, v))
+@EACH
+def test_nan_comes_out_and_stays_in_its_head_or_batch(backend: str, where: str, kind: str) -> None:
+    given = case(kind, 2, 37)
+    at = "gate" if where == "step" and kind == "pairs" else where
+    (given.v if where == "v" else getattr(given.system, at))[0, 20, 1] = torch.nan
+    read = given.read(backend)
     for x in (read.mean, read.free, *([] if where == "v" else [read.log_total])):
-        assert x[0, 20, 1].isnan()
+        assert x[0, 20, 1].isnan().all()
         assert x[1].isfinite().all()
         assert where not in ("v", "step") or x[0, :, 0].isfinite().all()
         assert x[0, :16].isfinite().all()
@@ -148,23 +186,25 @@ def test_worked_out_by_hand(backend: str, steps: list[float], values: list[float
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_beyond_sight_the_free_energy_is_between_mean_and_maximum(backend: str) -> None:
-    v = 1e4 * torch.randn(2, 67, 5)
-    system = mamba(2, 67, 5, 3)
-    system = system._replace(step=200 * system.step**4)
-    with femixer.use_backend(backend):
-        read = state_space_read(system, v, torch.ones(5), None, Modes.empty(system.rate, v))
+@EACH
+def test_beyond_sight_the_free_energy_is_between_mean_and_maximum(backend: str, kind: str) -> None:
+    given = case(kind, 2, 67)
+    name = "gate" if kind == "pairs" else "step"
+    system = given.system._replace(**{name: 200 * getattr(given.system, name) ** 3})
+    given = given._replace(system=system, v=1e4 * given.v)
+    read = given.read(backend)
+    seen = given.v.amax(-1, keepdim=True) if kind == "pairs" else given.v
     assert (read.mean <= read.free + 1e-2).all()
-    assert (read.free <= v.cummax(1).values + 1e-2).all()
+    assert (read.free <= seen.cummax(1).values + 1e-2).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_later_giant_changes_nothing_before_it(backend: str) -> None:
-    system, v = mamba(1, 37, 3, 4), torch.randn(1, 37, 3)
-    giant = v.clone()
+@EACH
+def test_a_later_giant_changes_nothing_before_it(backend: str, kind: str) -> None:
+    given = case(kind, 1, 37)
+    giant = given.v.clone()
     giant[:, 30] *= 1e4
-    with femixer.use_backend(backend):
-        reads = [state_space_read(system, x, torch.ones(3), None, Modes.empty(system.rate, x)) for x in (v, giant)]
+    reads = [given._replace(v=x).read(backend) for x in (given.v, giant)]
     for name in ("mean", "free", "log_total"):
         before, after = (getattr(read, name)[:, :30] for read in reads)
         torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-7)

@@ -89,7 +89,13 @@ class RWKV6(Baseline):
         with without_autocast(x.device):
             gate = -(logits.to(dtype) + self.decay_bias.to(dtype)).exp()
             r, k, v, gate = (part.to(dtype).unflatten(-1, (self.heads, -1)) for part in (r, k, v, gate))
-            read, state = linear_attention(r, k, v, gate, layout.marks(), state, exclusive=True, keep=keep)
+            # A token reads the state before it, as the token before would read its own with this one's receptance.
+            first = torch.zeros_like(v[:, :1]) if state is None else torch.einsum("bthe,bhed->bthd", r[:, :1], state)
+            ahead = F.pad(r[:, 1:], (0, 0, 0, 0, 0, 1))
+            read, state = linear_attention(ahead, k, v, gate, layout.marks(), state, keep=keep)
+            read = torch.cat([first, read[:, :-1]], 1)
+            if layout.starts is not None:
+                read = read.masked_fill(layout.starts[..., None, None], 0)
             read = read + (r * self.bonus.to(dtype) * k).sum(-1, keepdim=True) * v
             y = self.norm(read) * F.silu(g.to(dtype))
         return y.to(x.dtype), None if state is None else Memory(recent, state)

@@ -33,33 +33,32 @@ CHUNK, CHANNEL_CHUNK, BLOCK = 64, 32, 4
 
 class Decay(NamedTuple):
     """Decays within the chunks: `until` [B, H, N, C, 1 or E] sums of the gates up to a token, itself included, float64;
-    `gate` that token's own; `segment` [B, 1, N, C] numbers of the segments within the chunk, from 0 for what continues
-    the chunk before. Each is None where there is none."""
+    `segment` [B, 1, N, C] numbers of the segments within the chunk, from 0 for what continues the chunk before. Each is
+    None where there is none. `seen` [C, C]: ones."""
 
     until: Tensor | None
-    gate: Tensor | None
     segment: Tensor | None
     seen: Tensor
 
-    def scores(self, q: Tensor, k: Tensor, exclusive: bool = False) -> Tensor:
-        """[B, H, N, C, C]: <q_t, exp(gate_{i+1} + ... + gate_t) k_i> for i <= t; exclusive: gates up to t-1, i < t."""
-        hidden = self._hidden(exclusive)
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """[B, H, N, C, C]: <q_t, exp(gate_{i+1} + ... + gate_t) k_i> for i <= t."""
+        hidden = self._hidden()
         if self.until is None:
             return (q @ k.mT).masked_fill(hidden, 0)
         if self.until.shape[-1] > 1:
-            return self._channel_scores(q, k, exclusive).masked_fill(hidden, 0)
-        reach = self._reach(exclusive)[..., None, :]
-        return (q @ k.mT) * decays(reach, self.until[..., None, :, :], hidden[..., None], q.dtype)[..., 0]
+            return self._channel_scores(q, k).masked_fill(hidden, 0)
+        to, since = self.until[..., None, :], self.until[..., None, :, :]
+        return (q @ k.mT) * decays(to, since, hidden[..., None], q.dtype)[..., 0]
 
     def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, H, N, C, D]: sum_{i<=t} <q_t, k_i> exp(gate_{i+1} + ... + gate_t) * v_i with gates of value channels."""
         size = _block(v.shape[3])
-        scores = (q @ k.mT).masked_fill(self._hidden(False), 0)
+        scores = (q @ k.mT).masked_fill(self._hidden(), 0)
         within = scores.unflatten(3, (-1, size)).unflatten(5, (-1, size)).diagonal(0, 3, 5).movedim(-1, 3)
-        weights = within[..., None] * self._pairs(size, False, v.dtype)
+        weights = within[..., None] * self._pairs(size, v.dtype)
         y = (weights * v.unflatten(3, (-1, size))[..., None, :, :]).sum(-2)
         while size < v.shape[3]:
-            later, earlier = self._across(size, False, v.dtype)
+            later, earlier = self._across(size, v.dtype)
             across = scores.unflatten(3, (-1, 2, size)).unflatten(6, (-1, 2, size))
             across = across[..., 1, :, :, 0, :].diagonal(0, 3, 5).movedim(-1, 3)
             first, second = y.unflatten(3, (-1, 2)).unbind(4)
@@ -67,10 +66,10 @@ class Decay(NamedTuple):
             size *= 2
         return y.squeeze(3)
 
-    def reading(self, q: Tensor, exclusive: bool = False) -> Tensor:
+    def reading(self, q: Tensor) -> Tensor:
         """q as it reads the state before the chunk [B, H, N, C, E]."""
         if self.until is not None:
-            q = q * self._reach(exclusive).exp().to(q.dtype)
+            q = q * self.until.exp().to(q.dtype)
         return q if self.segment is None else q.masked_fill((self.segment != 0)[..., None], 0)
 
     def writing(self, k: Tensor) -> Tensor:
@@ -89,46 +88,40 @@ class Decay(NamedTuple):
 
     def chunks(self, start: int, stop: int) -> Decay:
         """The same for some of the chunks."""
-        until, gate, segment = (None if x is None else x[:, :, start:stop] for x in self[:3])
-        return Decay(until, gate, segment, self.seen)
+        until, segment = (None if x is None else x[:, :, start:stop] for x in self[:2])
+        return Decay(until, segment, self.seen)
 
-    def _reach(self, exclusive: bool) -> Tensor:
-        assert self.until is not None
-        assert self.gate is not None
-        return self.until - self.gate if exclusive else self.until
-
-    def _hidden(self, exclusive: bool) -> Tensor:
+    def _hidden(self) -> Tensor:
         """bool [C, C] or [B, 1, N, C, C]: which tokens i a token t does not see."""
-        hidden = ~self.seen.tril(-1 if exclusive else 0)
+        hidden = ~self.seen.tril()
         if self.segment is None:
             return hidden
         return hidden | (self.segment[..., :, None] != self.segment[..., None, :])
 
-    def _channel_scores(self, q: Tensor, k: Tensor, exclusive: bool) -> Tensor:
+    def _channel_scores(self, q: Tensor, k: Tensor) -> Tensor:
         """Blocks on the diagonal, doubled until they are the chunk."""
         size = _block(q.shape[3])
-        pairs = q.unflatten(3, (-1, size))[..., :, None, :] * self._pairs(size, exclusive, q.dtype)
+        pairs = q.unflatten(3, (-1, size))[..., :, None, :] * self._pairs(size, q.dtype)
         scores = (pairs * k.unflatten(3, (-1, size))[..., None, :, :]).sum(-1)
         while size < q.shape[3]:
-            later, earlier = self._across(size, exclusive, q.dtype)
+            later, earlier = self._across(size, q.dtype)
             across = (later * _halves(q, size)[1]) @ (earlier * _halves(k, size)[0]).mT
             first, second = scores.unflatten(3, (-1, 2)).unbind(4)
             scores = torch.cat([F.pad(first, (0, size)), torch.cat([across, second], -1)], -2)
             size *= 2
         return scores.squeeze(3)
 
-    def _pairs(self, size: int, exclusive: bool, dtype: torch.dtype) -> Tensor:
+    def _pairs(self, size: int, dtype: torch.dtype) -> Tensor:
         """Decays from token i to token t of blocks of a size [B, H, N, C / size, t, i, E], zero for i after t."""
         assert self.until is not None
-        to, since = (x.unflatten(3, (-1, size)) for x in (self._reach(exclusive), self.until))
-        ahead = ~self.seen[:size, :size].tril(-1 if exclusive else 0)
-        return decays(to[..., :, None, :], since[..., None, :, :], ahead[..., None], dtype)
+        until, ahead = self.until.unflatten(3, (-1, size)), ~self.seen[:size, :size].tril()
+        return decays(until[..., :, None, :], until[..., None, :, :], ahead[..., None], dtype)
 
-    def _across(self, size: int, exclusive: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _across(self, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Decays between two neighbouring blocks as a product: from their border to a token of the later one, and from
         a token of the earlier one to the border, [B, H, N, C / (2 size), size, E] each. Neither is above one."""
         assert self.until is not None
-        earlier, later = _halves(self.until, size)[0], _halves(self._reach(exclusive), size)[1]
+        earlier, later = _halves(self.until, size)
         border = earlier[..., -1:, :]
         return (later - border).to(dtype).exp(), (border - earlier).to(dtype).exp()
 
@@ -197,16 +190,15 @@ def out_of_chunks(x: Tensor, length: int) -> Tensor:
 
 def decay_of(gate: Tensor | None, marks: Tensor | None, chunk: int, device: torch.device) -> Decay:
     """gate [B, T, H], [B, T, H, E] or None; marks [B, T]: padding decays nothing."""
-    until = gates = segment = None
+    until = segment = None
     if gate is not None:
         gate = gate[..., None] if gate.dim() == 3 else gate
         if marks is not None:
             gate = gate.masked_fill(is_padding(marks)[..., None, None], 0)
-        gates = in_chunks(gate.double(), chunk)
-        until = gates.cumsum(3)
+        until = in_chunks(gate.double(), chunk).cumsum(3)
     if marks is not None:
         segment = in_chunks(is_start(marks)[..., None, None].long(), chunk)[..., 0].cumsum(3)
-    return Decay(until, gates, segment, torch.ones(chunk, chunk, dtype=torch.bool, device=device))
+    return Decay(until, segment, torch.ones(chunk, chunk, dtype=torch.bool, device=device))
 
 
 def carry(kept: Tensor | None, added: Tensor, state: Tensor | None) -> list[Tensor]:
@@ -308,7 +300,7 @@ def _rescaled(decay: Decay, rows: Tensor, k: Tensor, b: Tensor | None, v: Tensor
     reach = decay.until.exp()
     inverse = reach.reciprocal().to(k.dtype)
     b = None if b is None else b * inverse
-    plain = decay._replace(until=None, gate=None)
+    plain = decay._replace(until=None)
     local, reading, step, added = _within(plain, rows * reach.to(k.dtype), k * inverse, b, v)
     final = reach[..., -1, :, None].to(k.dtype)
     return Chunks(local, reading, final * step, final * added)

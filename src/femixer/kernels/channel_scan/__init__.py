@@ -159,6 +159,7 @@ def examples() -> dict[str, tuple[Any, ...]]:
         "keys and gates": (key, gate, v, beta, None, None),
         "with marks and state": (key, gate, v, beta, marked(3, 37), before(3, 5)),
         "keys only": (key, None, v, beta, marked(3, 37), None),
+        "keys only, no marks": (key, None, v, beta, None, None),
         "gates only": (None, gate, v, beta, None, before(3, 5)),
         "the mean only": (key, gate, v, None, marked(3, 37), before(3, 5)),
         "values only": (None, None, v, None, None, None),

@@ -45,31 +45,27 @@ class Weights(NamedTuple):
 def _weights(arguments: Arguments) -> Weights:
     key, gate, v, beta, marks, state = arguments
     value = _time_last(v)
-    log = None if key is None else _time_last(key)
+    log = torch.zeros_like(value) if key is None else _time_last(key)
     gate = None if gate is None else _time_last(gate)
     beta = None if beta is None else beta.double()[:, None]
-    if log is None and not (marks is state is None and gate is not None):
-        log = torch.zeros_like(value)
-    if marks is not None and log is not None:
+    if marks is not None:
         padding = is_padding(marks)[:, None]
         # An empty total is a finite number here, because infinities have no difference; padding is less than that.
         value, log = value.masked_fill(padding, 0), log.masked_fill(padding, 2 * NOTHING)
         gate = None if gate is None else gate.masked_fill(padding, 0)
-    if gate is not None and not (marks is state is None):
-        gate = F.pad(gate, (1, 0))
     energy = value
-    if state is not None and log is not None:
+    if state is not None:
         log, energy, value = _after(state[0].clamp_min(NOTHING), log), _after(state[2], value), _after(state[1], value)
-    elif marks is not None and log is not None:
+    elif marks is not None:
         log, energy = F.pad(log, (1, 0), value=NOTHING), F.pad(value, (1, 0))
         value = energy
+    if gate is not None and not (marks is state is None):
+        gate = F.pad(gate, (1, 0))
     reach = None if gate is None else gate.cumsum(-1)
-    if marks is not None and log is not None:
+    if marks is not None:
         logs = log[None] if beta is None else torch.stack([log, torch.addcmul(log, energy, beta)])
         reach = _wiped(logs, reach, is_start(marks))
-    if reach is not None:
-        log = -reach if log is None else log - reach
-    assert log is not None
+    log = log if reach is None else log - reach
     return Weights(value, log, None if beta is None else torch.addcmul(log, energy, beta), reach, beta)
 
 

@@ -1,10 +1,8 @@
-"""Modulation by compiled loops. Few features are multiplied with the matrix there too, row by row, because products
-with so narrow a matrix cost more elsewhere; for many of them, eta is made by torch for some rows at a time, and stays
-in the cache."""
+"""Modulation by compiled loops that multiply few features with the matrix too, row by row: products with so narrow a
+matrix cost more elsewhere, and eta need not be stored. With many features torch's products take most of the time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +10,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
+from femixer.kernels import modulation as in_torch
 from femixer.kernels.numba_kernel import inline, job, kernel, rows, summing, u64
 from femixer.kernels.numba_math import f32
 
@@ -19,54 +18,37 @@ FLOATS = (torch.float32,)
 READS_ARGUMENTS = ("features", "matrix", "scaled", "widths")
 READS_RESULTS = slice(-1, None)
 
-# A layer of 64 to 256 channels takes 5 to 8 % longer if torch makes eta for so few features too.
+# A layer of 64 to 256 channels takes 5 to 8 % longer in torch. Loops around torch's products of 16 features saved 1 %
+# of a layer of 512.
 FEW = 8
-# Numbers of eta at a time, where there are many features.
-NUMBERS = 2**20
-# Rows whose gradients of the matrix one task sums up, where there are few, and rows of a task of the forward pass.
+# Rows whose gradients of the matrix one task sums up, and rows of a task of the forward pass.
 SUMMED, ROWS = 512, 32
 # The smallest factor 1 + eta: half of float32's eps.
 LEAST = f32(2**-24)
 
 
 def forward(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, widths: list[int]) -> tuple[Tensor, ...]:
+    if matrix.shape[1] > FEW:
+        return in_torch.forward(x, features, matrix, scaled, widths)
     y = x.new_empty(*x.shape)
     given, f, out = rows(x, features, y)
-    if matrix.shape[1] <= FEW:
-        forward_kernel(given, f, matrix.mT, scaled, out)
-    else:
-        for at, eta in _etas(features.flatten(0, -2), matrix):
-            apply(given[at], eta, scaled, out[at])
+    forward_kernel(given, f, matrix.mT, scaled, out)
     return *y.split(widths, -1), y
 
 
 def backward(
-    grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
+    grads: tuple[Tensor, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor, ...]:
     _, features, matrix, scaled, widths = arguments
+    if matrix.shape[1] > FEW:
+        return in_torch.backward(grads, arguments, results, needed)
     (y,), found = results, zip(grads, widths, strict=False)
     given = [y.new_zeros(*y.shape[:-1], width) if g is None else g for g, width in found]
     to_x, to_features = y.new_empty(*y.shape), features.new_empty(*features.shape)
     out, into, f, to_f, *pieces = rows(y, to_x, features, to_features, *given)
-    if matrix.shape[1] <= FEW:
-        to_m = matrix.new_empty(-(-out.shape[0] // SUMMED), *matrix.mT.shape)
-        backward_kernel(tuple(pieces), out, f, matrix.mT, scaled, into, to_f, to_m)
-        return to_x, to_features, to_m.sum(0).mT
-    flat, to_flat, to_matrix = features.flatten(0, -2), to_features.flatten(0, -2), matrix.new_zeros(*matrix.shape)
-    for at, eta in _etas(flat, matrix):
-        apply_backward(tuple([piece[at] for piece in pieces]), out[at], eta, scaled, into[at])
-        torch.mm(eta, matrix, out=to_flat[at])
-        to_matrix.addmm_(eta.mT, flat[at])
-    return to_x, to_features, to_matrix
-
-
-def _etas(features: Tensor, matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Some rows at a time and their eta = features Mᵀ, one after the other in the same memory."""
-    step = max(1, NUMBERS // matrix.shape[0])
-    memory = features.new_empty(min(step, features.shape[0]), matrix.shape[0])
-    for start in range(0, features.shape[0], step):
-        at = slice(start, min(start + step, features.shape[0]))
-        yield at, torch.mm(features[at], matrix.mT, out=memory[: at.stop - start])
+    to_m = matrix.new_empty(-(-out.shape[0] // SUMMED), *matrix.mT.shape)
+    backward_kernel(tuple(pieces), out, f, matrix.mT, scaled, into, to_f, to_m)
+    return to_x, to_features, to_m.sum(0).mT
 
 
 @kernel
@@ -150,95 +132,30 @@ def _factors(features, m, scaled, out):  # type: ignore[no-untyped-def]
     _combine(features, m, out)
     for k in range(4):
         for j in range(scaled):
-            out[k, j] = _factor(out[k, j])
+            factor = f32(1.0) + out[k, j]
+            out[k, j] = LEAST if abs(factor) < LEAST else factor  # NaN stays NaN
 
 
-@inline
-def _factor(eta):  # type: ignore[no-untyped-def]
-    factor = f32(1.0) + eta
-    return LEAST if abs(factor) < LEAST else factor  # NaN stays NaN
-
-
-@kernel
-def apply(x, eta, scaled, out):  # type: ignore[no-untyped-def]
-    """The forward pass with eta [n, width] given."""
-    for task in prange(-(-x.shape[0] // ROWS)):
-        _apply(task * ROWS, min((task + 1) * ROWS, x.shape[0]), x, eta, scaled, out)
-
-
-@job
-def _apply(first, last, x, eta, scaled, out):  # type: ignore[no-untyped-def]
-    for row in range(first, last):
-        for j in range(scaled):
-            out[row, j] = x[row, j] * _factor(eta[row, j])
-        for j in range(scaled, x.shape[1]):
-            out[row, j] = x[row, j] + eta[row, j]
-
-
-@kernel
-def apply_backward(grads, y, eta, scaled, dx):  # type: ignore[no-untyped-def]
-    """The gradient of x, and that of eta in place of eta."""
-    for task in prange(-(-y.shape[0] // ROWS)):
-        _apply_backward(task * ROWS, min((task + 1) * ROWS, y.shape[0]), grads, y, eta, scaled, dx)
-
-
-@job
-def _apply_backward(first, last, grads, y, eta, scaled, dx):  # type: ignore[no-untyped-def]
-    at = u64(0)
-    for p in range(len(grads)):
-        grad, n = grads[p], u64(grads[p].shape[1])
-        for row in range(first, last):
-            if at < u64(scaled):
-                for j in range(n):
-                    factor = _factor(eta[row, at + j])
-                    dx[row, at + j] = grad[row, j] * factor
-                    eta[row, at + j] = grad[row, j] * (y[row, at + j] / factor)
-            else:
-                for j in range(n):
-                    dx[row, at + j] = eta[row, at + j] = grad[row, j]
-        at += n
-
-
-# Products of rows with a matrix m [C, width] of few rows. Four rows are taken at a time, and forwards four columns of
-# theirs: then a number is loaded and stored once for sixteen products.
+# Products of rows with a matrix m [C, width] of few rows. Four rows are taken at a time, and forwards two columns of
+# theirs: then a number is loaded and stored once for eight products.
 
 
 @inline
 def _combine(f, m, out):  # type: ignore[no-untyped-def]
     """out [4, width] = f m, for f [4, C]."""
     first = m.shape[0] % 2
-    for j in range(out.shape[1]):
-        if first:
-            m0 = m[0, j]
-            out[0, j], out[1, j], out[2, j], out[3, j] = f[0, 0] * m0, f[1, 0] * m0, f[2, 0] * m0, f[3, 0] * m0
-        else:
-            out[0, j] = out[1, j] = out[2, j] = out[3, j] = f32(0.0)
-    if (m.shape[0] - first) % 4:
-        _combine_two(f, m, first, out)
-        first += 2
-    for c in range(first, m.shape[0], 4):
-        p0, p1, p2, p3 = f[0, c], f[0, c + 1], f[0, c + 2], f[0, c + 3]
-        q0, q1, q2, q3 = f[1, c], f[1, c + 1], f[1, c + 2], f[1, c + 3]
-        r0, r1, r2, r3 = f[2, c], f[2, c + 1], f[2, c + 2], f[2, c + 3]
-        s0, s1, s2, s3 = f[3, c], f[3, c + 1], f[3, c + 2], f[3, c + 3]
+    for k in range(4):
         for j in range(out.shape[1]):
-            m0, m1, m2, m3 = m[c, j], m[c + 1, j], m[c + 2, j], m[c + 3, j]
-            out[0, j] += p0 * m0 + p1 * m1 + p2 * m2 + p3 * m3
-            out[1, j] += q0 * m0 + q1 * m1 + q2 * m2 + q3 * m3
-            out[2, j] += r0 * m0 + r1 * m1 + r2 * m2 + r3 * m3
-            out[3, j] += s0 * m0 + s1 * m1 + s2 * m2 + s3 * m3
-
-
-@inline
-def _combine_two(f, m, c, out):  # type: ignore[no-untyped-def]
-    p0, p1, q0, q1 = f[0, c], f[0, c + 1], f[1, c], f[1, c + 1]
-    r0, r1, s0, s1 = f[2, c], f[2, c + 1], f[3, c], f[3, c + 1]
-    for j in range(out.shape[1]):
-        m0, m1 = m[c, j], m[c + 1, j]
-        out[0, j] += p0 * m0 + p1 * m1
-        out[1, j] += q0 * m0 + q1 * m1
-        out[2, j] += r0 * m0 + r1 * m1
-        out[3, j] += s0 * m0 + s1 * m1
+            out[k, j] = f[k, 0] * m[0, j] if first else f32(0.0)
+    for c in range(first, m.shape[0], 2):
+        p0, p1, q0, q1 = f[0, c], f[0, c + 1], f[1, c], f[1, c + 1]
+        r0, r1, s0, s1 = f[2, c], f[2, c + 1], f[3, c], f[3, c + 1]
+        for j in range(out.shape[1]):
+            m0, m1 = m[c, j], m[c + 1, j]
+            out[0, j] += p0 * m0 + p1 * m1
+            out[1, j] += q0 * m0 + q1 * m1
+            out[2, j] += r0 * m0 + r1 * m1
+            out[3, j] += s0 * m0 + s1 * m1
 
 
 @summing

@@ -18,6 +18,7 @@ from torch import Tensor
 from femixer.kernels.marks import PADDING, START, is_padding, is_start
 from femixer.kernels.operator import Operator, wide_dtype
 from femixer.kernels.reading import Reading, state_dtype
+from femixer.kernels.state_space import dense_read, some_past
 
 
 class PairSystem(NamedTuple):
@@ -110,34 +111,10 @@ def definition(*arguments: Any) -> tuple[Tensor, ...]:
     kept = decay(gates[:, -1], segment[:, -1] == 0)
 
     def read_of(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums of a stream x [B, T, H, D] that the rows read, and those of the state."""
         rows = torch.einsum("btihjk,bihk->bthj", weights, x) + torch.einsum("bthjn,bhn->bthj", carried, state)
         return rows, torch.einsum("bihnk,bihk->bhn", written, x) + kept * state
 
-    total, last_total = read_of(torch.ones_like(v), sums[:, 0])
-    weighted, last_weighted = read_of(v, sums[:, 1])
-    there = ~(total <= 0) & real
-    safe = torch.where(there, total, 1)
-    mean, log_total = torch.where(there, weighted / safe, 0), torch.where(there, safe.log(), -torch.inf)
-    log_total = torch.where(real, log_total, 0)
-    if beta is None:
-        last = torch.stack([last_total, last_weighted, torch.zeros_like(last_total)], 1)
-        return mean, v.new_empty(0, 0, 0, 0), log_total, last, top
-    exponent = beta.double()[:, None] * v
-    # Relative to one number per head, which any range of float64 allows.
-    shift = torch.cat([exponent.amax(-1), top[:, None]], 1).amax(1).detach()
-    state = sums[:, 2] * (top - shift).exp()[..., None]
-    energy, last_energy = read_of((exponent - shift[:, None, :, None]).exp(), state)
-    log_mean = torch.where(there, energy / safe, 1).log() + shift[:, None, :, None]
-    free = torch.where(there, log_mean / beta.double()[:, None], 0)
-    last_top = top
-    for t in range(length):
-        at = marks[:, t, None]
-        fallen = torch.where(is_start(at), -torch.inf, last_top + gate[:, t].detach().amax(-1))
-        highest = torch.maximum(fallen, exponent[:, t].detach().amax(-1))
-        last_top = torch.where(is_padding(at), last_top, highest)
-    last_energy = last_energy * (shift - last_top).exp()[..., None]
-    return mean, free, log_total, torch.stack([last_total, last_weighted, last_energy], 1), last_top
+    return dense_read(read_of, v, beta, marks, gate.amax(-1), sums, top)
 
 
 def examples() -> dict[str, tuple[Any, ...]]:
@@ -161,14 +138,7 @@ def examples() -> dict[str, tuple[Any, ...]]:
         marks = torch.zeros(batch, length, dtype=torch.int8)
         marks[0, [0, length // 7, length // 2, length - 1]] = PADDING
         marks[1, [length // 5, length // 3, length // 2]] = START
-        past, amounts = scale * torch.randn(batch, 7, heads, 1), torch.rand(batch, 7, heads, modes)
-        top = torch.full((batch, heads), -torch.inf, dtype=torch.float64)
-        streams = [torch.ones_like(past), past, torch.zeros_like(past)]
-        if warm:
-            exponent = beta[:, None] * past
-            top = exponent.amax((1, 3)).double()
-            streams[2] = (exponent - top[:, None, :, None]).exp()
-        sums = torch.stack([(amounts * x).sum(1) for x in streams], 1).double()
+        sums, top = some_past(batch, heads, modes, beta if warm else None, scale)
         given = (gate, write, read, spread, gather, v, beta if warm else None, marks if marked else None)
         return *given, sums, top, exclusive
 

@@ -51,6 +51,7 @@ def examples() -> dict[str, tuple[Any, ...]]:
         "decays of zero and one": (wiped.round(), inputs, initial, True),
         "resets": (wiped, inputs, initial, True),
         "two tokens": (*drawn(3, 2, 7), False),
+        "transposed": (torch.rand(3, 17, 2).mT, torch.randn(17, 3, 2).permute(1, 2, 0), torch.randn(3, 17), True),
         "one token": (*drawn(1, 1, 3), False),
         "no token": (*drawn(2, 0, 3), False),
     }

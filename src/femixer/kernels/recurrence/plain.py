@@ -1,8 +1,7 @@
 """The linear recurrence in torch's operations, whose number grows with the logarithm of the length.
 
-In float64 chunks of 16 tokens are summed by a cumulative sum relative to their middle: exp of 8 log decays of LEAST has
-range to spare. float32 has not; there a chunk of 64 is multiplied by the decays of all its pairs, or, if those are too
-many, groups of 4, 16, 64 ... tokens are. The chunks' ends are a recurrence of a sixteenth of the length, or less.
+Four tokens are taken as one, and four of these again; in place that takes little memory. In float32, off a CPU, a chunk
+of 64 is multiplied by the decays of all its pairs instead, unless these are too many: that is fewer operations.
 """
 
 import math
@@ -14,6 +13,8 @@ from torch import Tensor
 from femixer.kernels.reading import is_followed, wide
 
 CHUNK, PAIRED_CHUNK = 16, 64
+# Of chunks, in exported programs.
+LEVELS = 2
 # A log decay below this is taken for it: a free energy sees no further than 60 nats.
 LEAST = -80.0
 # More numbers than this are not made of pairs.
@@ -42,23 +43,15 @@ def scan(
     if initial is not None:
         first = torch.addcmul(x[:, :1], log_decay[:, :1].exp(), initial.to(x.dtype)[:, None])
         x = torch.cat([first, x[:, 1:]], 1)
-    # An exported program of any length is made of the same operations for all of them.
-    levels = 2 if isinstance(x.shape[1], torch.SymInt) else None
-    if levels is None and (resets or not _is_summed_at_once(log_decay, x)):
+    if isinstance(x.shape[1], torch.SymInt) and not resets:
+        log_decay = log_decay.clamp_min(LEAST)
+        if backwards:  # the last decay, which comes first then, is used by none
+            return _in_levels(log_decay.flip(1).roll(1, 1), x.flip(1), LEVELS).flip(1)
+        return _in_levels(log_decay, x, LEVELS)
+    if resets or x.dtype == torch.float64 or PAIRED_CHUNK * log_decay.numel() > NUMBERS or x.shape[1] > PAIRED_CHUNK**2:
         decay = log_decay.exp_() if spare and log_decay.shape == x.shape else log_decay.exp()
         return _by_doubling(decay, x, spare, backwards)
-    if levels is None and x.dtype != torch.float64:
-        return _by_pairs(log_decay, x, backwards, [] if pairs is None else pairs)
-    if resets:
-        return _by_doubling(log_decay.exp(), x, spare, backwards)
-    if backwards:  # the last decay, which comes first then, is used by none
-        return _scan(log_decay.clamp_min(LEAST).flip(1).roll(1, 1), x.flip(1), levels).flip(1)
-    return _scan(log_decay.clamp_min(LEAST), x, levels)
-
-
-def _is_summed_at_once(decay: Tensor, x: Tensor) -> bool:
-    """Whether chunks are: in float64, or if there are not too many pairs, of tokens and of chunks."""
-    return x.dtype == torch.float64 or (PAIRED_CHUNK * decay.numel() <= NUMBERS and x.shape[1] <= PAIRED_CHUNK**2)
+    return _by_pairs(log_decay, x, backwards, [] if pairs is None else pairs)
 
 
 def _by_pairs(gates: Tensor, x: Tensor, backwards: bool, kept: Pairwise) -> Tensor:
@@ -129,24 +122,22 @@ def _in_place(decay: Tensor, x: Tensor) -> None:
         x[:, i].addcmul_(decay[:, i], x[:, i - 1])
 
 
-def _scan(gates: Tensor, x: Tensor, levels: int | None = None) -> Tensor:
-    """levels: of chunks, before all pairs of what is left are summed; None: as many as the length needs."""
+def _in_levels(gates: Tensor, x: Tensor, levels: int) -> Tensor:
+    """By the same operations for any length: chunks, chunks of chunks in so many levels, and all pairs of what is left.
+
+    In float64 chunks of 16 are summed relative to their middle: exp of 8 log decays of LEAST has range to spare.
+    """
     length = x.shape[1]
     if levels == 0:
         return _pairs(gates[:, None], x[:, None])[1][:, 0]
     exact = x.dtype == torch.float64
     chunk = CHUNK if exact else PAIRED_CHUNK
-    chunk = chunk if levels or length > chunk + 1 else max(1, length)  # one more is as far from the middle
-    missing = -length % chunk
-    if levels or missing:
-        gates, x = (F.pad(y, (0, 0) * (y.dim() - 2) + (0, missing)) for y in (gates, x))
+    gates, x = (F.pad(y, (0, 0) * (y.dim() - 2) + (0, -length % chunk)) for y in (gates, x))
     gates, x = gates.unflatten(1, (-1, chunk)), x.unflatten(1, (-1, chunk))
     reach, h = _around_the_middle(gates, x) if exact else _pairs(gates, x)
-    if levels or length > chunk:
-        ends = _scan(reach[:, :, -1].clamp_min(LEAST), h[:, :, -1], levels and levels - 1)[:, :-1]
-        before = F.pad(ends, (0, 0) * (ends.dim() - 2) + (1, 0))
-        h = torch.addcmul(h, reach.exp(), before[:, :, None])
-    return h.flatten(1, 2)[:, :length]
+    ends = _in_levels(reach[:, :, -1].clamp_min(LEAST), h[:, :, -1], levels - 1)[:, :-1]
+    before = F.pad(ends, (0, 0) * (ends.dim() - 2) + (1, 0))
+    return torch.addcmul(h, reach.exp(), before[:, :, None]).flatten(1, 2)[:, :length]
 
 
 def _around_the_middle(gates: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,15 +161,15 @@ def _pairs(gates: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def forward(decay: Tensor, inputs: Tensor, initial: Tensor, resets: bool) -> tuple[Tensor, ...]:
-    if not isinstance(inputs.shape[1], torch.SymInt) and (resets or not _is_summed_at_once(decay, wide(inputs))):
-        x = wide(inputs)
-        first = torch.addcmul(x[:, :1], wide(decay[:, :1]), wide(initial)[:, None])
-        x = torch.cat([first, x[:, 1:]], 1)
-        own = wide(decay) if is_followed() else wide(decay).clone()
-        return (_by_doubling(own, x, True, False).to(inputs.dtype),)
-    # Not the logarithm of zero, whose gradient is infinite.
-    log_decay = torch.where(decay == 0, -torch.inf, wide(decay).clamp_min(math.exp(LEAST)).log())
-    return (scan(log_decay, inputs, initial, resets=resets).to(inputs.dtype),)
+    if isinstance(inputs.shape[1], torch.SymInt):
+        # Not the logarithm of zero, whose gradient is infinite.
+        log_decay = torch.where(decay == 0, -torch.inf, wide(decay).clamp_min(math.exp(LEAST)).log())
+        return (scan(log_decay, inputs, initial, resets=resets).to(inputs.dtype),)
+    x = wide(inputs)
+    first = torch.addcmul(x[:, :1], wide(decay[:, :1]), wide(initial)[:, None])
+    x = torch.cat([first, x[:, 1:]], 1)
+    own = wide(decay) if is_followed() else wide(decay).clone()
+    return (_by_doubling(own, x, True, False).to(inputs.dtype),)
 
 
 def backward(
@@ -188,13 +179,10 @@ def backward(
     needed: tuple[bool, ...],
 ) -> tuple[Tensor, ...]:
     """The same recurrence backwards: e_t = grad_t + decay_{t+1} e_{t+1}; d input = e, d decay_t = e_t h_{t-1}."""
-    (grad,), (decay, inputs, initial, resets), (h,) = grads, arguments, results
+    (grad,), (decay, inputs, initial, _), (h,) = grads, arguments, results
     if not h.shape[1]:
         return torch.zeros_like(decay), torch.zeros_like(inputs), torch.zeros_like(initial)
-    if resets or not _is_summed_at_once(decay, wide(grad)):
-        error = _by_doubling(wide(decay), wide(grad), False, True)
-    else:
-        error = scan(wide(decay).log(), grad, backwards=True)
+    error = _by_doubling(wide(decay), wide(grad), False, True)
     error = error.to(inputs.dtype)
     before = torch.cat([initial[:, None], h[:, :-1]], 1)
     return error * before, error, error[:, 0] * decay[:, 0]

@@ -10,6 +10,7 @@ Axes: B batch, T tokens, C channels, N modes per channel.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -127,35 +128,66 @@ def definition(*arguments: Any) -> tuple[Tensor, ...]:
     kept = torch.where(goes_on[:, -1], rate * steps[:, -1, None], -torch.inf).exp()
 
     def read_of(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums of a stream x [B, T, C] that the rows read, and those of the state."""
+        x, state = x[..., 0], state.mT
         rows = torch.einsum("btic,bic->btc", weights, x) + torch.einsum("btnc,bnc->btc", carried, state)
-        return rows, (written * x[:, :, None]).sum(1) + kept * state
+        return rows[..., None], ((written * x[:, :, None]).sum(1) + kept * state).mT
 
+    mean, free, log_total, last, last_top = dense_read(
+        read_of, v[..., None], beta, marks, step * rate.amax(0), sums.mT, top
+    )
+    return mean.flatten(2), free.flatten(2), log_total.flatten(2), last.mT, last_top
+
+
+def dense_read(
+    read_of: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    v: Tensor,
+    beta: Tensor | None,
+    marks: Tensor,
+    slowest: Tensor,
+    sums: Tensor,
+    top: Tensor,
+) -> tuple[Tensor, ...]:
+    """Mean, free energy, log total and the next state of values [B, T, H, D] in float64; beta [H].
+
+    read_of gives, of a stream [B, T, H, D] and its state [B, H, N], the sums that rows read and those of the state
+    after the last token. slowest [B, T, H]: log decays of the slowest mode; sums [B, 3, H, N], top [B, H].
+    """
+    real = ~is_padding(marks)[..., None, None]
     total, last_total = read_of(torch.ones_like(v), sums[:, 0])
     weighted, last_weighted = read_of(v, sums[:, 1])
-    there = ~(total <= 0) & real[..., None]
+    there = ~(total <= 0) & real
     safe = torch.where(there, total, 1)
     mean, log_total = torch.where(there, weighted / safe, 0), torch.where(there, safe.log(), -torch.inf)
-    log_total = torch.where(real[..., None], log_total, 0)
+    log_total = torch.where(real, log_total, 0)
     if beta is None:
         last = torch.stack([last_total, last_weighted, torch.zeros_like(last_total)], 1)
-        return mean, v.new_empty(0, 0, 0), log_total, last, top
-    exponent = beta.double() * v
-    # Relative to one number per channel, which any range of float64 allows.
-    shift = torch.cat([exponent, top[:, None]], 1).amax(1).detach()
-    energy, last_energy = read_of((exponent - shift[:, None]).exp(), sums[:, 2] * (top - shift).exp()[:, None])
-    free = torch.where(there, (torch.where(there, energy / safe, 1).log() + shift[:, None]) / beta.double(), 0)
-    last_top = _last_top(exponent.detach(), (step * rate.amax(0)).detach(), marks, top)
-    last_energy = last_energy * torch.where(last_top > -torch.inf, shift - last_top, 0).exp()[:, None]
-    return mean, free, log_total, torch.stack([last_total, last_weighted, last_energy], 1), last_top
+        return mean, v.new_empty(0, 0, 0, 0), log_total, last, top
+    exponent = beta.double()[:, None] * v
+    # Relative to one number per head, which any range of float64 allows.
+    shift = torch.cat([exponent.amax(-1), top[:, None]], 1).amax(1).detach()
+    before = sums[:, 2] * (top - shift).exp()[..., None]
+    energy, last_energy = read_of((exponent - shift[:, None, :, None]).exp(), before)
+    log_mean = torch.where(there, energy / safe, 1).log() + shift[:, None, :, None]
+    free = torch.where(there, log_mean / beta.double()[:, None], 0)
+    for at, highest, decay in zip(
+        marks.unbind(1), exponent.detach().amax(-1).unbind(1), slowest.unbind(1), strict=True
+    ):
+        fallen = torch.where(is_start(at)[:, None], -torch.inf, top + decay.detach())
+        top = torch.where(is_padding(at)[:, None], top, torch.maximum(fallen, highest))
+    last_energy = last_energy * torch.where(top > -torch.inf, shift - top, 0).exp()[..., None]
+    return mean, free, log_total, torch.stack([last_total, last_weighted, last_energy], 1), top
 
 
-def _last_top(exponent: Tensor, slowest: Tensor, marks: Tensor, top: Tensor) -> Tensor:
-    for t in range(exponent.shape[1]):
-        at = marks[:, t, None]
-        fallen = torch.where(is_start(at), -torch.inf, top + slowest[:, t])
-        top = torch.where(is_padding(at), top, torch.maximum(fallen, exponent[:, t]))
-    return top
+def some_past(batch: int, heads: int, modes: int, beta: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Sums [B, 3, H, N] and top [B, H] after a few tokens that are all read alike; beta [H]."""
+    past, amounts = scale * torch.randn(batch, 7, heads, 1), torch.rand(batch, 7, heads, modes)
+    top = torch.full((batch, heads), -torch.inf, dtype=torch.float64)
+    streams = [torch.ones_like(past), past, torch.zeros_like(past)]
+    if beta is not None:
+        exponent = beta[:, None] * past
+        top = exponent.amax((1, 3)).double()
+        streams[2] = (exponent - top[:, None, :, None]).exp()
+    return torch.stack([(amounts * x).sum(1) for x in streams], 1).double(), top
 
 
 def examples() -> dict[str, tuple[Any, ...]]:
@@ -181,15 +213,8 @@ def examples() -> dict[str, tuple[Any, ...]]:
         marks = torch.zeros(batch, length, dtype=torch.int8)
         marks[0, [0, length // 7, length // 2, length - 1]] = PADDING
         marks[1, [length // 5, length // 3, length // 2]] = START
-        past, amounts = scale * torch.randn(batch, 7, 1, channels), torch.rand(batch, 7, modes, channels)
-        top = torch.full((batch, channels), -torch.inf, dtype=torch.float64)
-        streams = [torch.ones_like(past), past, torch.zeros_like(past)]
-        if warm:
-            exponent = beta * past
-            top = exponent.amax((1, 2)).double()
-            streams[2] = (exponent - top[:, None, None]).exp()
-        sums = torch.stack([(amounts * x).sum(1) for x in streams], 1).double()
-        return *system, v, beta if warm else None, marks if marked else None, sums, top, exclusive
+        sums, top = some_past(batch, channels, modes, beta if warm else None, scale)
+        return *system, v, beta if warm else None, marks if marked else None, sums.mT, top, exclusive
 
     return {
         "mamba": case(37, mamba=True),

@@ -33,7 +33,7 @@ from femixer.kernels.reading import (
 from femixer.kernels.recurrence.plain import CHUNK, LEAST, scan
 
 # Of the forward and of the backward pass, which holds more tensors at a time.
-NUMBERS, BACKWARD_NUMBERS = 2**24, 2**24 - 1
+NUMBERS, BACKWARD_NUMBERS = 2**25, 2**24 - 1
 # Tokens of a chunk, the least log decay, and the most above a shift: what is further has no weight.
 SIZES = {torch.float64: (CHUNK, LEAST, 600.0), torch.float32: (8, -20.0, 75.0)}
 
@@ -114,7 +114,7 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
         return v.clone(), v.new_empty((0, 0, 0) if beta is None else v.shape), v.clone(), sums.clone(), top.clone()
     inputs, layout = _prepared(arguments)[::2]
     found = [_sums(block, layout) for block, _ in inputs.blocks(NUMBERS)]
-    y, past, last = (torch.cat(parts) for parts in zip(*found, strict=True))
+    y, past, last = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
     del found
     y = torch.addcmul(y, past, _of_past(inputs, layout))
     if inputs.skip is not None:
@@ -318,40 +318,42 @@ def _laid_out(marks: Tensor | None, strictly: bool, v: Tensor, size: int, least:
 
 
 class Factors(NamedTuple):
-    """Of a block of channels: exp(G), P and Q, without the axes B and J where all chunks are alike, whose letters in
-    products are `modes`; the decays from a chunk's begin to its middle and on to its end, and the log decay over all of
-    it, [C, B, J, N, 1]."""
+    """Of a block of channels: P and Q, without the axes B and J where all chunks are alike, whose letters in products
+    are `modes`; the decays from a chunk's begin to its middle and on to its end, and the log decay over all of it,
+    [C, B, J, N, 1]."""
 
     modes: str
-    middle: Tensor
     p: Tensor
     q: Tensor
     begin: Tensor
     end: Tensor
     fall: Tensor
 
-    @classmethod
-    def of(cls, inputs: Inputs, layout: Layout) -> "Factors":
-        rates, pace, write, query = inputs[:4]
-        reach = (pace[..., None] * rates[:, None, None, None]).clamp_min(layout.least).cumsum(-2)
-        start, fall = reach[..., layout.size // 2, None, :].clone(), reach[..., -1:, :].clone()
-        middle = (reach - start).exp()
-        del reach
-        q = _keys(middle, write)
-        p = middle * query
-        end = (fall - start).exp().mT
-        if _is_alike(inputs):
-            middle, p, q = (each[:, 0, 0] for each in (middle, p, q))
-        return cls("cln" if _is_alike(inputs) else "cbjln", middle, p, q, start.exp().mT, end, fall.mT)
 
-    def pairs(self, inputs: Inputs, layout: Layout) -> tuple[Tensor, Tensor | None]:
-        """P Q where it is seen [C, B, J, L, L], and the decay of exponentials beside it."""
-        seen = self.p @ self.q.mT
-        seen = (seen[:, None, None] if self.modes == "cln" else seen).masked_fill(layout.hidden, 0)
-        if inputs.shift is None:
-            return seen, None
-        above = inputs.shift[..., None, :] - inputs.shift[..., None]
-        return seen, above.clamp_max_(layout.most).exp_()
+def _factors(inputs: Inputs, layout: Layout) -> tuple[Factors, Tensor]:
+    """And exp(G), which is as large as P and Q."""
+    rates, pace, write, query = inputs[:4]
+    reach = (pace[..., None] * rates[:, None, None, None]).clamp_min(layout.least).cumsum(-2)
+    start, fall = reach[..., layout.size // 2, None, :].clone(), reach[..., -1:, :].clone()
+    reach = reach - start
+    middle = reach.exp()
+    del reach
+    q = _keys(middle, write)
+    p = middle * query
+    end = (fall - start).exp().mT
+    if _is_alike(inputs):
+        middle, p, q = (each[:, 0, 0] for each in (middle, p, q))
+    return Factors("cln" if _is_alike(inputs) else "cbjln", p, q, start.exp().mT, end, fall.mT), middle
+
+
+def _pairs(modes: str, p: Tensor, q: Tensor, inputs: Inputs, layout: Layout) -> tuple[Tensor, Tensor | None]:
+    """P Q where it is seen [C, B, J, L, L], and the decay of exponentials beside it."""
+    seen = p @ q.mT
+    seen = (seen[:, None, None] if modes == "cln" else seen).masked_fill(layout.hidden, 0)
+    if inputs.shift is None:
+        return seen, None
+    above = inputs.shift[..., None, :] - inputs.shift[..., None]
+    return seen, above.clamp_max_(layout.most).exp_()
 
 
 def _keys(middle: Tensor, write: Tensor | None) -> Tensor:
@@ -360,11 +362,14 @@ def _keys(middle: Tensor, write: Tensor | None) -> Tensor:
 
 def _sums(inputs: Inputs, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     """What rows read of their chunk and of the state before it [C, B, J, L, S], and the last modes [C, B, N, S]."""
-    f = Factors.of(inputs, layout)
-    y = _of_pairs(f.modes, *f.pairs(inputs, layout), inputs.x, "is->cbjts")
-    written = torch.einsum(f"{f.modes},cbjls->cbjns", f.q, _left(inputs, layout)) * f.end
-    modes, p, begin, fall = f.modes, f.p, f.begin, f.fall
-    del f  # what is not needed any more goes at once: it is large
+    modes, p, q, begin, end, fall = _factors(inputs, layout)[0]
+    # What is not needed any more goes at once: it is large.
+    written = torch.einsum(f"{modes},cbjls->cbjns", q, _left(inputs, layout)) * end
+    del end
+    pairs = _pairs(modes, p, q, inputs, layout)
+    del q
+    y = _of_pairs(modes, *pairs, inputs.x, "is->cbjts")
+    del pairs
     h = _recurrence(fall, inputs.drift, torch.cat([inputs.initial[:, :, None], written], 2), layout)
     del written
     return y, torch.einsum(f"{modes},cbjns->cbjls", p, h[:, :, :-1] * begin), h[:, :, -1].clone()
@@ -383,9 +388,8 @@ def _gradients(inputs: Inputs, layout: Layout, later: Tensor, to_y: Tensor, to_l
     """Of the inputs up to the modes before the first token, for a block of channels; the last modes' is to_last. later
     [L, L]: one for i >= t, else zero."""
     rates, pace, write, query, x, initial = inputs[:6]
-    f = Factors.of(inputs, layout)
-    modes, middle, begin, end, falls = f.modes, f.middle, f.begin, f.end, [f.fall]
-    pairs, fade = f.pairs(inputs, layout)
+    (modes, p, q, begin, end, fall), middle = _factors(inputs, layout)
+    pairs, fade = _pairs(modes, p, q, inputs, layout)
     d_x = _of_pairs(modes, pairs, fade, to_y, "ts->cbjis")
     to_pairs = torch.einsum(f"cbjts,cbjis->{'cti' if modes == 'cln' else 'cbjti'}", to_y[..., :2], x[..., :2])
     if fade is not None:
@@ -396,9 +400,9 @@ def _gradients(inputs: Inputs, layout: Layout, later: Tensor, to_y: Tensor, to_l
     # What is not needed any more, or is soon made again, goes at once: these are the largest of all tensors.
     del pairs, fade
     left, to_past = _left(inputs, layout), to_y * _of_past(inputs, layout)
-    written = torch.einsum(f"{modes},cbjls->cbjns", f.q, left).mul_(end)
-    to_before = torch.einsum(f"{modes},cbjls->cbjns", f.p, to_past).mul_(begin)
-    del f
+    written = torch.einsum(f"{modes},cbjls->cbjns", q, left).mul_(end)
+    to_before = torch.einsum(f"{modes},cbjls->cbjns", p, to_past).mul_(begin)
+    del p, q
     # The gradients of the modes before each chunk are the same recurrence backwards: both at once, from the first and
     # from the last modes.
     written = torch.cat([initial[:, :, None], written], 2)
@@ -406,13 +410,13 @@ def _gradients(inputs: Inputs, layout: Layout, later: Tensor, to_y: Tensor, to_l
     to_before = to_before.flip(2)
     h = torch.stack([written, to_before])
     del written, to_before
-    falls += [] if inputs.drift is None else [inputs.drift]
-    fall, *drift = (torch.stack([x, x.flip(2)]) for x in falls)
-    h = _recurrence(fall, drift[0] if drift else None, h, layout)
+    fall = torch.stack([fall, fall.flip(2)])
+    drift = None if inputs.drift is None else torch.stack([inputs.drift, inputs.drift.flip(2)])
+    h = _recurrence(fall, drift, h, layout)
     d_initial, to_end = h[1, :, :, -1].clone(), h[1, :, :, :-1].flip(2)
     across = (h[0, :, :, 1:] * to_end).sum_to_size(begin.shape)  # what flows across chunks' ends
     past, to_end = h[0, :, :, :-1] * begin, to_end.mul_(end)
-    del h, fall, drift, falls, begin, end
+    del h, fall, drift, begin, end
     q = _keys(middle, write)
     _add_left(d_x, torch.einsum(f"{modes},cbjns->cbjls", q, to_end), inputs, layout)
     d_p = torch.einsum(f"cbjls,cbjns->{modes}", to_past, past)

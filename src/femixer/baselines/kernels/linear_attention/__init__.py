@@ -1,6 +1,6 @@
 """Linear attention with decays, unnormalized.
 
-    S_t = exp(gate_t) * S_{t-1} + k_t v_tᵀ,    y_t = S_tᵀ q_t   (exclusive: y_t = S_{t-1}ᵀ q_t)
+    S_t = exp(gate_t) * S_{t-1} + k_t v_tᵀ,    y_t = S_tᵀ q_t
 
 q and k have any sign; gate <= 0 is one log decay per head, one per key channel, one per value channel, or none.
 
@@ -26,7 +26,6 @@ def _results(
     gate: Tensor | None,
     marks: Tensor | None,
     state: Tensor | None,
-    exclusive: bool,
     of_values: bool,
     keep: bool,
 ) -> tuple[Tensor, ...]:
@@ -45,7 +44,6 @@ def linear_attention(
     gate: Tensor | None,
     marks: Tensor | None = None,
     state: Tensor | None = None,
-    exclusive: bool = False,
     of_values: bool = False,
     keep: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
@@ -54,12 +52,11 @@ def linear_attention(
 
     q, k [B, T, H, E], or [B, T, 1, E] where all heads share them; v [B, T, H, D]; gate [B, T, H], [B, T, H, E] or,
     `of_values`, [B, T, H, D], with a batch of one where all sequences share it; marks [B, T] (see
-    femixer.kernels.marks); state [B, H, E, D] before the tokens. exclusive and of_values exclude each other.
+    femixer.kernels.marks); state [B, H, E, D] before the tokens.
     """
-    assert not (exclusive and of_values)
     dtype = torch.promote_types(v.dtype, torch.float32)
     q, k, v = (x.to(dtype) for x in (q, k, v))
-    arguments = q, k, v, gate, marks, state, exclusive, of_values, keep
+    arguments = q, k, v, gate, marks, state, of_values, keep
     if gate is None or gate.dim() == 3:
         # A few matrix products, in torch on every device; compilers see through them.
         with without_autocast(v.device):
@@ -75,21 +72,21 @@ DIFFERENTIABLE = True
 
 def forward(*arguments: Any) -> tuple[Tensor, ...]:
     """In torch's operations, chunk by chunk: matrix products within a chunk, a state between. N chunks of C tokens."""
-    q, k, v, gate, marks, state, exclusive, of_values, keep = arguments
+    q, k, v, gate, marks, state, of_values, keep = arguments
     length = v.shape[1]
     chunk = chunk_size(gate, length)
     padding = None if marks is None else is_padding(marks)[..., None, None]
     k = k if padding is None else k.masked_fill(padding, 0)
     qc, kc, vc = (in_chunks(x, chunk) for x in (q, k, v))
     decay = decay_of(gate, marks, chunk, v.device)
-    y = decay.mixed(qc, kc, vc) if of_values else decay.scores(qc, kc, exclusive) @ vc
+    y = decay.mixed(qc, kc, vc) if of_values else decay.scores(qc, kc) @ vc
     # The first chunk has no past without a state, and the last one no future if no state is asked for.
     start, stop = int(state is None), vc.shape[2] - int(not keep)
     kept, added = _written(kc[:, :, :stop], vc[:, :, :stop], decay.chunks(0, stop), of_values)
     states = carry(kept, added, state)
     if start < vc.shape[2]:
         before = torch.stack(states[: vc.shape[2] - start], 2)
-        past = _read(qc[:, :, start:], before, decay.chunks(start, vc.shape[2]), exclusive, of_values)
+        past = _read(qc[:, :, start:], before, decay.chunks(start, vc.shape[2]), of_values)
         y = y + past if start == 0 else torch.cat([y[:, :, :1], y[:, :, 1:] + past], 2)
     y = out_of_chunks(y, length)
     return y if padding is None else y.masked_fill(padding, 0), states[-1] if keep else v.new_empty(0)
@@ -103,14 +100,14 @@ def _written(k: Tensor, v: Tensor, decay: Decay, of_values: bool) -> tuple[Tenso
     return None if kept is None else kept.mT, k.mT @ decay.writing(v)
 
 
-def _read(q: Tensor, before: Tensor, decay: Decay, exclusive: bool, of_values: bool) -> Tensor:
+def _read(q: Tensor, before: Tensor, decay: Decay, of_values: bool) -> Tensor:
     """What queries read of the states before their chunks [B, H, N, C, D]."""
-    return decay.reading(q @ before) if of_values else decay.reading(q, exclusive) @ before
+    return decay.reading(q @ before) if of_values else decay.reading(q) @ before
 
 
 def definition(*arguments: Any) -> tuple[Tensor, ...]:
     """Token by token in float64."""
-    q, k, v, gate, marks, state, exclusive, of_values, keep = arguments
+    q, k, v, gate, marks, state, of_values, keep = arguments
     q, k, v = (x.double() for x in (q, k, v))
     batch, length, heads, width = v.shape
     s = v.new_zeros(batch, heads, k.shape[3], width) if state is None else state.double()
@@ -123,10 +120,8 @@ def definition(*arguments: Any) -> tuple[Tensor, ...]:
     for t in range(length):
         padding, start = (f(marks[:, t])[:, None, None, None] for f in (is_padding, is_start))
         s = torch.where(start, 0, s)
-        after = torch.where(padding, s, decay[:, t] * s + k[:, t, :, :, None] * v[:, t, :, None])
-        y = ((s if exclusive else after) * q[:, t, :, :, None]).sum(2)
-        rows.append(torch.where(padding[..., 0], 0, y))
-        s = after
+        s = torch.where(padding, s, decay[:, t] * s + k[:, t, :, :, None] * v[:, t, :, None])
+        rows.append(torch.where(padding[..., 0], 0, (s * q[:, t, :, :, None]).sum(2)))
     return torch.stack(rows, 1), s if keep else v.new_empty(0)
 
 
@@ -151,25 +146,13 @@ def examples() -> dict[str, tuple[Any, ...]]:
 
     q, k, v, gate, state = drawn(131)
     marks = marked(2, 131)
-    one = drawn(1)
+    one, shared = drawn(1), (q[:, :, :1], k[:, :, :1])
     return {
-        "no decays": (q, k, v, None, marks, state, False, False, True),
-        "per head": (q, k, v, gate[..., 0, 0], marks, state, False, False, True),
-        "per head, exclusive": (q, k, v, gate[..., 0, 0], marks, state, True, False, True),
-        "shared by heads and batch": (
-            q[:, :, :1],
-            k[:, :, :1],
-            v,
-            gate[:1, ..., 0, 0],
-            None,
-            None,
-            False,
-            False,
-            False,
-        ),
-        "per key channel": (q, k, v, gate[..., 0], marks, state, False, False, True),
-        "per key channel, exclusive": (q, k, v, gate[..., 0], marks, state, True, False, True),
-        "per key channel, no state": (q, k, v, gate[..., 0], None, None, False, False, False),
-        "per value channel": (q, k, v, gate[..., 0, :], marks, state, False, True, True),
-        "one token": (*one[:3], one[3][..., 0], None, one[4], False, False, True),
+        "no decays": (q, k, v, None, marks, state, False, True),
+        "per head": (q, k, v, gate[..., 0, 0], marks, state, False, True),
+        "shared by heads and batch": (*shared, v, gate[:1, ..., 0, 0], None, None, False, False),
+        "per key channel": (q, k, v, gate[..., 0], marks, state, False, True),
+        "per key channel, no state": (q, k, v, gate[..., 0], None, None, False, False),
+        "per value channel": (q, k, v, gate[..., 0, :], marks, state, True, True),
+        "one token": (*one[:3], one[3][..., 0], None, one[4], False, True),
     }

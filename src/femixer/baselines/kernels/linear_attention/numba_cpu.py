@@ -21,6 +21,7 @@ from femixer.kernels.numba_kernel import job, kernel, summing_job
 from femixer.kernels.numba_math import exp
 from femixer.kernels.operator import filled
 
+FLOATS, ANY = (torch.float32,), ("state",)
 READS_RESULTS = False
 # States are kept for so many tokens; before that, every so many tokens.
 KEPT = 64
@@ -31,19 +32,16 @@ def refuse(
 ) -> str | None:
     if gate is None or gate.dim() == 3:
         return "it takes decays per channel; with one per head or none, torch's matrix products are as fast"
-    kinds = {x.dtype for x in (q, k, v, gate)}
-    if kinds != {torch.float32}:
-        return f"it takes float32, not {', '.join(sorted(map(str, kinds)))}"
     if any(x.shape[:3] != v.shape[:3] for x in (q, k, gate)):
         return "it takes queries, keys and gates of every sequence and head"
     return None
 
 
 def _complete(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    q, k, v, gate, marks, state, exclusive, of_values, _ = arguments
+    q, k, v, gate, marks, state, of_values, _ = arguments
     batch, _, heads, width = v.shape
     state = v.new_zeros(batch, heads, k.shape[3], width) if state is None else state.to(v.dtype)
-    return q, k, v, gate, NO_MARKS if marks is None else marks, state, exclusive, of_values
+    return q, k, v, gate, NO_MARKS if marks is None else marks, state, of_values
 
 
 def forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -97,14 +95,14 @@ def _read(s, q, total, y):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def forward_kernel(q, k, v, gate, marks, state, exclusive, of_values, y, last):  # type: ignore[no-untyped-def]
+def forward_kernel(q, k, v, gate, marks, state, of_values, y, last):  # type: ignore[no-untyped-def]
     heads = q.shape[2]
     for index in prange(q.shape[0] * heads):
-        _forward(index // heads, index % heads, q, k, v, gate, marks, state, exclusive, of_values, y, last)
+        _forward(index // heads, index % heads, q, k, v, gate, marks, state, of_values, y, last)
 
 
 @job
-def _forward(b, h, q, k, v, gate, marks, state, exclusive, of_values, y, last):  # type: ignore[no-untyped-def]
+def _forward(b, h, q, k, v, gate, marks, state, of_values, y, last):  # type: ignore[no-untyped-def]
     s = state[b, h].astype(np.float64)
     total, decay = np.zeros(s.shape[1]), np.empty(gate.shape[3])
     for t in range(q.shape[1]):
@@ -114,28 +112,25 @@ def _forward(b, h, q, k, v, gate, marks, state, exclusive, of_values, y, last): 
             continue
         if mark & START:
             s[:] = 0.0
-        if exclusive:
-            _read(s, q[b, t, h], total, y[b, t, h])
         _decays(gate[b, t, h], decay)
         _advance(s, k[b, t, h], v[b, t, h], decay, of_values, s)
-        if not exclusive:
-            _read(s, q[b, t, h], total, y[b, t, h])
+        _read(s, q[b, t, h], total, y[b, t, h])
     last[b, h] = s
 
 
 @kernel
-def backward_kernel(to_y, to_last, q, k, v, gate, marks, state, exclusive, of_values, d_q, d_k, d_v, d_gate, d_state):  # type: ignore[no-untyped-def]
+def backward_kernel(to_y, to_last, q, k, v, gate, marks, state, of_values, d_q, d_k, d_v, d_gate, d_state):  # type: ignore[no-untyped-def]
     heads = q.shape[2]
     for index in prange(q.shape[0] * heads):
         b, h = index // heads, index % heads
         inputs = q[b, :, h], k[b, :, h], v[b, :, h], gate[b, :, h]
         results = d_q[b, :, h], d_k[b, :, h], d_v[b, :, h], d_gate[b, :, h], d_state[b, h]
         rows = marks[b] if marks.size else marks.reshape(-1)
-        _backward(to_y[b, :, h], to_last[b, h], inputs, rows, state[b, h], exclusive, of_values, results)
+        _backward(to_y[b, :, h], to_last[b, h], inputs, rows, state[b, h], of_values, results)
 
 
 @job
-def _backward(to_y, to_last, inputs, marks, state, exclusive, of_values, results):  # type: ignore[no-untyped-def]
+def _backward(to_y, to_last, inputs, marks, state, of_values, results):  # type: ignore[no-untyped-def]
     q, k, v, gate = inputs
     length, rows, width = q.shape[0], q.shape[1], v.shape[1]
     blocks = (length + KEPT - 1) // KEPT
@@ -159,11 +154,9 @@ def _backward(to_y, to_last, inputs, marks, state, exclusive, of_values, results
             _decays(gate[t], decay)
             if mark & START:
                 decay[:] = 0.0
-            _step_back(t, history[i : i + 2], error, to_y[t], inputs, decay, exclusive, of_values, results, sums)
+            _step_back(t, history[i : i + 2], error, to_y[t], inputs, decay, of_values, results, sums)
             if mark & START:
                 error[:] = 0.0
-                if exclusive:
-                    results[0][t] = 0.0
     results[4][:] = error
 
 
@@ -183,11 +176,11 @@ def _states(start, k, v, gate, marks, of_values, decay, history):  # type: ignor
 
 
 @summing_job
-def _step_back(t, states, error, to_y, inputs, decay, exclusive, of_values, results, sums):  # type: ignore[no-untyped-def]
+def _step_back(t, states, error, to_y, inputs, decay, of_values, results, sums):  # type: ignore[no-untyped-def]
     """error: d S_t from what comes later, on return d S_{t-1} from what comes from t on."""
     q, k, v, _ = inputs
     d_q, d_k, d_v, d_gate, _ = results
-    before, read = states[0], states[0 if exclusive else 1]
+    before, read = states[0], states[1]
     rows, width = before.shape
     to_v, to_decay = sums[0], sums[1]
     for w in range(width):
@@ -197,9 +190,8 @@ def _step_back(t, states, error, to_y, inputs, decay, exclusive, of_values, resu
         to_query = to_key = through = 0.0
         for w in range(width):
             to_query += read[m, w] * to_y[w]
-        if not exclusive:
-            for w in range(width):
-                error[m, w] += query * to_y[w]
+        for w in range(width):
+            error[m, w] += query * to_y[w]
         for w in range(width):
             to_key += error[m, w] * v[t, w]
         for w in range(width):
@@ -215,9 +207,6 @@ def _step_back(t, states, error, to_y, inputs, decay, exclusive, of_values, resu
             for w in range(width):
                 error[m, w] *= decay[m]
             d_gate[t, m] = through * decay[m]
-        if exclusive:
-            for w in range(width):
-                error[m, w] += query * to_y[w]
         d_q[t, m], d_k[t, m] = to_query, to_key
     for w in range(width):
         d_v[t, w] = to_v[w]

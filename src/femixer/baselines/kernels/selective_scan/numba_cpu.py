@@ -6,22 +6,19 @@ kept [B, chunks, N, C]: the states before every ROWS-th token, from which the wa
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import numba
 import numpy as np
 import torch
-from numba import prange, types
-from numba.extending import overload
+from numba import prange
 from torch import Tensor
 
 from femixer.baselines.kernels.selective_scan import ROWS, kept_states
 from femixer.kernels.marks import NO_MARKS, PADDING, START
-from femixer.kernels.numba_kernel import MATH, job, kernel
-from femixer.kernels.numba_math import exp32
+from femixer.kernels.numba_kernel import job, kernel, summing
+from femixer.kernels.numba_math import exp32, f32
 
-FLOATS, ANY, FILLED = (torch.float32, torch.float64), ("state",), True
+FLOATS, ANY, FILLED = (torch.float32,), ("state",), True
 LANES = 64  # channels that one thread works on at a time
 
 
@@ -48,21 +45,9 @@ def backward(
     return d_rate.sum(0).to(rate.dtype), d_step, d_write, d_read, d_x, None, to_state
 
 
-def _exp(x: Any) -> Any:
-    """exp(x) for x <= 0, in the dtype of x."""
-    raise TypeError("for compiled code only")
-
-
-@overload(_exp, jit_options={"fastmath": MATH, "error_model": "numpy", "forceinline": True})
-def _(x):  # type: ignore[no-untyped-def]
-    if x == types.float32:
-        return lambda x: exp32(x)
-    return lambda x: math.exp(x)
-
-
-@numba.njit(fastmath={*MATH, "reassoc"}, error_model="numpy", forceinline=True)
+@summing
 def _dot(a, b):  # type: ignore[no-untyped-def]
-    total = a.dtype.type(0)
+    total = f32(0.0)
     for i in range(LANES):
         total += a[i] * b[i]
     return total
@@ -93,8 +78,8 @@ def forward_kernel(rate, step, write, read, x, marks, state, y, last, kept):  # 
 def _forward(b, low, rate, step, write, read, x, marks, state, y, last, kept):  # type: ignore[no-untyped-def]
     n, modes = min(LANES, x.shape[2] - low), rate.shape[0]
     # Lanes beyond the channels stay zero: loops of a fixed length are faster than exact ones.
-    s, rates = np.zeros((modes, LANES), x.dtype), np.zeros((modes, LANES), x.dtype)
-    d, u, out = np.zeros(LANES, x.dtype), np.zeros(LANES, x.dtype), np.zeros(LANES, x.dtype)
+    s, rates = np.zeros((modes, LANES), f32), np.zeros((modes, LANES), f32)
+    d, u, out = np.zeros(LANES, f32), np.zeros(LANES, f32), np.zeros(LANES, f32)
     for m in range(modes):
         _take(rate, m, low, n, rates[m])
         _take(state[b], m, low, n, s[m])
@@ -116,7 +101,7 @@ def _forward(b, low, rate, step, write, read, x, marks, state, y, last, kept):  
         for m in range(modes):
             amount, query = write[b, t, m], read[b, t, m]
             for i in range(LANES):
-                value = _exp(d[i] * rates[m, i]) * s[m, i] + amount * u[i]
+                value = exp32(d[i] * rates[m, i]) * s[m, i] + amount * u[i]
                 s[m, i] = value
                 out[i] += query * value
         _put(out, y[b], t, low, n)
@@ -145,13 +130,13 @@ def _backward(  # type: ignore[no-untyped-def]
     d_write and d_read [B, blocks, T, N] are this block's share of a sum over all channels.
     """
     low = block * LANES
-    length, n, modes, kind = x.shape[1], min(LANES, x.shape[2] - low), rate.shape[0], x.dtype
-    s, back, rates = np.zeros((modes, LANES), kind), np.zeros((modes, LANES), kind), np.zeros((modes, LANES), kind)
+    length, n, modes = x.shape[1], min(LANES, x.shape[2] - low), rate.shape[0]
+    s, back, rates = np.zeros((modes, LANES), f32), np.zeros((modes, LANES), f32), np.zeros((modes, LANES), f32)
     # Of each row: the state after its decay, before it is written; and the decay.
-    old, decay = np.zeros((ROWS, modes, LANES), kind), np.zeros((ROWS, modes, LANES), kind)
-    steps, inputs = np.zeros((ROWS, LANES), kind), np.zeros((ROWS, LANES), kind)
-    rate_sum, grad, u = np.zeros((modes, LANES)), np.zeros(LANES, kind), np.zeros(LANES, kind)
-    new, written, decayed = np.zeros(LANES, kind), np.zeros(LANES, kind), np.zeros(LANES, kind)
+    old, decay = np.zeros((ROWS, modes, LANES), f32), np.zeros((ROWS, modes, LANES), f32)
+    steps, inputs = np.zeros((ROWS, LANES), f32), np.zeros((ROWS, LANES), f32)
+    rate_sum, grad, u = np.zeros((modes, LANES)), np.zeros(LANES, f32), np.zeros(LANES, f32)
+    new, written, decayed = np.zeros(LANES, f32), np.zeros(LANES, f32), np.zeros(LANES, f32)
     for m in range(modes):
         _take(rate, m, low, n, rates[m])
         _take(to_last[b], m, low, n, back[m])
@@ -171,7 +156,7 @@ def _backward(  # type: ignore[no-untyped-def]
             for m in range(modes):
                 amount = write[b, t, m]
                 for i in range(LANES):
-                    a = _exp(d[i] * rates[m, i])
+                    a = exp32(d[i] * rates[m, i])
                     value = a * s[m, i]
                     decay[r, m, i] = a
                     old[r, m, i] = value
