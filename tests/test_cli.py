@@ -5,7 +5,6 @@ import importlib
 import json
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from itertools import pairwise
@@ -103,14 +102,13 @@ def test_a_broken_package_is_not_reported_as_missing(tmp_path, monkeypatch):
 
 
 def test_python_m_femixer_is_the_command():
-    done = subprocess.run([sys.executable, "-m", "femixer", "--version"], capture_output=True, text=True, timeout=60)
+    done = started.python("-m", "femixer", "--version", timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("femixer ")
 
 
 def test_a_command_that_imports_transformers_says_only_what_it_has_to_say():
-    command = [sys.executable, "-m", "femixer", "lm", "presets"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = started.python("-m", "femixer", "lm", "presets")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("| preset |")
 
