@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from femixer.damage import Damaged, in_one_line, read_text, shown
 from femixer.optional import require
@@ -66,15 +66,16 @@ def parse(options: type[Options], args: Sequence[str], command: str, default: Op
     """Read `args` into the dataclass `options`: one `--option` per field, helped by the docstring under the field.
 
     Fields of nested dataclasses are options on the same level; a bool is a plain flag (`--resume`). `default` gives
-    other defaults than the dataclass does, which `--help` then shows. Check values after parsing and not in
-    `__post_init__`: there tyro would wrap the message in a box of its own.
+    other defaults than the dataclass does, which `--help` then shows. What the types say of values is checked here
+    (`check_options`). Check the rest after parsing and not in `__post_init__`: there tyro would wrap the message in a
+    box of its own.
     """
     tyro = require("tyro", "cli")
     markers = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     # tyro tells "no default" from "the default None" by whether the argument is given at all.
     given = {} if default is None else {"default": default}
     found = tyro.cli(options, args=list(args), prog=f"femixer {command}", config=markers, **given)
-    check_numbers(found)
+    check_options(found)
     return found
 
 
@@ -106,19 +107,6 @@ def _check_one_model(first: str, named: str) -> None:
     check(first.startswith("-"), "model", named, f"it or the first argument, which is {first!r}, not both")
 
 
-def check_numbers(options: Any) -> None:
-    """No option means NaN, infinity or a number that no machine counts to."""
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        if dataclasses.is_dataclass(value):
-            check_numbers(value)
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(one, float):
-                check(math.isfinite(one), field.name, one, "a finite number")
-            elif isinstance(one, int):
-                check(abs(one) < 2**63, field.name, one, "a whole number of at most 19 digits")
-
-
 def check(fits: bool, name: str, value: object, allowed: str) -> None:
     """Raise a ValueError that names the argument, the value given and what is allowed, unless the value `fits`."""
     if not fits:
@@ -138,6 +126,44 @@ POSITIVE = Rule("a number above 0", lambda x: 0 < x < math.inf)
 NOT_NEGATIVE = Rule("a number of at least 0", lambda x: 0 <= x < math.inf)
 SHARE = Rule("a number from 0 to 1", lambda x: 0 <= x <= 1)
 BELOW_ONE = Rule("a number from 0 to below 1", lambda x: 0 <= x < 1)
+
+
+Count = Annotated[int, COUNT]
+Whole = Annotated[int, WHOLE]
+Positive = Annotated[float, POSITIVE]
+NotNegative = Annotated[float, NOT_NEGATIVE]
+Share = Annotated[float, SHARE]
+BelowOne = Annotated[float, BELOW_ONE]
+
+
+def check_options(options: Any) -> None:
+    """Raise a ValueError that names the first field of a dataclass, or of one in it, whose value is not what its type
+    says: one of a `Literal`, or what the rule of a `Count` allows; None is not given. No option means NaN, infinity or
+    a number that no machine counts to."""
+    hints = get_type_hints(type(options), include_extras=True)
+    for field in dataclasses.fields(options):
+        name, value = field.name, getattr(options, field.name)
+        if dataclasses.is_dataclass(value):
+            check_options(value)
+            continue
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(one, float):
+                check(math.isfinite(one), name, one, "a finite number")
+            elif isinstance(one, int):
+                check(abs(one) < 2**63, name, one, "a whole number of at most 19 digits")
+            for rule in rules(hints[name]) if one is not None else ():
+                check(rule.fits(one), name, one, rule.allowed)
+
+
+def rules(kind: Any) -> Iterator[Rule]:
+    """Those in a type, as in `tuple[Count, ...] | None`."""
+    inner = get_args(kind)
+    if get_origin(kind) is Literal:
+        allowed = " or ".join(inner) if len(inner) == 2 else f"from {', '.join(inner)}"
+        yield Rule(allowed, lambda value: value in inner)
+        return
+    for each in inner:
+        yield from [each] if isinstance(each, Rule) else rules(each)
 
 
 def check_all(options: Any, rule: Rule, *names: str) -> None:
