@@ -63,6 +63,7 @@ class Variant:
     prior: str
     name: str
     options: dict[str, Any] = field(hash=False)
+    encodes, rounding = True, ROUNDING
 
     def build(
         self, dim: int = DIM, heads: int = HEADS, dtype: torch.dtype = torch.float64, **more: Any
