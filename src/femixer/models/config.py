@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ def check_values(config: Any) -> None:
             check(rule.fits(value), name, value, rule.allowed)
 
 
+@functools.cache
 def declared(kind: Any) -> dict[str, Any]:
     """Name -> type of the fields that a class of ours declares, or one that it comes from."""
     ours = [each for each in reversed(kind.__mro__) if each.__module__.startswith("femixer.")]
