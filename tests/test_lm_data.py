@@ -435,6 +435,7 @@ def test_interrupted_default_corpus_goes_on_without_naming_it(tmp_path, monkeypa
         ),
         (["--workers", "0"], "workers=0 is not allowed"),
         (["--overwrite"], "choose --shards too"),
+        (["--shards", "a.txt"], "shards='a.txt' is not allowed; choose a folder"),
     ],
 )
 def test_wrong_options_are_errors_in_one_line(tmp_path, monkeypatch, capsys, options, message):

@@ -298,6 +298,7 @@ def test_options_reach_the_model(tmp_path):
     [
         (["--data", "nowhere.txt"], "data='nowhere.txt' is not there; choose a file"),
         (["--data", "empty.txt"], "data='empty.txt' is not allowed; choose a file that is not empty"),
+        (["--data", "picture.bin"], "data='picture.bin' is not allowed; choose text in UTF-8: byte 3 of this file is"),
         (["--context", 9000, "--batch-tokens", 9000], "too few for one window of context=9000"),
         (["--preset", "huge"], "preset='huge' is not allowed; choose one of tiny, mini"),
         (["--tokenizer", "./nowhere"], "tokenizer='./nowhere' is unknown"),
@@ -325,6 +326,7 @@ def test_options_reach_the_model(tmp_path):
 )
 def test_wrong_input_is_one_line_that_says_what_is_allowed(place, tmp_path, options, told, capsys):
     (place / "empty.txt").touch()
+    (place / "picture.bin").write_bytes(b"PIC\0" * 1000)
     (place / "bad.yaml").write_text("learning_rate: 1\n")
     assert lm("train", tmp_path / "run", *SHORT, *options) == 2
     *before, error = capsys.readouterr().err.splitlines()

@@ -179,19 +179,6 @@ def test_samples_end_where_the_context_does(tmp_path, monkeypatch, capsys):
     assert shown and all(len(text) <= 16 - 4 for text in shown)
 
 
-def test_what_is_no_text_and_rates_beyond_float32_are_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("".join(texts(97)))
-    (tmp_path / "picture.bin").write_bytes(b"PIC\0" * 1000)
-    sizes = "--preset tiny --context 16 --batch-tokens 64 --validation-tokens 64 --steps 1 --sample-tokens 0"
-    assert main(["lm", "train", "--data", "picture.bin", *sizes.split(), "--out", "run"]) == 2
-    assert "data='picture.bin' is not allowed; choose text in UTF-8: byte 3 of this file is" in capsys.readouterr().err
-    assert main(["lm", "train", "--data", "text.txt", *sizes.split(), "--lr", "1e300", "--out", "run"]) == 2
-    assert "learning_rate=1e+300 is not allowed; choose a float32 number above 0" in capsys.readouterr().err
-    assert main(["lm", "data", "--data", "text.txt", "--shards", "text.txt"]) == 2
-    assert "shards='text.txt' is not allowed; choose a folder" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("name", "value"), [("eos_token_id", 71), ("bos_token_id", -1)])
 def test_an_upgrade_refuses_ends_of_text_that_are_no_tokens(tmp_path, capsys, name, value):
     sizes = {"hidden_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 28}
