@@ -22,7 +22,7 @@ def check_types(config: Any) -> None:
 
     transformers checks types too, but not those of classes whose annotations are texts, as ours are.
     """
-    for name, kind in declared(type(config)).items():
+    for name, kind in declared(config.__class__).items():
         value = getattr(config, name)
         if not damage.fits(value, kind):
             raise ValueError(f"{name}={damage.shown(value)} is not allowed; choose {damage.described(kind)}")
@@ -31,7 +31,7 @@ def check_types(config: Any) -> None:
 def check_values(config: Any) -> None:
     """As `check_types`, and for values that the rules of their types do not allow."""
     check_types(config)
-    for name, kind in declared(type(config)).items():
+    for name, kind in declared(config.__class__).items():
         value = getattr(config, name)
         for rule in rules(kind) if value is not None else ():
             check(rule.fits(value), name, value, rule.allowed)
