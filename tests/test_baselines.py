@@ -210,19 +210,3 @@ class TestErrors:
     def test_constructor(self, variant: Variant, options: dict, words: str):
         with pytest.raises(ValueError, match=words):
             BASELINES[variant.baseline](**{"dim": DIM, "heads": HEADS, **options})
-
-    def test_inputs(self, variant: Variant):
-        m = BASELINES[variant.baseline](DIM, HEADS)
-        x = torch.zeros(3, 5, DIM)
-        for error, words, given in (
-            (ValueError, r"x has shape \(3, 5, 23\)", {"x": x[..., 1:]}),
-            (TypeError, "x has dtype torch.float64", {"x": x.double()}),
-            (ValueError, r"mask has shape \(3, 4\)", {"mask": torch.ones(3, 4, dtype=torch.bool)}),
-            (TypeError, "segments has dtype torch.float32", {"segments": x[..., 0]}),
-            (TypeError, "state must come from", {"state": {}}),
-        ):
-            with pytest.raises(error, match=words):
-                m(**{"x": x, **given})
-        _, state = m(x, return_state=True)
-        with pytest.raises(ValueError, match="state has batch size 3; x has 2"):
-            m(x[:2], state=state)

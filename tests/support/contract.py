@@ -11,6 +11,7 @@ import pytest
 import torch
 from matrix import (
     BATCH,
+    DIM,
     EXACT,
     LENGTH,
     MASK,
@@ -25,6 +26,26 @@ from matrix import (
 from torch import Tensor
 
 CHUNKS = {"chunks": [1, 4, 9, 1, 8], "halves": [12, 11], "tokens": [1] * LENGTH}
+X, WHOLE = torch.zeros(3, 5, DIM), torch.ones(3, 5, dtype=torch.bool)
+# Error, what its message has, inputs besides X or instead of it.
+WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    (ValueError, "x|(3, 24)|24]", {"x": X[:, 0]}),
+    (ValueError, "x|(3, 5, 23)|24]", {"x": X[..., 1:]}),
+    (TypeError, "x|int64|float", {"x": X.long()}),
+    (TypeError, "x|float64|float32", {"x": X.double()}),
+    (TypeError, "x|list|tensor", {"x": X.tolist()}),
+    (ValueError, "mask|(3, 4)|(3, 5)", {"mask": WHOLE[:, 1:]}),
+    (TypeError, "mask|float32|bool", {"mask": WHOLE.float()}),
+    (TypeError, "mask|int64|bool", {"mask": WHOLE.long()}),
+    (TypeError, "mask|list|tensor", {"mask": WHOLE.tolist()}),
+    (ValueError, "mask|meta|cpu", {"mask": WHOLE.to("meta")}),
+    (ValueError, "segments|(3, 5, 1)|(3, 5)", {"segments": WHOLE.long()[..., None]}),
+    (TypeError, "segments|float32|integer", {"segments": WHOLE.float()}),
+    (TypeError, "segments|bool|integer", {"segments": WHOLE}),
+    (ValueError, "segments|meta|cpu", {"segments": WHOLE.long().to("meta")}),
+    (ValueError, "mask|segments|both", {"mask": WHOLE, "segments": WHOLE.long()}),
+    (TypeError, "state|dict|return_state", {"state": {}}),
+]
 
 
 def assert_streams(m: Any, x: Tensor, wanted: dict[str, Tensor], **layout: Tensor) -> None:
@@ -234,6 +255,23 @@ class EveryMixer:
         m, x = variant.build(), tokens()
         assert_close({"y": m(x[:, :1])}, {"y": m(x)[:, :1]}, EXACT)
 
+    def test_wrong_inputs_are_named_with_what_came_and_what_is_allowed(self, variant: Any) -> None:
+        m = variant.build(dtype=torch.float32)
+        for error, words, inputs in WRONG:
+            with pytest.raises(error) as raised:
+                m(**{"x": X, **inputs})
+            assert all(word in str(raised.value) for word in words.split("|")), str(raised.value)
+
+    def test_a_state_that_does_not_fit_is_refused(self, variant: Any) -> None:
+        m, other = (variant.build(dtype=torch.float32) for _ in range(2))
+        (_, state), (_, others) = m(X, return_state=True), other(X, return_state=True)
+        with pytest.raises(ValueError, match="state belongs to another mixer"):
+            m(X, state=others)
+        with pytest.raises(ValueError, match="state has batch size 3; x has 2"):
+            m(X[:2], state=state)
+        with pytest.raises(ValueError, match="state is on cpu; x is on meta"):
+            m(X.to("meta"), state=state)
+
 
 class EveryEncoder:
     def test_every_token_sees_every_other(self, variant: Any) -> None:
@@ -249,6 +287,13 @@ class EveryEncoder:
             found = outcome(m, lambda x: m(x, **given), x)  # noqa: B023
             assert_close(found, outcome(m, lambda x: separately(m, x, ids), x), EXACT)  # noqa: B023
             assert found["y"][ids < 0].count_nonzero() == 0
+
+    def test_it_has_no_state(self, variant: Any) -> None:
+        m = variant.build(causal=False, dtype=torch.float32)
+        _, state = variant.build(dtype=torch.float32)(X, return_state=True)
+        for given in ({"return_state": True}, {"state": state}):
+            with pytest.raises(ValueError, match=r"state.*causal=True.*causal=False"):
+                m(X, **given)
 
 
 def both(variant: Any) -> list[Any]:
