@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from matrix import assert_close, noise, outcome, stir, tokens
 from torch import Tensor
 
+from femixer import FreeEnergyMixer
 from femixer.baselines import KDA, Attention, FoX, GatedAttention, PaTH
 from femixer.baselines.attention import CHUNK
 from femixer.baselines.kernels.chunks import delta_rule
@@ -136,6 +137,16 @@ def test_an_open_gate_is_attention_and_its_start_halves_it():
     assert_close({"y": 2 * m(tokens())}, {"y": plain(tokens())}, EXACT)
 
 
+@pytest.mark.parametrize("kv_heads", [6, 2])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("rope", [True, False])
+def test_attention_is_the_mixer_without_parts(kv_heads: int, causal: bool, rope: bool):
+    options = {"kv_heads": kv_heads, "causal": causal, "rope": rope, "dtype": torch.float64}
+    attention, mixer = stir(Attention(24, 6, **options)), FreeEnergyMixer(24, 6, parts="", **options)
+    mixer.load_state_dict(dict(zip(mixer.state_dict(), attention.state_dict().values(), strict=True)))
+    assert_close({"y": attention(tokens())}, {"y": mixer(tokens())}, EXACT)
+
+
 def test_a_reflection_turns_a_key_over():
     """By hand: with beta = 2 and w along a key, one step in between makes its score the negative."""
     from femixer.baselines.attention import path_attention
@@ -173,6 +184,8 @@ def test_steep_decays_of_channels_are_exact(dtype: torch.dtype):
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
+        (Attention, {"kv_heads": 2}, "kv_heads=2"),
+        (Attention, {"dim": 15}, "dim=15"),
         (GatedAttention, {"gate": "channel"}, "gate='channel'"),
         (GatedAttention, {"expand": 0.0}, "expand=0.0"),
         (FoX, {"variant": "max"}, "variant='max'"),
@@ -185,4 +198,4 @@ def test_steep_decays_of_channels_are_exact(dtype: torch.dtype):
 )
 def test_wrong_options_are_named(kind: type, options: dict, words: str):
     with pytest.raises(ValueError, match=words):
-        kind(24, 3, **options)
+        kind(**{"dim": 24, "heads": 3, **options})

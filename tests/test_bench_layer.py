@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from femixer import FreeEnergyMixer, bench
-from femixer.baselines import Attention
 from femixer.bench.calls import peak_memory
 from femixer.bench.contestants import Mixer, Parameters, canonical
 from femixer.bench.layer import (
@@ -36,72 +35,6 @@ CPU = torch.device("cpu")
 TINY = Options(
     dim=24, heads=3, lengths=(13,), batch=2, modes=("eager",), context=17, decode_steps=2, rounds=2, warmup=1, threads=1
 )
-
-
-def attention_and_mixer(**options: object) -> tuple[Attention, FreeEnergyMixer]:
-    """Attention and FEM without parts, with the same weights."""
-    attention, mixer = Attention(24, 6, **options), FreeEnergyMixer(24, 6, parts="", **options)  # type: ignore[arg-type]
-    torch.manual_seed(3)
-    for parameter in attention.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    mixer.prior_proj.linear.load_state_dict(attention.query_key_proj.state_dict())
-    mixer.value_proj.linear.load_state_dict(attention.value_proj.state_dict())
-    mixer.out_proj.load_state_dict(attention.out_proj.state_dict())
-    return attention, mixer
-
-
-@pytest.mark.parametrize("kv_heads", [6, 2])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("rope", [True, False])
-def test_attention_is_the_mixer_without_parts(kv_heads: int, causal: bool, rope: bool) -> None:
-    attention, mixer = attention_and_mixer(kv_heads=kv_heads, causal=causal, rope=rope)
-    x = torch.randn(3, 13, 24)
-    wanted = attention(x)
-    torch.testing.assert_close(wanted, mixer(x), rtol=1e-6, atol=1e-6 * wanted.abs().max().item())
-
-
-@pytest.mark.parametrize("kv_heads", [6, 2])
-@pytest.mark.parametrize("grad", [True, False])
-def test_attention_in_chunks_is_attention_at_once(kv_heads: int, grad: bool) -> None:
-    attention, _ = attention_and_mixer(kv_heads=kv_heads)
-    x = torch.randn(3, 13, 24)
-    with torch.set_grad_enabled(grad):
-        state, chunks = None, []
-        for piece in x.split([5, 1, 1, 4, 2], 1):
-            y, state = attention(piece, state=state, return_state=True)
-            chunks.append(y)
-        torch.testing.assert_close(torch.cat(chunks, 1), attention(x), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_attention_runs_in_every_number_format(dtype: torch.dtype) -> None:
-    attention, _ = attention_and_mixer()
-    x = torch.randn(3, 13, 24)
-    expected = attention(x)
-    y = attention.to(dtype)(x.to(dtype))
-    assert y.dtype == dtype
-    torch.testing.assert_close(y.float(), expected, rtol=0.02, atol=0.05)
-
-
-def test_attention_continues_twice_from_one_state() -> None:
-    attention, _ = attention_and_mixer()
-    x = torch.randn(3, 13, 24)
-    with torch.inference_mode():
-        _, state = attention(x[:, :11], return_state=True)
-        _, state = attention(x[:, 11:12], state=state, return_state=True)
-        first, _ = attention(x[:, 12:], state=state, return_state=True)
-        attention(torch.randn(3, 1, 24), state=state, return_state=True)
-        second, _ = attention(x[:, 12:], state=state, return_state=True)
-    torch.testing.assert_close(first, second)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [({"dim": 25}, "dim=25"), ({"kv_heads": 4}, "kv_heads=4"), ({"heads": 0}, "heads=0"), ({"dim": 18}, "dim=18")],
-)
-def test_attention_names_a_wrong_argument(options: dict[str, int], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        Attention(**{"dim": 24, "heads": 6, **options})
 
 
 def test_parameters_are_those_worked_out_by_hand() -> None:
@@ -178,33 +111,6 @@ def test_peak_memory_of_a_layer_repeats_to_the_byte() -> None:
     for call in contestants(TINY, 13).values():
         call.train_and_clear()
         assert len({peak_memory(call.train_and_clear, CPU) for _ in range(2)}) == 1
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["layer", "--parts", "LTX"], "parts='LTX'"),
-        (["layer", "--dim", "25", "--heads", "3"], "dim=25"),
-        (["layer", "--rounds", "0"], "rounds=0"),
-        (["layer", "--context", "0"], "context=0"),
-        (["layer", "--decode-steps", "1000"], "decode_steps=1000"),
-        (["layer", "--priors", "sofmax"], "priors='sofmax' is not allowed; choose one of softmax"),
-        (["layer", "--priors", "attention"], "priors='attention'"),
-        (["layer", "--priors", "softmax", "softmax"], "priors="),
-        (["layer", "--priors", "softmax:winow=3"], "priors='softmax:winow=3'.*cache, .*window"),
-        (["layer", "--priors", "softmax:window"], "priors='softmax:window'"),
-        (["layer", "--priors", "softmax:cache=valu"], "cache='valu'"),
-        (["layer", "--lengths", "0"], "lengths=0"),
-        (["layer", "--forward-lengths", "-3"], "forward_lengths=-3"),
-        (["layer", "--lengths", "8", "--forward-lengths", "8"], "lengths with forward_lengths="),
-        (["layer", "--modes", "eager", "eager"], "modes="),
-        (["layer", "--busy", "-1"], "busy=-1"),
-        (["laier"], "command='laier'"),
-    ],
-)
-def test_wrong_input_is_named(args: list[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        bench.main([*args, "--out", str(tmp_path)])
 
 
 def test_a_prior_has_its_options_after_a_colon() -> None:

@@ -128,20 +128,6 @@ def test_cache_bytes_of_an_empty_cache_are_none() -> None:
     assert cache_bytes(FEMCache(3)) == cache_bytes(DynamicCache()) == 0
 
 
-def test_a_training_step_learns_and_leaves_no_gradients() -> None:
-    torch.manual_seed(0)
-    tokens = torch.randint(31, (2, 13))
-    trainer = training_of(Contestant("softmax"), tokens, TINY)
-    model: Any = trainer.call
-    assert model.training and trainer.parameters == model.num_parameters()
-    losses = []
-    for _ in range(5):
-        losses.append(model(input_ids=tokens, labels=tokens).loss.item())
-        assert trainer.time() > 0
-    assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 def test_compiled_models_are_trained_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda model, dynamic: compiled.append(model) or model)
@@ -244,31 +230,3 @@ def test_targets_are_lower_limits_of_speeds_and_upper_limits_of_caches_and_growt
 def test_targets_are_for_their_size_only(changes: dict[str, object]) -> None:
     for given in (cells(report(**changes)), cells(report(), targets=False)):
         assert not any(sign in cell for row in given for cell in row for sign in "≥≤<>")
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--priors", "sofmax"], "priors='sofmax'.*softmax"),
-        (["--priors", "gla", "gla"], "priors="),
-        (["--priors", "gla:dekay=head"], "priors='gla:dekay=head'.*decay"),
-        (["--priors", "aft", "softmax:cache=valu"], "cache='valu'"),
-        (["--parts", "LTX"], "parts='LTX'"),
-        (["--dim", "25", "--heads", "3"], "dim=25"),
-        (["--dim", "15", "--heads", "3"], "dim=15"),
-        (["--heads", "8", "--kv-heads", "3"], "kv_heads=3"),
-        (["--kv-heads", "0"], "kv_heads=0"),
-        (["--layers", "0"], "layers=0"),
-        (["--vocabulary", "0"], "vocabulary=0"),
-        (["--length", "1"], "length=1"),
-        (["--contexts", "1"], "contexts=1"),
-        (["--contexts", "8", "8"], "contexts="),
-        (["--decode-steps", "0"], "decode_steps=0"),
-        (["--decode-batch", "0"], "decode_batch=0"),
-        (["--rounds", "0"], "rounds=0"),
-    ],
-)
-def test_wrong_input_is_named_before_anything_is_measured(args: list[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        bench.main(["lm", *args, "--out", str(tmp_path)])
-    assert not any(tmp_path.iterdir())

@@ -15,12 +15,12 @@ import torch
 from started import Started
 from torch import Tensor
 
+from femixer import bench
 from femixer.baselines import BASELINES
 from femixer.bench.calls import Call, flops, held_bytes, highest_sum, peak_memory
 from femixer.bench.contestants import Mixer
 from femixer.bench.layer import Options, Report, contestants, counted
 from femixer.bench.measure import Spread, busy, paired_ratio, race, ratio_cell, unlimited_compilation
-from femixer.bench.steps import forecast_tables, vision_tables
 from femixer.priors import PRIORS
 from femixer.reporting import as_csv, as_html, as_latex, as_markdown
 from femixer.state import Growing
@@ -250,9 +250,9 @@ STORED = [path for path in sorted(RESULTS.glob("*.json")) if "benchmark" in json
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
 def test_stored_results_make_their_tables(path: Path, tmp_path: Path) -> None:
     content = json.loads(path.read_text())
-    steps = {"vision": vision_tables, "forecast": forecast_tables}
-    tables = steps.get(content["benchmark"]) or import_module(f"femixer.bench.{content['benchmark']}").tables
-    report = tables.__globals__["Report"].read(path)
+    place, _, name = bench.BENCHES[content["benchmark"]][0].partition(":")
+    module = import_module(place)
+    report, tables = module.Report.read(path), getattr(module, f"{name}_tables" if name else "tables")
     without_targets = content["benchmark"] == "speed"
     made = [*(tables(report) if without_targets else tables(report, True))]
     text = as_markdown(*made)

@@ -205,29 +205,6 @@ def test_points_of_other_settings_are_not_mixed_in(tmp_path: Path) -> None:
     command.run(replace(options, overwrite=True))
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--priors", "sofmax"], "priors='sofmax'.*softmax"),
-        (["--priors", "attention:window=3"], "priors='attention:window=3'"),
-        (["--priors", "running", "running:dekay=head"], "priors='running:dekay=head'.*decay"),
-        (["--priors", "running", "softmax:cache=valu"], "cache='valu'"),
-        (["--parts", "LTX"], "parts='LTX'"),
-        (["--lengths", "8", "8"], "lengths="),
-        (["--lengths", "0"], "lengths=0"),
-        (["--positions", "-1"], "positions=-1"),
-        (["--quadratic-limit", "0"], "quadratic_limit=0"),
-        (["--quadratic-limit", "7", "--lengths", "8"], "quadratic_limit=7 is not allowed; choose at least 8"),
-        (["--dim", "25", "--heads", "3"], "dim=25"),
-        (["--batch", "0"], "batch=0"),
-    ],
-)
-def test_wrong_input_is_named_before_anything_is_measured(args: list[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        bench.main(["scaling", *args, "--out", str(tmp_path)])
-    assert not any(tmp_path.iterdir())
-
-
 def report(lengths: Sequence[int], grows: bool = False, batch: int = 1) -> Report:
     """A mixer whose time per token is its length in units, and whose memory is 10 bytes per token."""
     sequences = [SequencePoint("gla", "forward", n, grows, 10 * n, [n * 1e-9, n * 2e-9]) for n in lengths]

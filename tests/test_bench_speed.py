@@ -78,19 +78,6 @@ def test_the_table_and_quick_give_the_defaults() -> None:
     assert (quick.layers, quick.tokens, quick.batch, quick.rounds) == (3, 1024, 1, 5)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--rows", "Sofmax"], "rows='Sofmax' is not allowed; choose some of SMAttn, SMAttn\\+C"),
-        (["--dim", "15"], "dim=15 is not allowed; choose a multiple of 8"),
-        (["--layers", "0"], "layers=0 is not allowed"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(given: list[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        bench.main(["speed", *given, "--out", str(tmp_path)])
-
-
 def test_an_unknown_table_is_told_the_two_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         bench.main(["speed", "--table", "gpt3"])

@@ -113,6 +113,18 @@ def test_a_command_that_imports_transformers_says_only_what_it_has_to_say():
     assert done.stdout.startswith("| preset |")
 
 
+def test_workers_of_a_command_that_import_transformers_say_nothing_either(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from femixer.training.distributed import carried_out\n"
+        "if __name__ == '__main__':\n"
+        "    [finished] = [future for _, future in carried_out(__import__, ['torchao'], 1)]\n"
+        "    assert 'pickle' in str(finished.exception())  # it was imported: a module cannot come back\n"
+    )
+    done = started.python(script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 OPTIONS = shlex.split(
     "--length 13 --channels 15 --heads 3 --batch 7 --validation 11 --steps 120 --evaluate-every 20 --threads 1"
 )

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from forecasters import CHANNELS, HORIZON, LOOKBACK, gaps, make, walks
+from forecasters import CHANNELS, HORIZON, gaps, make, walks
 from statsmodels.tsa.exponential_smoothing.ets import ETSModel
 
 from femixer.models.forecast import ETS, ForecastConfig, Forecaster
@@ -172,8 +172,3 @@ def test_exponential_smoothing_continues_a_season_on_a_trend_and_takes_its_smoot
     many.estimate([rows[:, :1], rows[:99, :1], rows[:, 1:2]])
     each = [smoothing_of(column, 7) for column in (rows[:, 0], rows[:99, 0], rows[:, 1])]
     assert many.smoothing[0].tolist() == pytest.approx(np.median(each, 0), rel=1e-5)
-
-
-def test_what_was_not_observed_changes_nothing_in_exponential_smoothing():
-    model, observed = make("ets", season=5), gaps((5, LOOKBACK, CHANNELS))
-    assert torch.equal(model(walks().masked_fill(~observed, math.nan), observed), model(walks(), observed))

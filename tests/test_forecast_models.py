@@ -341,16 +341,6 @@ def test_seasonal_naive_is_its_definition_for_seasons_longer_than_the_window_too
                 assert found[b, h, c] == expected
 
 
-def test_seasonal_naive_repeats_the_last_season_and_goes_back_where_it_is_missing():
-    model = SeasonalNaive(ForecastConfig(kind="seasonal-naive", channels=1, lookback=11, horizon=7, season=3))
-    history = torch.arange(11.0).reshape(1, 11, 1)
-    assert model(history).flatten().tolist() == [8, 9, 10, 8, 9, 10, 8]
-    observed = torch.ones(1, 11, 1, dtype=torch.bool)
-    observed[0, [0, 3, 6, 8, 9]] = False
-    assert model(history, observed).flatten().tolist() == [5, 10, 10, 5, 10, 10, 5]
-    assert model(history[:, :2]).flatten().tolist() == [1, 0, 1, 1, 0, 1, 1]
-
-
 def test_dlinear_is_two_linear_maps_of_the_moving_average_and_of_the_rest():
     model, window = make("dlinear").double(), walks(2).double()
     x = window.numpy()

@@ -36,15 +36,15 @@ def test_the_spread_is_that_of_newey_and_west_written_out():
     b = lags / 97
     quantile = 1.96 + 2.9694 * b + 0.416 * b**2 - 0.5324 * b**3
     found = difference(d, horizon)
-    assert found.mean == pytest.approx(d.mean()) and found.half == pytest.approx(quantile * variance**0.5 / 97)
-    assert difference(d[:29], horizon).half is None  # below 6 horizons
+    assert found.mean == pytest.approx(d.mean()) and found.half_width == pytest.approx(quantile * variance**0.5 / 97)
+    assert not difference(d[:29], horizon).is_told_apart  # below 6 horizons
 
 
 def test_intervals_over_overlapping_windows_hold_the_truth_as_often_as_they_say():
     draw, horizon, count = np.random.default_rng(2), 13, 701
     samples = [overlapping(count, horizon, draw) for _ in range(400)]
     found = [difference(sample, horizon) for sample in samples]
-    coverage = np.mean([abs(each.mean) <= each.half for each in found])
+    coverage = np.mean([not each.is_told_apart for each in found])
     independent = np.mean([abs(s.mean()) <= 1.96 * s.std() / count**0.5 for s in samples])
     assert 0.91 < coverage < 0.98
     assert independent < 0.5

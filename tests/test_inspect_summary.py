@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from matrix import stir
 
 from femixer import FreeEnergyMixer
 from femixer.inspection import inspect_model
@@ -12,11 +13,7 @@ PRIORS = ("softmax", "gla", "aft", "mamba")
 
 def mixer(prior: str, parts: str = "CLTG") -> FreeEnergyMixer:
     torch.manual_seed(0)
-    layer = FreeEnergyMixer(22, 2, prior=prior, parts=parts, dtype=torch.float64)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return layer
+    return stir(FreeEnergyMixer(22, 2, prior=prior, parts=parts, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("prior", PRIORS)

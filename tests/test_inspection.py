@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matrix import stir
 
 from femixer import FreeEnergyMixer, free_energy, posterior_mean
 from femixer.inspection import inspection
@@ -14,10 +15,7 @@ FIELDS = ("value", "mean", "free_energy", "read", "lam", "gate", "posterior_mean
 
 def mixer(parts: str = "CLTG", prior: str = "softmax", **options) -> FreeEnergyMixer:
     torch.manual_seed(0)
-    m = FreeEnergyMixer(24, 3, prior=prior, parts=parts, **options).double()
-    for parameter in m.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return m
+    return stir(FreeEnergyMixer(24, 3, prior=prior, parts=parts, dtype=torch.float64, **options))
 
 
 @pytest.mark.parametrize("prior", PRIORS)

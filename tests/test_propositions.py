@@ -6,41 +6,15 @@ Temperature learning and budgets: test_propositions_temperature.py. Capacity and
 """
 
 import math
-from typing import NamedTuple
 
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import Problem, normal, of_problems
 from torch import Tensor
 from torch.autograd.functional import hessian
 from torch.testing import assert_close
 
 from femixer.free_energy import free_energy, kl_divergence, posterior, posterior_mean
-
-property_test = settings(max_examples=25, deadline=None)
-
-
-class Problem(NamedTuple):
-    p: Tensor  # [T, S], a distribution over S
-    v: Tensor  # [S, D]
-    beta: Tensor  # [D], positive
-    generator: torch.Generator  # for whatever else a test has to draw
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    """Sizes are different primes, so that mixed-up axes fail."""
-    t, s, d = draw(st.permutations([3, 5, 7, 11]))[:3]
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    p = (draw(st.sampled_from([0.3, 1.0, 3.0])) * normal(generator, t, s)).softmax(-1)
-    scale = draw(st.sampled_from([0.1, 1.0, 10.0]))
-    # Up to here no posterior underflows, so that KL(p || q) is finite.
-    beta = draw(st.sampled_from([0.1, 1.0, 4.0])) / scale * (0.5 * normal(generator, d)).exp()
-    return Problem(p, scale * normal(generator, s, d), beta, generator)
-
-
-def normal(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def distribution(generator: torch.Generator, *shape: int) -> Tensor:
@@ -60,11 +34,10 @@ def largest(x: Tensor) -> Tensor:
 # Lemma (Donsker-Varadhan variational principle)
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_donsker_varadhan_the_posterior_is_the_unique_optimum(problem: Problem) -> None:
     """Every q falls short of F by exactly KL(q || posterior) / beta, which vanishes only at the posterior."""
-    p, v, beta, generator = problem
+    p, v, beta, _, generator = problem
 
     def objective(q: Tensor) -> Tensor:
         return (q * v).sum(-2) - kl_divergence(q, p) / beta
@@ -80,19 +53,17 @@ def test_donsker_varadhan_the_posterior_is_the_unique_optimum(problem: Problem) 
 # Proposition (expectation baseline and monotonicity)
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_free_energy_is_the_mean_plus_reverse_kl_over_beta(problem: Problem) -> None:
-    p, v, beta, _ = problem
+    p, v, beta, *_ = problem
     improvement = kl_divergence(p, posterior(p, v, beta)) / beta
     assert (improvement >= 0).all()
     assert_close(free_energy(p, v, beta), p @ v + improvement, rtol=1e-9, atol=1e-12)
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_derivative_in_beta_is_kl_over_beta_squared(problem: Problem) -> None:
-    p, v, _, _ = problem
+    p, v, *_ = problem
     beta = problem.beta.expand(p.shape[0], -1).clone().requires_grad_()
     (derivative,) = torch.autograd.grad(free_energy(p, v, beta).sum(), beta)
     expected = kl_divergence(posterior(p, v, beta), p) / beta.square()
@@ -100,10 +71,9 @@ def test_derivative_in_beta_is_kl_over_beta_squared(problem: Problem) -> None:
     assert_close(derivative, expected.detach(), rtol=1e-7, atol=1e-10)
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_free_energy_strictly_increases_in_beta_unless_values_are_constant(problem: Problem) -> None:
-    p, v, _, _ = problem
+    p, v, *_ = problem
     v = v / v.abs().amax()
     reads = torch.stack([free_energy(p, v, beta) for beta in (0.0, 0.01, 0.1, 1.0, 10.0, 100.0)])
     assert (reads.diff(dim=0) > 0).all()
@@ -111,11 +81,10 @@ def test_free_energy_strictly_increases_in_beta_unless_values_are_constant(probl
     assert_close(free_energy(p, constant, 100.0), free_energy(p, constant, 0.0), rtol=0, atol=0)
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_small_beta_expansion_is_mean_plus_half_beta_variance(problem: Problem) -> None:
     """The remainder is beta^2 times a sixth of the third cumulant, up to a fourth-order term."""
-    p, v, _, _ = problem
+    p, v, *_ = problem
     v = v / largest(v)
     mean = p @ v
     centered = v.unsqueeze(0) - mean.unsqueeze(1)
@@ -128,8 +97,7 @@ def test_small_beta_expansion_is_mean_plus_half_beta_variance(problem: Problem) 
 # Proposition (local geometry)
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_gradient_in_v_is_the_posterior(problem: Problem) -> None:
     p, beta = problem.p, problem.beta
     v = problem.v.clone().requires_grad_()
@@ -142,10 +110,9 @@ def test_gradient_in_v_is_the_posterior(problem: Problem) -> None:
     assert (q.square().sum(1) <= 1 + 1e-12).all()
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_hessian_in_v_is_beta_times_covariance_and_at_most_half_beta(problem: Problem) -> None:
-    p, v, beta, _ = problem
+    p, v, beta, *_ = problem
     row = p[:1]
     for d in range(2):
         curvature = hessian(lambda x, d=d: free_energy(row, x.unsqueeze(-1), beta[d]).squeeze(), v[:, d])
@@ -165,10 +132,9 @@ def test_half_beta_bound_is_tight_for_two_equal_positions() -> None:
 # Proposition (range, concentration and finite-beta guarantees)
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_range_and_concentration_bounds(problem: Problem) -> None:
-    p, v, beta, _ = problem
+    p, v, beta, *_ = problem
     q, read = posterior(p, v, beta), free_energy(p, v, beta)
     (best, second), (index, _) = v.topk(2, dim=0)
     chosen_p = p[:, index]
@@ -190,12 +156,11 @@ def test_concentration_needs_the_prior_odds() -> None:
         assert 1 - posterior(p, v, beta)[0, 0, 0] > math.exp(-beta)
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_posterior_concentrates_exponentially_but_the_free_energy_only_like_one_over_beta(problem: Problem) -> None:
     """The paper says that F reaches the maximum exponentially. The posterior and its mean do; F lags behind by
     -log p(i*) / beta."""
-    p, v, _, _ = problem
+    p, v, *_ = problem
     (best, second), (index, _) = v.topk(2, dim=0)
     lag = -p[:, index].log()
     beta = (40.0 + lag) / (best - second)
@@ -206,10 +171,9 @@ def test_posterior_concentrates_exponentially_but_the_free_energy_only_like_one_
 # Proposition (mask preservation; shift and scale; prior sensitivity)
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_masking_is_preserved(problem: Problem) -> None:
-    p, v, beta, _ = problem
+    p, v, beta, *_ = problem
     masked = p.clone()
     masked[:, 1] = 0.0
     masked = masked / masked.sum(-1, keepdim=True)
@@ -218,12 +182,11 @@ def test_masking_is_preserved(problem: Problem) -> None:
     assert_close(q.sum(1), torch.ones_like(q[:, 0]))
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_restricting_the_support_lowers_the_variational_optimum(problem: Problem) -> None:
     """The maximum over q on fewer positions, against the same p, is smaller; it is the free energy of p with the other
     entries set to zero and *not* renormalized. After renormalizing it need not be smaller: see the next test."""
-    p, v, beta, generator = problem
+    p, v, beta, _, generator = problem
     restricted = p.clone()
     restricted[:, 1] = 0.0
     optimum = free_energy(restricted, v, beta)
@@ -242,28 +205,25 @@ def test_renormalizing_after_a_restriction_can_raise_the_read() -> None:
     assert free_energy(only_second, v, 1.0).item() < full < free_energy(2 * only_second, v, 1.0).item()
 
 
-@property_test
-@given(problems(), st.floats(-5.0, 5.0), st.floats(0.1, 5.0))
+@of_problems(st.floats(-5.0, 5.0), st.floats(0.1, 5.0))
 def test_shift_and_scale_laws(problem: Problem, shift: float, scale: float) -> None:
-    p, v, beta, _ = problem
+    p, v, beta, *_ = problem
     assert_close(free_energy(p, v + shift, beta), shift + free_energy(p, v, beta))
     assert_close(free_energy(p, scale * v, beta), scale * free_energy(p, v, scale * beta))
     assert_close(posterior(p, scale * v + shift, beta), posterior(p, v, scale * beta), rtol=1e-7, atol=1e-10)
 
 
-@property_test
-@given(problems(), st.floats(0.0, 1.0))
+@of_problems(st.floats(0.0, 1.0))
 def test_free_energy_is_concave_in_p(problem: Problem, share: float) -> None:
-    p, v, beta, generator = problem
+    p, v, beta, _, generator = problem
     other = distribution(generator, p.shape[1], p.shape[0]).T
     mixed = free_energy(share * p + (1 - share) * other, v, beta)
     assert (mixed >= share * free_energy(p, v, beta) + (1 - share) * free_energy(other, v, beta) - 1e-10).all()
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_gradient_and_hessian_in_probabilities(problem: Problem) -> None:
-    p, v, beta, _ = problem
+    p, v, beta, *_ = problem
     beta, v = beta[0], (v[:, :1] / largest(v))
     tilt = (beta * v[:, 0]).exp() / (p[0] @ (beta * v[:, 0]).exp())
     row = p[0].clone().requires_grad_()
@@ -273,10 +233,9 @@ def test_gradient_and_hessian_in_probabilities(problem: Problem) -> None:
     assert_close(curvature, -torch.outer(tilt, tilt) / beta, rtol=1e-7, atol=1e-9)
 
 
-@property_test
-@given(problems(), st.floats(0.0, 1.0))
+@of_problems(st.floats(0.0, 1.0))
 def test_free_energy_is_convex_in_unnormalized_log_weights(problem: Problem, share: float) -> None:
-    p, v, beta, generator = problem
+    p, v, beta, _, generator = problem
     first, second = (normal(generator, *p.shape) for _ in range(2))
     mixed = free_energy((share * first + (1 - share) * second).exp(), v, beta)
     ends = share * free_energy(first.exp(), v, beta) + (1 - share) * free_energy(second.exp(), v, beta)
@@ -289,20 +248,18 @@ def test_free_energy_is_convex_in_unnormalized_log_weights(problem: Problem, sha
     assert_close(gradient, (q / beta).sum(-1), rtol=1e-9, atol=1e-12)
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_gradient_in_normalized_logits_is_posterior_minus_prior_over_beta(problem: Problem) -> None:
-    p, v, beta, _ = problem
+    p, v, beta, *_ = problem
     logits = p.log().requires_grad_()
     read = free_energy(logits.softmax(-1), v, beta)
     expected = ((posterior(p, v, beta) - p.unsqueeze(-1)) / beta).sum(-1)
     assert_close(torch.autograd.grad(read.sum(), logits)[0], expected, rtol=1e-8, atol=1e-9)
 
 
-@property_test
-@given(problems())
+@of_problems()
 def test_hessian_in_normalized_logits_is_a_difference_of_two_covariances(problem: Problem) -> None:
-    p, v, beta, _ = problem
+    p, v, beta, *_ = problem
     logits, v = p[0].log(), v[:, :1]
     curvature = hessian(lambda x: free_energy(x.softmax(-1).unsqueeze(0), v, beta[0]).squeeze(), logits)
     q = posterior(p[:1], v, beta[0])[0, :, 0]

@@ -9,29 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from problems import generator_of, normal, of_seeds, seeds
 from torch.testing import assert_close
 
 from femixer.free_energy import effective_weights, free_energy, posterior
 from femixer.theory import linearized_head, minimal_degree, monomial_features
 
-property_test = settings(max_examples=25, deadline=None)
-seeds = st.integers(0, 2**31)
-
-
-def generator_of(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def normal(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
 # Theorem (channel-wise assignment capacity over the prior support)
 
 
-@property_test
-@given(seeds)
+@of_seeds()
 def test_every_channel_assignment_is_reached_and_one_head_reaches_one_per_position(seed: int) -> None:
     """All |M|^D patterns of arg-maxima, on the support M of the prior, against |M| for shared weights."""
     generator = generator_of(seed)
@@ -59,8 +46,7 @@ def test_every_channel_assignment_is_reached_and_one_head_reaches_one_per_positi
 # Lemma (the channel-wise maximum) and corollary (selectors)
 
 
-@property_test
-@given(seeds, st.permutations([3, 5, 7]))
+@of_seeds(st.permutations([3, 5, 7]))
 def test_channelwise_maximum_lies_outside_the_convex_hull_when_argmaxes_differ(seed: int, sizes: list[int]) -> None:
     """The sum of the coordinates separates it from every value, hence from every expectation. The free energy, whose
     channels compete separately, reaches it."""
@@ -79,8 +65,7 @@ def test_channelwise_maximum_lies_outside_the_convex_hull_when_argmaxes_differ(s
     assert_close(free_energy(p, v, beta), maximum.expand(t, d), rtol=0, atol=1.01e-4)
 
 
-@property_test
-@given(seeds)
+@of_seeds()
 def test_channelwise_maximum_is_a_value_when_one_position_attains_all_maxima(seed: int) -> None:
     v = normal(generator_of(seed), 5, 7)
     v[3] = v.amax(0) + 0.1
@@ -101,8 +86,7 @@ def test_some_selectors_with_different_indices_lie_inside_the_convex_hull() -> N
         assert_close(weights @ moved[:3], selector)
 
 
-@property_test
-@given(seeds, st.permutations([3, 5, 7]))
+@of_seeds(st.permutations([3, 5, 7]))
 def test_channel_by_token_weights_have_rank_one_for_a_head_and_full_rank_for_the_posterior(
     seed: int, sizes: list[int]
 ) -> None:
@@ -118,8 +102,7 @@ def test_channel_by_token_weights_have_rank_one_for_a_head_and_full_rank_for_the
 # Proposition (the conditioner's kernel is rank one in time)
 
 
-@property_test
-@given(seeds)
+@of_seeds()
 def test_conditioner_kernel_is_rank_one_in_time_per_channel(seed: int) -> None:
     """K[t, i] = exp(-sum of s over i+1..t) = f_t / f_i for i <= t, so every 2 x 2 minor inside the causal triangle is 0
     and one number per channel carries the past. (The whole triangular matrix has full rank.)"""

@@ -3,11 +3,10 @@ and "Two-level Gated FEM"), in float64 on random problems. Where the paper's wor
 statement and its docstring says what differs."""
 
 import math
-from typing import NamedTuple
 
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import Problem, normal, of_problems
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -21,31 +20,6 @@ from femixer.free_energy import (
     temperature_for_budget,
 )
 
-property_test = settings(max_examples=25, deadline=None)
-
-
-class Problem(NamedTuple):
-    p: Tensor  # [T, S], a distribution over S
-    v: Tensor  # [S, D]
-    beta_max: Tensor  # [D], positive
-    lam: Tensor  # [T, D], in (0, 1)
-    generator: torch.Generator  # for whatever else a test has to draw
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    """Sizes are different primes, so that mixed-up axes fail."""
-    t, s, d = draw(st.permutations([3, 5, 7, 11]))[:3]
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    p = (draw(st.sampled_from([0.3, 1.0, 3.0])) * normal(generator, t, s)).softmax(-1)
-    scale = draw(st.sampled_from([0.1, 1.0, 10.0]))
-    beta_max = draw(st.sampled_from([0.1, 2.0, 10.0])) / scale * (0.3 * normal(generator, d)).exp()
-    return Problem(p, scale * normal(generator, s, d), beta_max, normal(generator, t, d).sigmoid(), generator)
-
-
-def normal(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
 
 def interpolated(problem: Problem, lam: float | Tensor) -> Tensor:
     """(1 - lam) mu + lam F(beta_max)."""
@@ -56,8 +30,7 @@ def interpolated(problem: Problem, lam: float | Tensor) -> Tensor:
 # Linearized temperature learning
 
 
-@property_test
-@given(problems())
+@of_problems(coldest=10.0)
 def test_hidden_temperature_exists_and_is_unique(problem: Problem) -> None:
     """A solution inside the range, and F lies strictly on either side of the target to the left and right of it."""
     p, v, beta_max, lam, _ = problem
@@ -69,8 +42,7 @@ def test_hidden_temperature_exists_and_is_unique(problem: Problem) -> None:
     assert (free_energy(p, v, 1.01 * hidden) > target).all()
 
 
-@property_test
-@given(problems())
+@of_problems(coldest=10.0)
 def test_hidden_temperature_strictly_increases_with_lambda_from_zero_to_beta_max(problem: Problem) -> None:
     p, v, beta_max, _, _ = problem
     path = torch.stack([hidden_temperature(p, v, beta_max, lam) for lam in (0.0, 1e-3, 0.2, 0.5, 0.9, 1 - 1e-3, 1.0)])
@@ -79,8 +51,7 @@ def test_hidden_temperature_strictly_increases_with_lambda_from_zero_to_beta_max
     assert_close(path[-1], beta_max.expand_as(path[-1]), rtol=0, atol=0)
 
 
-@property_test
-@given(problems())
+@of_problems(coldest=10.0)
 def test_lambda_is_the_fraction_of_the_reverse_kl_improvement(problem: Problem) -> None:
     """KL(p || q(beta*)) / beta* = lam KL(p || q(beta_max)) / beta_max."""
     p, v, beta_max, lam, _ = problem
@@ -90,8 +61,7 @@ def test_lambda_is_the_fraction_of_the_reverse_kl_improvement(problem: Problem) 
     assert_close(realized, lam * achievable, rtol=1e-7, atol=1e-11)
 
 
-@property_test
-@given(problems())
+@of_problems(coldest=10.0)
 def test_lambda_reparameterizes_the_temperature(problem: Problem) -> None:
     """d read / d lam = F'(beta*) d beta* / d lam, with F'(beta*) > 0."""
     p, v, beta_max, lam, _ = problem
@@ -106,8 +76,7 @@ def test_lambda_reparameterizes_the_temperature(problem: Problem) -> None:
     assert_close(slope * speed, direct, rtol=1e-9, atol=1e-12)
 
 
-@property_test
-@given(problems())
+@of_problems(coldest=10.0)
 def test_containment_lambda_zero_is_the_reweighted_mean(problem: Problem) -> None:
     """g * read at lam = 0 is sum_s p_s (g * v_s)."""
     p, v, beta_max, _, generator = problem
@@ -118,8 +87,7 @@ def test_containment_lambda_zero_is_the_reweighted_mean(problem: Problem) -> Non
     assert_close(gate * (weights * v).sum(1), reweighted)
 
 
-@property_test
-@given(problems(), st.floats(0.0, 1.0))
+@of_problems(st.floats(0.0, 1.0), coldest=10.0)
 def test_containment_the_gate_is_a_monotone_convex_aggregator(problem: Problem, share: float) -> None:
     """Increasing in lam, and increasing and convex in v. It ends at F(beta_max), which is below the maximum that the
     paper names as its other end."""
@@ -139,8 +107,7 @@ def test_containment_the_gate_is_a_monotone_convex_aggregator(problem: Problem, 
 # Equivalence of budget and penalty
 
 
-@property_test
-@given(problems())
+@of_problems(coldest=10.0)
 def test_penalized_optimum_solves_the_budget_problem(problem: Problem) -> None:
     """No distribution within the budget KL(q_beta || p) has a larger expectation than q_beta."""
     p, v, beta, _, generator = problem
@@ -159,8 +126,7 @@ def test_penalized_optimum_solves_the_budget_problem(problem: Problem) -> None:
     assert ((feasible * v).sum(1) <= posterior_mean(p, v, beta) + 1e-10 * v.abs().amax()).all()
 
 
-@property_test
-@given(problems())
+@of_problems(coldest=10.0)
 def test_temperature_for_budget_inverts_the_kl_of_the_posterior(problem: Problem) -> None:
     p, v, beta, _, _ = problem
     kl = kl_divergence(posterior(p, v, beta), p)
@@ -172,8 +138,7 @@ def test_temperature_for_budget_inverts_the_kl_of_the_posterior(problem: Problem
     assert_close(kl_divergence(posterior(p, v, found), p), kl, rtol=1e-9, atol=1e-13)
 
 
-@property_test
-@given(problems())
+@of_problems(coldest=10.0)
 def test_temperature_strictly_increases_with_the_budget_until_the_maximum_is_affordable(problem: Problem) -> None:
     """The paper promises a finite temperature for every budget; from -log p(i*) on there is none."""
     p, v, _, _, _ = problem
@@ -197,8 +162,7 @@ def test_budget_problem_has_many_solutions_when_tied_maxima_are_affordable() -> 
     assert_close(posterior(p, v, math.inf), both)
 
 
-@property_test
-@given(problems())
+@of_problems(coldest=10.0)
 def test_expectation_under_the_posterior_exceeds_the_free_energy_by_kl_over_beta(problem: Problem) -> None:
     """Theorem fem-main says E_q*[v] = F(beta*). In truth E_q[v] = F + KL(q || p) / beta, which is larger."""
     p, v, beta, _, _ = problem

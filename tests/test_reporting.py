@@ -4,7 +4,6 @@ import csv
 import io
 import math
 import re
-import statistics
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -394,14 +393,6 @@ def test_figures_share_their_look(tmp_path: Path) -> None:
     save(drawing, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["figure.png"]
-
-
-@given(st.lists(st.floats(0, 1), min_size=2, max_size=5))
-def test_the_standard_error_shrinks_with_repeats(values: list[float]) -> None:
-    once = Score(dict(enumerate(values)), len(values))
-    twice = Score(dict(enumerate([*values, *values])), 2 * len(values))
-    assert once.error is not None and twice.error is not None and twice.error <= once.error + 1e-12
-    assert twice.mean == pytest.approx(statistics.mean(values))
 
 
 def test_the_example_of_the_readme_shows_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,20 +47,13 @@ SEEN = """(() => {
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    command = [
+    build = [
         sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "--quiet",
-        "--site-dir",
+        *["-W", "ignore", "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir"],
         str(folder),
     ]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    built = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert built.returncode == 0, built.stdout + built.stderr
     return folder
 

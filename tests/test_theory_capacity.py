@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from problems import generator_of, of_seeds
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -21,12 +20,9 @@ from femixer.free_energy import posterior as tilted
 from femixer.theory import hull_gap, mixed_difference, most_patterns, patterns, per_dimension_cost, value_ranks
 from femixer.theory.command import cost, head_table, nodes, state_numbers, state_table
 
-property_test = settings(max_examples=25, deadline=None)
-seeds = st.integers(0, 2**31)
-
 
 def normal(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(*shape, generator=generator_of(seed), dtype=torch.float64)
 
 
 def layer(parts: str, heads: int, dim: int = 4, prior: str = "softmax", **options: object) -> FreeEnergyMixer:
@@ -79,8 +75,7 @@ def test_selection_budget_of_two_layers_is_heads_times_layers() -> None:
         assert (most_patterns(3, d, h, depth) == most_patterns(3, d)) == (h * depth >= d)
 
 
-@property_test
-@given(seeds)
+@of_seeds()
 def test_one_mixed_token_does_not_determine_the_channel_wise_maximum(seed: int) -> None:
     """The lemma's true core. Two sets of values with the same mixed token have maxima 2 delta apart, so that every
     function of that token (coordinate-wise or not) is off by delta for one of them."""
@@ -124,8 +119,7 @@ def test_heads_have_the_rank_of_their_value_channels() -> None:
 # Token-separable reads
 
 
-@property_test
-@given(seeds)
+@of_seeds()
 def test_separable_reads_lie_in_the_hull_of_their_transformed_values(seed: int) -> None:
     """(i), (ii): sum_i p(i) s(b v_i) is below max_i w . s(b v_i) in every direction w. The channel-wise maximum, passed
     through the same increasing map, is outside by the hull's gap unless one token has all maxima."""
@@ -150,8 +144,7 @@ def test_a_scaled_hull_can_contain_the_maximum() -> None:
     assert_close(torch.full((2,), 0.5, dtype=torch.float64) @ (2 * v), v.amax(0))
 
 
-@property_test
-@given(seeds)
+@of_seeds()
 def test_no_sum_over_tokens_is_the_maximum(seed: int) -> None:
     """(iii): a sum of functions of one token each has no mixed difference, the maximum has -1; so one of four inputs is
     off by 1/4. The paper's proof swaps two equal tokens, which the maximum survives as well as the sum."""

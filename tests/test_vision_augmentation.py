@@ -7,7 +7,8 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from femixer.models.pictures import middle
+from femixer.models.images import middle
+from femixer.options import check_options
 from femixer.tasks.vision.data import Preparation
 from femixer.tasks.vision.data.augmentation import (
     AREAS,
@@ -33,7 +34,7 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def picture(width=13, height=11, mode="RGB", seed=0):
+def image(width=13, height=11, mode="RGB", seed=0):
     shape = (height, width, 3) if mode == "RGB" else (height, width)
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8))
 
@@ -42,13 +43,13 @@ def same(first, second):
     return np.array_equal(np.asarray(first), np.asarray(second))
 
 
-# Pictures one by one
+# Images one by one
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_keeps_size_and_mode_and_repeats_itself(name, mode):
-    given = picture(mode=mode)
+    given = image(mode=mode)
     for strength in (0.0, 0.37, 1.0):
         made = [OPERATIONS[name](given, strength, seeded(3)) for _ in range(2)]
         assert made[0].size == given.size and made[0].mode == mode
@@ -57,14 +58,14 @@ def test_an_operation_keeps_size_and_mode_and_repeats_itself(name, mode):
 
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in ("AutoContrast", "Equalize", "Invert")])
 def test_without_strength_an_operation_changes_nothing(name):
-    given = picture()
+    given = image()
     expected = ImageOps.posterize(given, 4) if name == "Posterize" else given  # published so: 4 bits at most
     assert same(OPERATIONS[name](given, 0.0, seeded()), expected)
 
 
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "Color"])
-def test_with_strength_an_operation_changes_a_grey_picture(name):
-    given = picture(61, 47, "L").point(lambda level: level // 2)
+def test_with_strength_an_operation_changes_a_grey_image(name):
+    given = image(61, 47, "L").point(lambda level: level // 2)
     assert any(not same(OPERATIONS[name](given, 0.9, seeded(seed)), given) for seed in range(3))
 
 
@@ -87,13 +88,13 @@ def test_the_ranges_are_the_published_ones():
 
 
 def test_randaugment_is_left_out_a_quarter_of_the_time():
-    given = picture()
+    given = image()
     unchanged = sum(same(randaugment(given, 9, seeded(seed)), given) for seed in range(400))
     assert 0.2 < unchanged / 400 < 0.32  # both operations left out: 1/4, and a few that change nothing
 
 
 def test_jitter_stays_in_range_and_is_nothing_at_zero():
-    given = picture()
+    given = image()
     assert same(jitter(given, 0.0, seeded()), given)
     grey = Image.new("RGB", (2, 2), (100, 100, 100))
     levels = [np.asarray(jitter(grey, 0.3, seeded(seed)))[0, 0, 0] for seed in range(50)]
@@ -105,7 +106,7 @@ def test_a_random_crop_is_inside_and_of_the_asked_area(width, height):
     for seed in range(60):
         left, top, right, bottom = random_box(width, height, 0.08, seeded(seed))
         assert 0 <= left < right <= width and 0 <= top < bottom <= height
-        assert random_crop(picture(width, height), 7, 0.08, seeded(seed)).size == (7, 7)
+        assert random_crop(image(width, height), 7, 0.08, seeded(seed)).size == (7, 7)
     areas = [
         (b[2] - b[0]) * (b[3] - b[1]) / 10**6 for b in (random_box(1000, 1000, 0.25, seeded(s)) for s in range(200))
     ]
@@ -113,17 +114,17 @@ def test_a_random_crop_is_inside_and_of_the_asked_area(width, height):
 
 
 def test_evaluation_sees_the_middle():
-    given = picture(16, 8)
+    given = image(16, 8)
     assert same(middle(given, 8, 1.0), given.crop((4, 0, 12, 8)))
-    assert same(middle(picture(8, 8), 8, 1.0), picture(8, 8))
-    assert middle(picture(1, 97), 7, 0.875).size == (7, 7)
-    assert middle(picture(30_000, 1), 64, 0.875).size == (64, 64)  # 2 million pixels wide, if all of it were enlarged
+    assert same(middle(image(8, 8), 8, 1.0), image(8, 8))
+    assert middle(image(1, 97), 7, 0.875).size == (7, 7)
+    assert middle(image(30_000, 1), 64, 0.875).size == (64, 64)  # 2 million pixels wide, if all of it were enlarged
 
 
 @pytest.mark.parametrize("sides", [(53, 31), (31, 53), (11, 97), (7, 5)])
-def test_the_middle_is_that_of_the_whole_resized_picture(sides):
+def test_the_middle_is_that_of_the_whole_resized_image(sides):
     # Of little contrast: Pillow rounds and clips between its two passes, in whichever order it takes them.
-    given, shorter = picture(*sides).point(lambda value: 80 + value // 4), 16
+    given, shorter = image(*sides).point(lambda value: 80 + value // 4), 16
     width, height = (max(shorter, round(side * shorter / min(sides))) for side in sides)
     left, top = (width - 13) // 2, (height - 13) // 2
     whole = given.resize((width, height), Image.Resampling.BICUBIC).crop((left, top, left + 13, top + 13))
@@ -132,7 +133,7 @@ def test_the_middle_is_that_of_the_whole_resized_picture(sides):
 
 
 def test_a_flip_happens_as_often_as_asked():
-    given = picture()
+    given = image()
     flipped = sum(same(random_flip(given, 0.25, seeded(seed)), ImageOps.mirror(given)) for seed in range(300))
     assert 50 < flipped < 100
     assert same(random_flip(given, 0.0, seeded()), given) and not same(random_flip(given, 1.0, seeded()), given)
@@ -156,14 +157,14 @@ def test_cutmix_labels_are_the_share_of_the_area(share):
     for seed in range(20):
         mixed, labels = cutmix(pixels, targets, share, seeded(seed))
         assert torch.allclose(labels.sum(1), torch.ones(count))
-        for number in range(count):  # pictures are constant, so what is another value comes from the other
+        for number in range(count):  # images are constant, so what is another value comes from the other
             own = (mixed[number] == number).float().mean()
             assert math.isclose(labels[number, number].item(), own.item(), abs_tol=1e-6)
     if share == 1.0:
         assert torch.equal(mixed, pixels)
 
 
-def test_mixup_mixes_pictures_and_labels_alike():
+def test_mixup_mixes_images_and_labels_alike():
     pixels, targets = torch.rand(5, 3, 2, 2), soft(torch.arange(5), 5, 0.1)
     mixed, labels = mixup(pixels, targets, 0.7)
     assert torch.allclose(mixed[0], 0.7 * pixels[0] + 0.3 * pixels[4])
@@ -183,7 +184,7 @@ def test_half_of_the_batches_are_cut_where_both_are_asked_for():
     assert 0.44 < sum(shares) / 400 < 0.56 and min(shares) < 0.05 and max(shares) > 0.95
 
 
-def test_erasing_covers_the_asked_area_in_the_asked_share_of_pictures():
+def test_erasing_covers_the_asked_area_in_the_asked_share_of_images():
     pixels = torch.full((400, 2, 31, 37), 9.0)
     erased = erase(pixels, 0.25, seeded(1))
     changed = erased != pixels
@@ -224,8 +225,8 @@ def test_without_options_a_batch_is_what_evaluation_sees():
     preparation, pixels = Preparation(7, 3), torch.randint(256, (4, 3, 7, 7), dtype=torch.uint8)
     made, targets = Augmentation().batch(pixels, torch.arange(4), 4, preparation, seeded())
     assert torch.equal(made, preparation.normalized(pixels / 255)) and torch.equal(targets, torch.eye(4))
-    given = picture(9, 9)
-    assert not Augmentation().of_pictures and same(Augmentation().view(given, 9, 1.0, seeded()), given)
+    given = image(9, 9)
+    assert not Augmentation().of_images and same(Augmentation().view(given, 9, 1.0, seeded()), given)
 
 
 @pytest.mark.parametrize(
@@ -234,4 +235,4 @@ def test_without_options_a_batch_is_what_evaluation_sees():
 )
 def test_options_out_of_range_are_named(option, value):
     with pytest.raises(ValueError, match=f"{option}={value}"):
-        Augmentation(**{option: value}).validate()
+        check_options(Augmentation(**{option: value}))

@@ -1,25 +1,27 @@
-"""Pictures: decoding, folders, data sets, their parts, and the batches that are made of them."""
+"""Images: decoding, folders, data sets, their parts, and the batches that are made of them."""
 
 import io
 from collections import Counter
+from itertools import chain
 
 import datasets
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import ConcatDataset
 
-from femixer.models.pictures import Unreadable
+from femixer.models.images import Unreadable
 from femixer.tasks.vision.data import (
     SPLITS,
     Arrays,
-    Joined,
     Preparation,
     Reading,
-    Some,
+    blocks_of,
     decoded,
     found,
     read,
+    some,
     stratified,
 )
 from femixer.tasks.vision.data import sources as hub
@@ -31,9 +33,9 @@ from femixer.training import Part
 RED, GREEN = (250, 10, 20), (10, 250, 20)
 
 
-def encoded(picture, kind="PNG", **options):
+def encoded(image, kind="PNG", **options):
     file = io.BytesIO()
-    picture.save(file, kind, **options)
+    image.save(file, kind, **options)
     return file.getvalue()
 
 
@@ -42,7 +44,7 @@ def noise(seed, width=9, height=7):
 
 
 def folder(root, layout, per_class=5):
-    """Pictures in root/PART/CLASS/0.png ..., for each PART -> classes of the layout."""
+    """Images in root/PART/CLASS/0.png ..., for each PART -> classes of the layout."""
     for number, (part, classes) in enumerate(layout.items()):
         for label, name in enumerate(classes):
             place = root / part / name
@@ -52,12 +54,12 @@ def folder(root, layout, per_class=5):
     return root
 
 
-def content(pictures):
-    """Name -> label of all pictures."""
-    return {pictures.name(index): pictures.read(index, 3)[1] for index in range(len(pictures))}
+def content(images):
+    """Name -> label of all images."""
+    return {item.name: item.read(3)[1] for item in map(images.__getitem__, range(len(images)))}
 
 
-# One picture
+# One image
 
 
 def test_every_kind_of_file_becomes_eight_bits_of_one_or_three_channels():
@@ -75,23 +77,23 @@ def test_every_kind_of_file_becomes_eight_bits_of_one_or_three_channels():
     assert np.asarray(decoded(encoded(clear), 3)).min() == 255  # white, whatever colour hides below
 
 
-def test_a_picture_is_turned_upright():
-    picture = Image.new("RGB", (5, 3), RED)
+def test_an_image_is_turned_upright():
+    image = Image.new("RGB", (5, 3), RED)
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by a quarter
-    assert decoded(encoded(picture, "JPEG", exif=exif), 3).size == (3, 5)
+    assert decoded(encoded(image, "JPEG", exif=exif), 3).size == (3, 5)
 
 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
         (b"", "empty"),
-        (b"no picture", "not a format"),
+        (b"no image", "not a format"),
         (encoded(noise(0), "JPEG")[:200], "."),
         (encoded(noise(0))[:60], "."),
     ],
 )
-def test_what_is_no_picture_says_why(tmp_path, given, told):
+def test_what_is_no_image_says_why(tmp_path, given, told):
     path = tmp_path / "broken.jpg"
     path.write_bytes(given)
     for each in (given, path):
@@ -114,13 +116,14 @@ def test_the_digits_have_fixed_parts_with_a_share_of_each_class():
     images = read("digits")
     assert images.counts == {"train": 1294, "validation": 144, "test": 359} and sum(images.counts.values()) == 1797
     assert len(images.classes) == 10 and images.channels == 1
-    numbers = [images.splits["test"].numbers]
-    numbers += [images.splits[split].whole.numbers[images.splits[split].numbers] for split in ("train", "validation")]
-    assert torch.equal(torch.cat(numbers).sort().values, torch.arange(1797))
+    numbers = [images.splits["test"].indices]
+    train = {split: images.splits[split] for split in ("train", "validation")}
+    numbers += [[part.dataset.indices[n] for n in part.indices] for part in train.values()]
+    assert sorted(chain(*numbers)) == [*range(1797)]
     labels = Counter(content(images.splits["test"]).values())
     assert {*labels.values()} <= {34, 35, 36, 37}  # a fifth of 174 to 183
     assert images.fingerprint == read("digits").fingerprint != read("digits", Reading(validation=0.2)).fingerprint
-    pixels = np.asarray(images.splits["test"].read(0, 1)[0])
+    pixels = np.asarray(images.splits["test"][0].read(1)[0])
     assert pixels.shape == (8, 8) and pixels.max() == 255
 
 
@@ -131,7 +134,7 @@ def test_a_part_has_its_share_of_all_and_of_each_class(share):
     assert torch.equal(torch.cat([rest, held]).sort().values, torch.arange(162)) and len(held) == round(share * 162)
     for label in range(3):
         assert abs((labels[held] == label).sum() - share * (labels == label).sum()) <= 1
-    assert (labels[held] != 3).all()  # a class's only picture is for training
+    assert (labels[held] != 3).all()  # a class's only image is for training
     assert len(stratified(torch.arange(5), share, "test")[1]) == 0
 
 
@@ -153,7 +156,7 @@ def test_folders_are_read_as_imagenet_is_laid_out(tmp_path, parts, counts):
     names = [content(images.splits[split]) for split in SPLITS]
     for part in names:
         assert all(f"/{images.classes[label]}/" in name for name, label in part.items())
-    assert len({name for part in names for name in part}) == sum(counts)  # no picture is in two parts
+    assert len({name for part in names for name in part}) == sum(counts)  # no image is in two parts
 
 
 def test_a_folder_to_be_evaluated_on_may_have_one_part_and_one_class(tmp_path):
@@ -169,12 +172,12 @@ def test_a_folder_to_be_evaluated_on_may_have_one_part_and_one_class(tmp_path):
     assert found(str(folder(tmp_path / "train", {"train": "ab"}))).one_part
 
 
-def test_pictures_are_the_same_however_they_are_divided(tmp_path):
+def test_images_are_the_same_however_they_are_divided(tmp_path):
     data = str(folder(tmp_path, {"": "ab"}))
     first, second = (read(data, Reading(validation=share)) for share in (0.2, 0.4))
     assert first.whole == second.whole and first.fingerprint != second.fingerprint
     assert (first.validation, second.validation) == (0.2, 0.4)
-    joined = Joined([first.splits[split] for split in SPLITS])
+    joined = ConcatDataset([first.splits[split] for split in SPLITS])
     assert content(joined) == {name: label for split in SPLITS for name, label in content(first.splits[split]).items()}
 
 
@@ -199,13 +202,13 @@ def test_what_is_wrong_with_a_folder_is_said_with_its_path(tmp_path):
     refused(tmp_path / "alone", "has only a part for train; training needs a training and another part")
     folder(tmp_path / "empty", {"": "ab"})
     (tmp_path / "empty/c").mkdir()
-    refused(tmp_path / "empty", "empty/c has no pictures")
+    refused(tmp_path / "empty", "empty/c has no images")
     folder(tmp_path / "strange", {"train": "ab", "val": "ac"})
-    refused(tmp_path / "strange", "val/c is a class that the training pictures do not have; they have a, b")
+    refused(tmp_path / "strange", "val/c is a class that the training images do not have; they have a, b")
     (tmp_path / "void/a").mkdir(parents=True)
     (tmp_path / "void/b").mkdir()
-    (tmp_path / "void/a/notes.txt").write_text("no picture")
-    refused(tmp_path / "void", "void has no pictures in its folders a, b")
+    (tmp_path / "void/a/notes.txt").write_text("no image")
+    refused(tmp_path / "void", "void has no images in its folders a, b")
     folder(tmp_path / "few", {"": "ab"}, per_class=1)
     refused(tmp_path / "few", "none are left for")
     with pytest.raises(ValueError, match="streaming=True is not allowed"):
@@ -219,7 +222,7 @@ def test_what_is_wrong_with_a_folder_is_said_with_its_path(tmp_path):
 
 @pytest.fixture
 def table(tmp_path, monkeypatch):
-    """A folder of parquet files that `datasets` loads, with a broken picture and CIFAR's names of columns."""
+    """A folder of parquet files that `datasets` loads, with a broken image and CIFAR's names of columns."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     kinds = datasets.Features(
         {
@@ -251,29 +254,29 @@ def test_a_data_set_is_read_by_the_types_of_its_columns(table):
     images = read(table(), Reading(validation=0.2))
     assert images.classes == ("a", "b", "c") and images.counts == {"train": 25, "validation": 6, "test": 11}
     test = images.splits["test"]
-    picture, label = test.read(4, 3)
-    assert label == 1 and np.array_equal(np.asarray(picture), np.asarray(noise(54))) and "row 4" in test.name(4)
+    image, label = test[4].read(3)
+    assert label == 1 and np.array_equal(np.asarray(image), np.asarray(noise(54))) and "row 4" in test[4].name
     with pytest.raises(Unreadable, match="not a format"):
-        test.read(5, 3)
+        test[5].read(3)
 
 
-def test_a_stream_gives_the_same_pictures_block_by_block(table):
+def test_a_stream_gives_the_same_images_block_by_block(table):
     data = table()
     reading = Reading(validation=0.2, streaming=True, buffer=7)
     whole, stream = read(data, Reading(validation=0.2)), read(data, reading)
-    assert stream.counts == {"train": 25, "validation": 6, "test": 11} and stream.splits["train"].blocks == [
+    assert stream.counts == {"train": 25, "validation": 6, "test": 11} and blocks_of(stream.splits["train"]) == [
         6,
         6,
         5,
         6,
         2,
     ]
-    assert stream.splits["test"].blocks == [7, 4]
+    assert blocks_of(stream.splits["test"]) == [7, 4]
     order = [0, 3, 1, 10, 8, 9, 2, 0]  # forth, and back to the beginning
     for index in order:
-        first, second = (images.splits["test"].read(index, 3) for images in (whole, stream))
+        first, second = (images.splits["test"][index].read(3) for images in (whole, stream))
         assert np.array_equal(np.asarray(first[0]), np.asarray(second[0])) and first[1] == second[1]
-    held = {stream.splits[split].name(i) for split in ("train", "validation") for i in range(len(stream.splits[split]))}
+    held = {item.name for split in ("train", "validation") for item in stream.splits[split]}
     assert len(held) == 31
     with pytest.raises(ValueError, match="workers=2 is not allowed"):
         Ahead(Batches(Views(stream.splits["train"], Preparation(7, 3)), Augmentation(), 3, 5, 0), 2, [Part()], 3)
@@ -316,20 +319,20 @@ def test_columns_and_names_that_there_are_not_are_refused(table):
 
 def grey(count=23, size=5):
     pixels = np.arange(count, dtype=np.uint8)[:, None, None].repeat(size, 1).repeat(size, 2)
-    return Arrays(pixels, torch.arange(count) % 3, "picture")
+    return Arrays(pixels, torch.arange(count) % 3, "image")
 
 
 def numbers(batch):
-    """Which pictures of `grey` a batch has."""
+    """Which images of `grey` a batch has."""
     return ((batch.pixels[:, 0, 0, 0] * 0.5 + 0.5) * 255).round().long().tolist()
 
 
-def batches(pictures=None, batch=7, seed=3, **options):
+def batches(images=None, batch=7, seed=3, **options):
     augmentation = Augmentation(**options)
-    return Batches(Views(pictures or grey(), Preparation(5, 1), augmentation), augmentation, 3, batch, seed)
+    return Batches(Views(images or grey(), Preparation(5, 1), augmentation), augmentation, 3, batch, seed)
 
 
-def test_an_epoch_has_every_picture_once_and_a_step_is_the_same_whenever_it_is_asked_for():
+def test_an_epoch_has_every_image_once_and_a_step_is_the_same_whenever_it_is_asked_for():
     made = batches()
     epochs = [[made(4 * epoch + step, Part())[0] for step in range(1, 5)] for epoch in range(2)]
     orders = [[number for batch in epoch for number in numbers(batch)] for epoch in epochs]
@@ -339,7 +342,7 @@ def test_an_epoch_has_every_picture_once_and_a_step_is_the_same_whenever_it_is_a
     assert orders[0] != [n for step in range(1, 5) for n in numbers(batches(seed=4)(step, Part())[0])]
 
 
-def test_repeats_are_other_views_of_the_same_picture():
+def test_repeats_are_other_views_of_the_same_image():
     ramp = Arrays(np.random.default_rng(0).integers(0, 256, (12, 9, 9), dtype=np.uint8), torch.arange(12) % 3, "noise")
     batch, _ = batches(ramp, batch=12, repeats=3, smallest_crop=0.2)(1, Part())
     labels = batch.targets.argmax(1).view(4, 3)
@@ -355,11 +358,11 @@ def test_blocks_are_shuffled_within_themselves():
         block.tolist() for block in torch.arange(23).split(sizes)
     ]
     assert not torch.equal(order, torch.arange(23))
-    some = Some(Some(grey(), torch.arange(0, 23, 2)), torch.tensor([1, 5, 11]))
-    assert some.blocks is None and some.name(1) == "picture 10"
+    three = some(some(grey(), torch.arange(0, 23, 2)), torch.tensor([1, 5, 11]))
+    assert blocks_of(three) is None and three[1].name == "image 10"
 
 
-def test_a_broken_picture_is_named_once_and_the_next_takes_its_place(tmp_path):
+def test_a_broken_image_is_named_once_and_the_next_takes_its_place(tmp_path):
     folder(tmp_path, {"": "ab"}, per_class=6)
     (tmp_path / "a/1.png").write_bytes(b"")
     (tmp_path / "a/2.png").write_bytes(b"broken")
@@ -370,7 +373,7 @@ def test_a_broken_picture_is_named_once_and_the_next_takes_its_place(tmp_path):
         assert sum(len(numbers) for numbers, _, _ in views.batches(torch.arange(len(views)), 2)) == len(views) - len(
             views.broken
         )
-    everything = Some(images.splits["train"].whole.whole, torch.arange(11))
+    everything = some(images.splits["train"].dataset.dataset, torch.arange(11))
     made = Batches(Views(everything, Preparation(5, 3)), Augmentation(), 2, 4, 0)
     steps = [made(step, Part()) for step in range(1, 7)]
     assert [len(batch.pixels) for batch, _ in steps] == [3, 4, 4] * 2  # whatever is broken
@@ -378,7 +381,7 @@ def test_a_broken_picture_is_named_once_and_the_next_takes_its_place(tmp_path):
     assert sorted(names) == [str(tmp_path / "a/2.png"), str(tmp_path / "b/5.png")]
     for path in tmp_path.rglob("*.png"):
         path.write_bytes(b"broken")
-    with pytest.raises(ValueError, match="none of the 11 training pictures can be read"):
+    with pytest.raises(ValueError, match="none of the 11 training images can be read"):
         Batches(Views(everything, Preparation(5, 3)), Augmentation(), 2, 4, 0)(1, Part())
 
 
@@ -402,7 +405,7 @@ def test_workers_make_the_same_batches(recwarn):
         (np.array([[0, 256], [512, 65535]], dtype=np.uint16), "I;16", [[0, 1], [2, 255]]),
     ],
 )
-def test_deep_pictures_keep_their_range(tmp_path, pixels, mode, expected):
+def test_deep_images_keep_their_range(tmp_path, pixels, mode, expected):
     Image.fromarray(pixels).save(tmp_path / "deep.tiff")
     with Image.open(tmp_path / "deep.tiff") as written:
         assert written.mode == mode
@@ -412,29 +415,35 @@ def test_deep_pictures_keep_their_range(tmp_path, pixels, mode, expected):
         decoded(tmp_path / "odd.tiff", 1)
 
 
-def test_names_as_labels_and_a_test_part_alone(tmp_path, monkeypatch):
+@pytest.fixture
+def named(tmp_path, monkeypatch):
+    """The same with names as labels: of each part those that are given."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     kinds = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
-    rows = {"image": [{"bytes": encoded(noise(3)), "path": None}] * 9, "label": ["b", "a", "c"] * 3}
-    (tmp_path / "data").mkdir()
-    datasets.Dataset.from_dict(rows, features=kinds).to_parquet(tmp_path / "data/test-00000.parquet")
-    images = found(f"datasets:{tmp_path / 'data'}")
+
+    def made(**parts):
+        (tmp_path / "data").mkdir()
+        for part, labels in parts.items():
+            rows = {"image": [{"bytes": encoded(noise(3)), "path": None}] * len(labels), "label": labels}
+            datasets.Dataset.from_dict(rows, features=kinds).to_parquet(tmp_path / f"data/{part}-00000.parquet")
+        return f"datasets:{tmp_path / 'data'}"
+
+    return made
+
+
+def test_names_as_labels_and_a_test_part_alone(named):
+    data = named(test=["b", "a", "c"] * 3)
+    images = found(data)
     assert images.classes == ("a", "b", "c") and images.counts == {"test": 9}
-    assert [images.splits["test"].read(n, 3)[1] for n in range(3)] == [1, 0, 2]
+    assert [images.splits["test"][n].read(3)[1] for n in range(3)] == [1, 0, 2]
     with pytest.raises(ValueError, match="has only a part for test; training needs"):
-        read(f"datasets:{tmp_path / 'data'}")
+        read(data)
 
 
 @pytest.mark.parametrize("wrong", ["zebra", None])
-def test_names_that_training_does_not_know_are_refused_at_once(tmp_path, monkeypatch, wrong):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
-    for part, labels in {"train": ["b", "a"] * 11, "test": ["a", "b", wrong]}.items():
-        rows = {"image": [{"bytes": encoded(noise(3)), "path": None}] * len(labels), "label": labels}
-        (tmp_path / "data").mkdir(exist_ok=True)
-        datasets.Dataset.from_dict(rows, features=kinds).to_parquet(tmp_path / f"data/{part}-00000.parquet")
+def test_names_that_training_does_not_know_are_refused_at_once(named, wrong):
     with pytest.raises(ValueError, match=f"test row 2: label={wrong!r} is not allowed; choose one of a, b"):
-        read(f"datasets:{tmp_path / 'data'}")
+        read(named(train=["b", "a"] * 11, test=["a", "b", wrong]))
 
 
 def test_a_stream_holds_out_what_stays_in_memory(table, monkeypatch):

@@ -9,10 +9,9 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
 
-from femixer.baselines import Attention
 from femixer.models import FEMForImageClassification, FEMVisionConfig, FEMVisionModel, preset
+from femixer.models.images import patch_maps
 from femixer.models.named import NAMED, parameter_count
-from femixer.models.pictures import patch_maps
 from femixer.models.vision import StochasticDepth, rising
 from femixer.rotary import Grid, Rotation, on_grid, rotated
 from femixer.timm import timm_attention
@@ -201,16 +200,6 @@ def test_rotary_positions_treat_rows_as_columns(options):
                 parameter.copy_(parameter.unflatten(0, (-1, 2, 4)).flip(1).flatten(0, 2))
     torch.testing.assert_close(model(x.mT).logits, before, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(model(x).logits, before, atol=1e-4)
-
-
-def test_rotary_attention_without_fem_parts_is_plain_attention():
-    fem, plain = make(parts="", positions="rotary"), make(mixer="attention", positions="rotary")
-    assert isinstance(plain.model.layers[0].mixer, Attention)
-    weights = {name.replace("prior_proj", "query_key_proj"): w for name, w in fem.state_dict().items()}
-    plain.load_state_dict(
-        {name.replace(".linear.", ".") if ".mixer." in name else name: w for name, w in weights.items()}
-    )
-    torch.testing.assert_close(fem(images()).logits, plain(images()).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_the_loss_is_cross_entropy_of_classes_or_of_soft_targets():

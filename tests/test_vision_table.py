@@ -51,7 +51,7 @@ def test_a_table_has_means_errors_and_the_papers_figures(tmp_path, capsys):
     assert "| SMAttn | 5,717,000 | 72.00 ± 0.00 (72.20) |" in text
     assert "| FEM-SM | 5,780,000 | **76.00** ± 1.00 (76.70) |" in text  # GLA lacks a seed
     assert "| GLA | 5,780,000 | 79.00 [1 of 2 seeds] |" in text
-    assert "Parameters of imagenet-1k, deit-tiny differ by 1.1% at most." in text and "7 pictures" in text
+    assert "Parameters of imagenet-1k, deit-tiny differ by 1.1% at most." in text and "7 images" in text
     assert "Training diverged, in some runs, of GLA" in text
     assert (out / "table.tex").read_text() == as_latex(*tabulate(found)) and r"my\_data, deit-tiny" in as_latex(
         *tabulate(found)
@@ -72,7 +72,7 @@ def test_learning_rates_are_chosen_by_validation():
     ("change", "told"),
     [
         ({"environment": {"femixer": "0.2.0"}}, "versions of femixer"),
-        ({"fingerprint": "other"}, "pictures of one name"),
+        ({"fingerprint": "other"}, "images of one name"),
         ({"augmentation": {"flip": 0}}, "ways of training"),
         ({"parameter_count": 8}, "models of one name"),
         ({"seed": 0, "top1": 0.1}, "results of one job"),

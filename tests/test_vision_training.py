@@ -24,7 +24,7 @@ from femixer.models.named import parameter_count
 from femixer.options import parse
 from femixer.reporting.figures import save
 from femixer.tasks.vision import TASK
-from femixer.tasks.vision.data import Arrays, Files, Images, Preparation, read
+from femixer.tasks.vision.data import Arrays, DataSet, Files, Preparation, read
 from femixer.tasks.vision.data import views as views_module
 from femixer.tasks.vision.data.views import Batches, Views, spread, stacked
 from femixer.tasks.vision.evaluate import confusion, map_figure, samples
@@ -43,7 +43,7 @@ RUN = shlex.split(f"vision run {SIZES} --models FEM-SM SMAttn --seeds 2 --parame
 
 
 def paint(root, per_class=11, size=(11, 9)):
-    """A folder per colour with pictures that are easily told apart, two of them broken."""
+    """A folder per colour with images that are easily told apart, two of them broken."""
     draw = np.random.default_rng(0)
     for name, colour in COLOURS.items():
         (root / name).mkdir(parents=True)
@@ -51,7 +51,7 @@ def paint(root, per_class=11, size=(11, 9)):
             pixels = np.clip(np.array(colour) + draw.integers(-30, 30, (size[1], size[0], 3)), 0, 255)
             Image.fromarray(pixels.astype(np.uint8)).save(root / name / f"{number:02d}.png")
     (root / "red/00.png").write_bytes(b"")
-    (root / "red/01.png").write_bytes(b"no picture at all")
+    (root / "red/01.png").write_bytes(b"no image at all")
     return root
 
 
@@ -95,7 +95,7 @@ def test_a_training_leaves_everything_about_it_and_a_table_shows_it(trained, col
         str(colours / "red/00.png"): "the file is empty",
         str(colours / "red/01.png"): "not a format that Pillow knows",
     }
-    assert found[-1]["broken"] == 2 and "2 pictures could not be read" in (trained / "table.md").read_text()
+    assert found[-1]["broken"] == 2 and "2 images could not be read" in (trained / "table.md").read_text()
     assert main([*TRAIN, str(colours), "--out", str(trained), "--resume"]) == 0  # only shows it
     assert f"| {found[-1]['top1']:.2%} |" in capsys.readouterr().out
     assert main(["vision", "table", "--results", str(trained), "--out", str(tmp_path)]) == 0
@@ -160,7 +160,7 @@ def test_the_better_of_weights_and_average_counts():
     assert not averages({"top1": 0.8, "loss": 0.5})
 
 
-def test_scores_are_shares_of_the_pictures_and_their_mean_loss():
+def test_scores_are_shares_of_the_images_and_their_mean_loss():
     logits = torch.tensor(
         [[5.0, 0, 0, 0, 0, 0, 0], [3, 4, 0, 0, 0, 0, 0], [7, 6, 5, 4, 3, 2, 1], [1, 2, 3, 4, 5, 6, 7]]
     )
@@ -173,10 +173,10 @@ def test_scores_are_shares_of_the_pictures_and_their_mean_loss():
     assert torch.equal(made.confusion(), expected)
 
 
-def test_pictures_of_which_none_can_be_read_are_named(trained):
+def test_images_of_which_none_can_be_read_are_named(trained):
     classifier = Classifier.load(trained)
     empty = Files(Path("nowhere"), ["a.png", "b.png"], torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match=r"none of the 2 validation pictures can be read; of nowhere/a.png: No such"):
+    with pytest.raises(ValueError, match=r"none of the 2 validation images can be read; of nowhere/a.png: No such"):
         predicted(classifier.model, Views(empty, classifier.preparation), 5, "validation")
 
 
@@ -235,16 +235,16 @@ def test_a_model_is_evaluated_on_other_folders(tmp_path, trained, colours, capsy
     assert "which has preparation.json" in capsys.readouterr().err
 
 
-def test_maps_are_drawn_of_named_pictures(tmp_path, trained, colours, capsys):
+def test_maps_are_drawn_of_named_images(tmp_path, trained, colours, capsys):
     out = tmp_path / "maps.png"
     command = ["vision", "maps", "--model", str(trained), "--out", str(out), "--images"]
-    pictures = [str(colours / "red/05.png"), str(colours / "blue/03.png")]
-    assert main([*command, *pictures, "--head", "1", "--channels", "1", "0"]) == 0
+    images = [str(colours / "red/05.png"), str(colours / "blue/03.png")]
+    assert main([*command, *images, "--head", "1", "--channels", "1", "0"]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
     for options, told in (
-        ([*pictures, "--head", "7"], "head=7 is not allowed; choose a number from 0 to 1"),
-        ([*pictures, "--channels", "99"], "channels=(99,) is not allowed"),
-        ([*pictures, "--layer", "3"], "layer=3 is not allowed"),
+        ([*images, "--head", "7"], "head=7 is not allowed; choose a number from 0 to 1"),
+        ([*images, "--channels", "99"], "channels=(99,) is not allowed"),
+        ([*images, "--layer", "3"], "layer=3 is not allowed"),
         ([str(colours / "red/00.png")], "red/00.png' cannot be read: the file is empty"),
     ):
         assert main([*command, *options]) == 2
@@ -331,7 +331,7 @@ def test_the_papers_recipe_is_deits():
     assert (how.drop_path, how.ema, views.repeats, command.sizes.eval_crop) == (0.1, 0.99996, 3, 0.875)
     assert (views.randaugment, views.erasing, views.mixup, views.cutmix, views.smoothing) == (9, 0.25, 0.8, 1.0, 0.1)
     classes = tuple(map(str, range(1000)))
-    images = Images("imagenet-1k", classes, {}, "", 3)
+    images = DataSet("imagenet-1k", classes, {}, "", 3)
     for preset, model, expected in (
         ("deit-tiny", "FEM-SM", 5.8e6),
         ("deit-tiny", "SMAttn", 5.7e6),
@@ -354,14 +354,14 @@ def test_a_warm_up_that_was_not_asked_for_is_no_longer_than_training():
 
 @pytest.mark.parametrize("model", ENCODERS)
 def test_every_model_that_is_offered_can_be_an_encoder(model):
-    command, images = recipe(), Images("digits", tuple("0123456789"), {}, "", 1)
+    command, images = recipe(), DataSet("digits", tuple("0123456789"), {}, "", 1)
     spec = specified(model, images, 0, command.sizes, command.training, command.augmentation)
     assert parameter_count(config_of(spec, images)) == pytest.approx(90_000, rel=0.01)
 
 
 def test_the_digits_are_compared_at_equal_parameters_and_never_mirrored():
     command = recipe(of=VisionRun)
-    how, images = command.experiment, Images("digits", tuple("0123456789"), {}, "", 1)
+    how, images = command.experiment, DataSet("digits", tuple("0123456789"), {}, "", 1)
     specs = [specified(m, images, 0, how.sizes, how.training, how.augmentation) for m in how.models]
     counts = [parameter_count(config_of(spec, images)) for spec in specs]
     assert len(counts) == 4 and max(counts) / min(counts) < 1.02
@@ -393,8 +393,8 @@ def test_a_saved_model_is_a_pipeline_of_transformers_with_the_same_view(trained,
         chosen = classifier.model(pixel_values=pixels).logits.argmax(-1).tolist()
     assert [answer[0]["label"] for answer in answers] == [classifier.classes[label] for label in chosen]
     grey = FEMImageProcessor(8, 1, 1.0, (0.5,), (0.5,))
-    for picture in (Image.open(paths[0]), np.zeros((9, 9, 1), dtype=np.uint8)):
-        assert grey(picture)["pixel_values"].shape == (1, 1, 8, 8)
+    for image in (Image.open(paths[0]), np.zeros((9, 9, 1), dtype=np.uint8)):
+        assert grey(image)["pixel_values"].shape == (1, 1, 8, 8)
 
 
 def test_a_run_that_is_overwritten_leaves_nothing(tmp_path, colours, capsys):
@@ -436,7 +436,7 @@ def test_processes_that_read_ahead_change_no_score(colours, monkeypatch):
     assert found[0][2] == found[1][2] and len(found[0][2]) == 2 and max(sent) == 7
 
 
-def test_maps_show_each_picture_once(tmp_path, trained, colours, monkeypatch):
+def test_maps_show_each_image_once(tmp_path, trained, colours, monkeypatch):
     drawn = []
     monkeypatch.setattr(Views, "read", lambda self, number: drawn.append(number))
     main(["vision", "maps", "--model", str(trained), "--data", str(colours), "--out", str(tmp_path / "m.png")])
@@ -447,7 +447,7 @@ def test_maps_show_each_picture_once(tmp_path, trained, colours, monkeypatch):
     assert drawn == [0, 2, 4]
 
 
-def test_shown_pictures_are_of_all_classes():
+def test_shown_images_are_of_all_classes():
     labels = torch.tensor([0] * 7 + [1] * 5 + [2] * 3)
     assert spread(labels, 3) == [0, 7, 12] and spread(labels, 5) == [0, 1, 7, 8, 12] and spread(labels[:2], 5) == [0, 1]
 
@@ -460,9 +460,6 @@ def test_shown_pictures_are_of_all_classes():
         ("vision eval --model {trained} --data datasets:", "data='datasets:' is not allowed"),
         ("vision eval --model {trained} --data ''", "data='' is not allowed"),
         ("vision train --lr inf --out {out}", "lr=inf is not allowed"),
-        ("vision train --weight-decay inf --out {out}", "weight_decay=inf is not allowed"),
-        ("vision train --mixup inf --out {out}", "mixup=inf is not allowed"),
-        ("vision train --initializer-range inf --out {out}", "initializer_range=inf is not allowed"),
     ],
 )
 def test_what_does_not_fit_is_said(args, told, trained, colours, tmp_path, capsys):

@@ -82,18 +82,8 @@ def environment(folder: Path, wheel: Path, extras: set[str]) -> Path:
             if not (site / top).exists():
                 (site / top).symlink_to(Path(str(one.locate_file(top))))
     programs = folder / "bin"
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        programs / "python",
-        "install",
-        "--no-deps",
-        "--no-index",
-        wheel,
-    ]
-    run(install, folder)
+    pip = [sys.executable, "-m", "pip", "--python", programs / "python"]
+    run([*pip, "install", "--no-deps", "--no-index", wheel], folder)
     return programs
 
 
@@ -184,13 +174,6 @@ def test_models_and_tasks_need_their_extras(built: tuple[Path, Path], tmp_path: 
 
 def test_the_other_extras_have_their_import_paths(built: tuple[Path, Path], tmp_path: Path) -> None:
     programs = environment(tmp_path / "others", built[1], {"forecast", "vision", "onnx", "eval"})
-    modules = [
-        "tasks.forecast.task",
-        "tasks.vision.task",
-        "models.onnx",
-        "tasks.lm.harness",
-        "tasks.lm.task",
-        "surgery",
-    ]
-    code = "; ".join(f"import femixer.{module}" for module in modules)
+    modules = "tasks.forecast.task tasks.vision.task models.onnx tasks.lm.harness tasks.lm.task surgery"
+    code = "; ".join(f"import femixer.{module}" for module in modules.split())
     run([programs / "python", "-c", f"{code}; import pandas, PIL, sklearn, onnx, onnxscript, lm_eval"], tmp_path)

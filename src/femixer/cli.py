@@ -1,6 +1,5 @@
 """The command line: `femixer <command> [options]`."""
 
-import logging
 import os
 import re
 import shlex
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 
 from femixer.damage import in_one_line
 from femixer.kernels.dispatch import BackendError
-from femixer.optional import MissingExtra
+from femixer.optional import MissingExtra, quiet
 from femixer.options import dispatch, running
 from femixer.tasks import TASKS
 from femixer.training.distributed import Interrupted
@@ -29,9 +28,6 @@ COMMANDS = {
 }
 """Besides the tasks."""
 
-CHATTY = ("torchao", "torch.utils._pytree")
-"""transformers imports torchao wherever it is installed, and these warn then about parts that no command uses."""
-
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0 done, 1 the doctor found something wrong, 2 wrong usage,
@@ -42,8 +38,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
         print(f"femixer {__version__}")
         return 0
-    for name in () if sys.flags.dev_mode else CHATTY:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet()
     try:
         with running(args):
             return dispatch("femixer", {**TASKS, **COMMANDS}, args) or 0

@@ -1,7 +1,12 @@
 """Packages that only some parts need: imported on first use, with an error that says how to install them."""
 
 import importlib
+import logging
+import sys
 from types import ModuleType
+
+CHATTY = ("torchao", "torch.utils._pytree")
+"""transformers imports torchao wherever it is installed, and these warn then about parts that no command uses."""
 
 
 class MissingExtra(ImportError):
@@ -23,3 +28,9 @@ def require(module: str, extra: str) -> ModuleType:
         raise MissingExtra(
             f'{package} is needed here and is not installed; install it with: pip install "femixer[{extra}]"'
         ) from None
+
+
+def quiet() -> None:
+    """No warnings of CHATTY packages in this process, unless Python is in its development mode."""
+    for name in () if sys.flags.dev_mode else CHATTY:
+        logging.getLogger(name).setLevel(logging.ERROR)

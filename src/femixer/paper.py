@@ -90,7 +90,7 @@ ENTRIES: dict[str, Entry] = {
             "--out results/deit-small",
             "femixer vision table --results results/deit-tiny results/deit-small",
         ),
-        "about 3e18 FLOPs for a Tiny, 1e19 for a Small (estimates: 3 x a forward pass x pictures x 300 epochs)",
+        "about 3e18 FLOPs for a Tiny, 1e19 for a Small (estimates: 3 x a forward pass x images x 300 epochs)",
         ("femixer vision run --seeds 5",),
         (Ran("digits of 8 x 8 pixels, 4 models, 5 seeds", "benchmarks/digits.json"),),
         "ImageNet",

@@ -13,6 +13,7 @@ SIZES = {
     "fem": {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2},
     "itransformer": {"hidden_size": 24, "num_attention_heads": 3},
     "seasonal-naive": {"season": 5},
+    "ets": {"season": 5},
 }
 MIXERS = {
     "fem": {},

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from femixer.baselines import Attention
-from femixer.bench.measure import MixerOptions, check_distinct
+from femixer.bench.measure import MixerOptions
 from femixer.mixer import FreeEnergyMixer
+from femixer.options import check_different
 from femixer.priors import parse_prior, prior_class
 from femixer.priors.softmax import CACHES
 
@@ -37,10 +38,12 @@ def full_label(prior: str, parts: str | None) -> str:
     return ATTENTION if prior == ATTENTION else f"{label(prior)} {parts or '(mean)'}"
 
 
-def check_priors(priors: Sequence[str]) -> None:
-    check_distinct("priors", priors)
-    for prior in priors:
-        parse_prior(prior, "priors")
+def check_priors(options: Any, *others: str) -> None:
+    """Raise a ValueError unless the options' priors are such, each once; others: names that are allowed besides."""
+    check_different(options, "priors")
+    for prior in options.priors:
+        if prior not in others:
+            parse_prior(prior, "priors")
 
 
 def arguments(prior: str, cache: str | None = None) -> dict[str, Any]:

@@ -23,14 +23,15 @@ from torch import Tensor, nn
 
 from femixer import FreeEnergyMixer, __version__, use_backend
 from femixer.baselines import Attention
+from femixer.bench.contestants import ATTENTION, arguments
 from femixer.bench.measure import stopwatch
 from femixer.kernels import dispatch
 from femixer.kernels.triton_launch import Step, aimed_at, traced
-from femixer.options import Rule, check, check_all, parse
+from femixer.options import Count, check, check_options, parse
 from femixer.priors import parse_prior
+from femixer.reporting import Table, show
 from femixer.training import atomic
 
-ATTENTION = "attention"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Layers of other packages: module, class, and arguments from (dim, heads).
 RIVALS: dict[str, tuple[str, str, Callable[[int, int], dict[str, Any]]]] = {
@@ -93,19 +94,19 @@ class Options:
     """With --estimate: also the table of launches of every layer."""
     priors: tuple[str, ...] = ("softmax", "linear", "gla", "aft", "decay", "ssm", "mamba", "mamba-interactive")
     """Priors of the FEM layers, with options as in gla:decay=channel."""
-    dim: int = 1024
+    dim: Count = 1024
     """Width of the layers."""
-    heads: int = 16
+    heads: Count = 16
     """Heads of the layers."""
-    batch: int = 8
+    batch: Count = 8
     """Sequences at a time."""
-    lengths: tuple[int, ...] = (2048, 8192)
+    lengths: tuple[Count, ...] = (2048, 8192)
     """Tokens of a sequence."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     """Number formats of parameters and inputs."""
     models: tuple[str, ...] = ()
     """Also a training step of these presets of language models, e.g. 340m, at the first length."""
-    repeats: int = 10
+    repeats: Count = 10
     """Measurements per case; the median is reported."""
     device: str = "cuda"
     """Where to measure."""
@@ -115,9 +116,7 @@ class Options:
     def validate(self) -> None:
         for name in self.dtypes:
             check(name in DTYPES, "dtypes", name, f"one of {', '.join(DTYPES)}")
-        check_all(self, Rule("a positive number", lambda x: x > 0), "dim", "heads", "batch", "repeats")
-        for length in self.lengths:
-            check(length > 0, "lengths", length, "positive numbers of tokens")
+        check_options(self)
         for prior in self.priors:
             parse_prior(prior)
         if not self.estimate and self.device.startswith("cuda") and not torch.cuda.is_available():
@@ -137,8 +136,7 @@ def main(args: Sequence[str]) -> int:
         "rows": rows,
     }
     atomic.write(options.out / "gpu.json", json.dumps(report, indent=2) + "\n")
-    for line in estimate_lines(options, rows) if options.estimate else measurement_lines(rows):
-        print(line)
+    show(*(estimate_tables(options, rows) if options.estimate else [measurement_table(rows)]))
     print(f"Results are in {options.out}/gpu.json")
     return 0
 
@@ -157,8 +155,7 @@ def surroundings(options: Options) -> dict[str, Any]:
 
 
 def fem_layer(prior: str, options: Options, **made: Any) -> FreeEnergyMixer:
-    name, given = parse_prior(prior)
-    return FreeEnergyMixer(options.dim, options.heads, name, prior_options=given, **made)
+    return FreeEnergyMixer(options.dim, options.heads, **arguments(prior), **made)
 
 
 # Estimate
@@ -243,39 +240,34 @@ def _estimate(
 
 
 ASSUMPTIONS = (
-    "ESTIMATE, not a measurement: milliseconds forward + backward of one layer, and in brackets its training step as",
-    "a multiple of the one with flash attention. Each launch takes max(bytes / bandwidth, flops / tensor rate,",
-    "exponentials / special-function rate, bytes loaded again / cache bandwidth) / {reached} + {micros} us; the rates",
-    "are the makers' figures.",
-    "B {o.batch}, dim {o.dim}, {o.heads} heads, causal, all parts. In float32 kernels take three TF32 products,",
-    "torch's products are plain float32.",
+    "ESTIMATE, not a measurement: milliseconds forward + backward of one layer, and in brackets its training step as a "
+    "multiple of the one with flash attention. Each launch takes max(bytes / bandwidth, flops / tensor rate, "
+    "exponentials / special-function rate, bytes loaded again / cache bandwidth) / {reached} + {micros} us; the rates "
+    "are the makers' figures. B {o.batch}, dim {o.dim}, {o.heads} heads, causal, all parts. In float32 kernels take "
+    "three TF32 products, torch's products are plain float32."
 )
 
 
-def estimate_lines(options: Options, rows: list[dict[str, Any]]) -> Iterator[str]:
-    yield from (line.format(o=options, reached=REACHED, micros=1e6 * OVERHEAD) for line in ASSUMPTIONS)
-    yield f"{'layer':<24}{'type':>9}{'T':>7}{'launches':>10}" + "".join(f"{name:>22}" for name in GPUS)
+def estimate_tables(options: Options, rows: list[dict[str, Any]]) -> Iterator[Table]:
+    layers: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        if row["gpu"] != next(iter(GPUS)):
-            continue
-        key = (row["layer"], row["dtype"], row["length"])
-        cells = [other for other in rows if (other["layer"], other["dtype"], other["length"]) == key]
-        shown = (f"{c['forward ms']:.2f}+{c['backward ms']:.2f} ({c['step ratio']:.2f})" for c in cells)
-        launches = "{}+{}".format(*row["launches"])
-        yield f"{key[0]:<24}{key[1]:>9}{key[2]:>7}{launches:>10}" + "".join(f"{cell:>22}" for cell in shown)
-    if options.kernels:
-        yield from _kernel_lines([row for row in rows if row["gpu"] == "H100"])
+        layers.setdefault((row["layer"], row["dtype"], str(row["length"])), []).append(row)
+    cells = []
+    for key, of in layers.items():  # a row of each GPU
+        shown = (f"{c['forward ms']:.2f}+{c['backward ms']:.2f} ({c['step ratio']:.2f})" for c in of)
+        cells.append([*key, "{}+{}".format(*of[0]["launches"]), *shown])
+    title = ASSUMPTIONS.format(o=options, reached=REACHED, micros=1e6 * OVERHEAD)
+    yield Table.of(("layer", "type", "T", "launches", *GPUS), cells, title)
+    for row in rows if options.kernels else ():
+        if row["gpu"] == "H100":
+            title = f"{row['layer']}, {row['dtype']}, T {row['length']}, H100"
+            launches = [_launch(*launch) for launch in row["kernels"]]
+            yield Table.of(("launch", "MB", "GFLOP", "Gexp", "again GB", "us"), launches, title)
 
 
-def _kernel_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    for row in rows:
-        yield ""
-        yield f"{row['layer']}, {row['dtype']}, T {row['length']}, H100"
-        yield f"  {'launch':<40}{'MB':>10}{'GFLOP':>10}{'Gexp':>8}{'again GB':>10}{'us':>10}"
-        for name, ours, size, flops, exponentials, again, micros in row["kernels"]:
-            label = name if ours else f"{name} (torch)"
-            work = f"{size / 1e6:>10.2f}{flops / 1e9:>10.2f}{exponentials / 1e9:>8.3f}{again / 1e9:>10.2f}"
-            yield f"  {label:<40}{work}{micros:>10.1f}"
+def _launch(name: str, ours: bool, size: int, flops: int, exponentials: int, again: int, micros: float) -> list[str]:
+    work = (f"{size / 1e6:.2f}", f"{flops / 1e9:.2f}", f"{exponentials / 1e9:.3f}", f"{again / 1e9:.2f}")
+    return [name if ours else f"{name} (torch)", *work, f"{micros:.1f}"]
 
 
 # Measurement
@@ -301,9 +293,9 @@ def contestants(options: Options, made: dict[str, Any]) -> Iterator[tuple[str, C
     yield ATTENTION, lambda: Attention(options.dim, options.heads, **made)
     for prior in options.priors:
         yield f"FEM {prior}", lambda prior=prior: fem_layer(prior, options, **made)  # type: ignore[misc]
-    for name, (module, kind, arguments) in RIVALS.items():
+    for name, (module, kind, sizes) in RIVALS.items():
         if importlib.util.find_spec(module.partition(".")[0]) is not None:
-            given = arguments(options.dim, options.heads)
+            given = sizes(options.dim, options.heads)
             yield name, lambda m=module, k=kind, g=given: getattr(importlib.import_module(m), k)(**g).to(**made)  # type: ignore[misc]
 
 
@@ -375,9 +367,11 @@ def _peak_bytes(call: Callable[[], object], options: Options) -> int | None:
     return torch.cuda.max_memory_allocated(options.device)
 
 
-def measurement_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    columns = ("forward ms", "step ms", "token ms", "tokens per second", "peak MB")
-    yield f"{'layer':<28}{'type':>10}{'T':>8}" + "".join(f"{name:>19}" for name in columns)
-    for row in rows:
-        cells = "".join(f"{row[name]:>19.3f}" if name in row else f"{'':>19}" for name in columns)
-        yield f"{row['layer']:<28}{row['dtype']:>10}{row['length']:>8}{row.get('error', cells)}"
+def measurement_table(rows: list[dict[str, Any]]) -> Table:
+    numbers = ("forward ms", "step ms", "token ms", "tokens per second", "peak MB")
+    cells = [
+        [row["layer"], row["dtype"], str(row["length"]), *(f"{row[n]:.3f}" if n in row else "" for n in numbers)]
+        for row in rows
+    ]
+    failed = [f"{row['layer']}, {row['dtype']}, T {row['length']}: {row['error']}" for row in rows if "error" in row]
+    return Table.of(("layer", "type", "T", *numbers), cells, "", *failed)

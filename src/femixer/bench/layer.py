@@ -11,23 +11,21 @@ import torch
 from femixer.bench.calls import Call, Decoder, flops, peak_memory
 from femixer.bench.contestants import ATTENTION, Mixer, Parameters, caches, canonical, check_priors
 from femixer.bench.measure import (
+    Benchmark,
     MixerOptions,
     Spread,
     Timing,
     busy,
     bytes_cell,
-    check_distinct,
-    command,
     fits,
     heads_of,
-    measured,
     place_of,
     ratio_cell,
     timed,
     unlimited_compilation,
 )
 from femixer.bench.measure import Report as BenchReport
-from femixer.options import check, check_positive, parse
+from femixer.options import Count, Whole, check, check_different
 from femixer.priors import parse_prior
 from femixer.reporting import Column, Table
 from femixer.training.journal import counting
@@ -45,19 +43,19 @@ class Options(MixerOptions):
     """The priors of FEM, each alone or with options: gla, gla:decay=channel, name:option=value,option=value."""
     parts: tuple[str, ...] = ("LTG", "CLTG")
     """One FEM layer per prior for each: subsets of C (conditioner), L (free energy), T (its gate), G (outer gate)."""
-    lengths: tuple[int, ...] = (1024,)
+    lengths: tuple[Count, ...] = (1024,)
     """Tokens of a sequence; a table for each."""
-    forward_lengths: tuple[int, ...] = ()
+    forward_lengths: tuple[Count, ...] = ()
     """The same, where only the forward pass is measured."""
     encoder: bool = False
     """Every token sees all others, instead of the earlier ones only; then there is no decoding to measure."""
     modes: tuple[Literal["eager", "compiled"], ...] = ("eager", "compiled")
     """eager: plain calls; compiled: torch.compile, whose own time is not counted."""
-    context: int = 4096
+    context: Count = 4096
     """Tokens seen when decoding one more."""
-    decode_batch: int = 1
+    decode_batch: Count = 1
     """Sequences decoded side by side."""
-    busy: int = 0
+    busy: Whole = 0
     """Measure with this many other processes computing beside it, each on one thread, as on a machine that is busy."""
 
     @property
@@ -67,17 +65,11 @@ class Options(MixerOptions):
 
     def validate(self) -> None:
         super().validate()
-        check_positive(context=self.context, decode_batch=self.decode_batch)
-        check(self.busy >= 0, "busy", self.busy, "a whole number of at least 0")
-        for name in ("lengths", "forward_lengths"):
-            for length in getattr(self, name):
-                check_positive(**{name: length})
-        check_distinct("lengths with forward_lengths", (*self.lengths, *self.forward_lengths))
-        check_priors(self.priors)
-        for name in ("parts", "modes"):
-            check_distinct(name, getattr(self, name))
-        for mode in self.modes:
-            check(mode in ("eager", "compiled"), "modes", mode, "eager, compiled or both")
+        lengths = (*self.lengths, *self.forward_lengths)
+        check(len({*lengths}) == len(lengths) > 0, "lengths with forward_lengths", lengths, "different ones")
+        check_priors(self)
+        check_different(self, "parts")
+        check_different(self, "modes")
 
 
 # The results
@@ -150,7 +142,7 @@ def contestants(options: Options, length: int) -> dict[Entry, Call]:
     return field
 
 
-class Count(NamedTuple):
+class Fixed(NamedTuple):
     """What does not depend on the mode: parameters, and FLOPs of the forward pass and of forward and backward."""
 
     parameters: Parameters
@@ -158,12 +150,12 @@ class Count(NamedTuple):
     training_flops: int | None
 
 
-def counted(options: Options, length: int, training: bool) -> dict[Mixer, Count]:
+def counted(options: Options, length: int, training: bool) -> dict[Mixer, Fixed]:
     """From the shapes alone, on tensors without data."""
     nowhere: Any = "meta"  # no device that times could be measured on
     shapes = replace(options, device=nowhere, modes=("eager",))
     return {
-        entry.mixer: Count(
+        entry.mixer: Fixed(
             Parameters.of(entry.mixer, shapes, not options.encoder),
             flops(call.forward),
             flops(call.train_and_clear) if training else None,
@@ -354,10 +346,5 @@ def _ratio(cost: SequenceCost | DecodeCost, ratio: Spread | float, target: float
     return "1" if cost.prior == ATTENTION else ratio_cell(ratio, target)
 
 
-def run(options: Options) -> Report:
-    options.validate()
-    return measured("layer", options, lambda: measure(options), Report, tables)
-
-
-def main(args: Sequence[str]) -> int:
-    return command(parse(Options, args, "bench layer"), run, tables)
+BENCHMARK = Benchmark("layer", Options, measure, Report, tables)
+run, main = BENCHMARK.run, BENCHMARK.main

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import transformers
@@ -14,14 +14,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from femixer.bench.calls import Generator, Training
 from femixer.bench.contestants import ATTENTION, arguments, caches, check_priors, full_label
 from femixer.bench.measure import (
+    Benchmark,
     MixerOptions,
     Spread,
     bytes_cell,
-    check_distinct,
-    command,
     fits,
     heads_of,
-    measured,
     paired_ratio,
     place_of,
     ratio_cell,
@@ -30,7 +28,7 @@ from femixer.bench.measure import (
 )
 from femixer.bench.measure import Report as BenchReport
 from femixer.models import FEMConfig, FEMForCausalLM
-from femixer.options import COUNT, check, check_all, parse
+from femixer.options import Count, Rule, Whole, check, check_different
 from femixer.priors import parse_prior
 from femixer.reporting import Column, Table
 from femixer.training.journal import counting
@@ -40,6 +38,7 @@ MEASURES: tuple[Measure, ...] = ("training", "decode")
 LLAMA = "llama"
 RIVALS = {LLAMA: "Llama of transformers", ATTENTION: "plain transformer"}
 Model = LlamaForCausalLM | FEMForCausalLM
+Length = Annotated[int, Rule("a whole number above 1: a token and one to predict", lambda x: x > 1)]
 
 
 @dataclass(frozen=True)
@@ -51,21 +50,21 @@ class Options(MixerOptions):
     the quartiles. The results are lm.json and lm.md.
     """
 
-    dim: int = 512
+    dim: Count = 512
     """Width of the tokens."""
-    heads: int = 8
+    heads: Count = 8
     """Heads; divides dim."""
-    layers: int = 8
+    layers: Count = 8
     """Layers."""
-    vocabulary: int = 8192
+    vocabulary: Count = 8192
     """Tokens of the vocabulary."""
-    batch: int = 2
+    batch: Count = 2
     """Sequences of a training step."""
-    length: int = 1024
+    length: Length = 1024
     """Tokens of a training sequence."""
-    rounds: int = 10
+    rounds: Count = 10
     """Rounds measured; a round is one sample of every contestant."""
-    warmup: int = 2
+    warmup: Whole = 2
     """Rounds before that, not counted."""
     priors: tuple[str, ...] = ("softmax", "gla", "aft", "mamba")
     """The priors of FEM, each alone or with options: gla, gla:decay=channel, name:option=value,option=value."""
@@ -75,29 +74,30 @@ class Options(MixerOptions):
     """What to measure: training steps, decoding, or both."""
     compile: bool = False
     """Train with torch.compile, whose own time is not counted. Decoding is always eager."""
-    contexts: tuple[int, ...] = (128, 1024, 4096)
+    contexts: tuple[Length, ...] = (128, 1024, 4096)
     """Tokens seen when decoding goes on; a table for each."""
-    decode_batch: int = 1
+    decode_batch: Count = 1
     """Sequences decoded side by side."""
     decode_steps: int = 32
     """Tokens decoded per sample, from the same cache each time; their median is the sample."""
 
     def validate(self) -> None:
         super().validate()
-        check_all(self, COUNT, "dim", "heads", "layers", "vocabulary", "decode_batch")
         even = 2 * self.heads  # the rivals rotate pairs of channels
         allowed = f"a multiple of {even}: an even number for each of {self.heads} heads"
         check(self.dim % even == 0, "dim", self.dim, allowed)
         divides = self.kv_heads is None or (self.kv_heads > 0 and self.heads % self.kv_heads == 0)
         check(divides, "kv_heads", self.kv_heads, f"a divisor of heads={self.heads}")
-        check(self.length > 1, "length", self.length, "a whole number above 1: a token and one to predict")
-        for context in self.contexts:
-            check(context > 1, "contexts", context, "whole numbers above 1")
-        for name in ("measure", "contexts"):
-            check_distinct(name, getattr(self, name))
-        for measure in self.measure:
-            check(measure in MEASURES, "measure", measure, f"one or more of {', '.join(MEASURES)}")
-        check_priors(self.priors)
+        check_different(self, "measure")
+        check_different(self, "contexts")
+        check_priors(self)
+        with torch.device("meta"):
+            for contestant in decoding(self):
+                contestant.model(self)  # an option that does not fit shows now, not after the models before it
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return {"transformers": transformers.__version__}
 
 
 # The contestants: Llama of transformers, the plain transformer and FEM, of one size
@@ -381,19 +381,10 @@ def _growth_rows(report: Report, targets: bool) -> Iterator[list[str]]:
         yield [name, cache or "", f"{first.context} to {last.context}", ratio_cell(growth, target)]
 
 
-def run(options: Options) -> Report:
-    options.validate()
-    with torch.device("meta"):
-        for contestant in decoding(options):
-            contestant.model(options)  # an option that does not fit shows now, not after the models before it
-
-    def measure() -> dict[str, Sequence[Any]]:
-        training = measure_training(options) if "training" in options.measure else []
-        return {"training": training, "decode": measure_decode(options) if "decode" in options.measure else []}
-
-    versions = {"transformers": transformers.__version__}
-    return measured("lm", options, measure, Report, tables, environment=versions)
+def measure(options: Options) -> dict[str, Sequence[Any]]:
+    training = measure_training(options) if "training" in options.measure else []
+    return {"training": training, "decode": measure_decode(options) if "decode" in options.measure else []}
 
 
-def main(args: Sequence[str]) -> int:
-    return command(parse(Options, args, "bench lm"), run, tables)
+BENCHMARK = Benchmark("lm", Options, measure, Report, tables)
+run, main = BENCHMARK.run, BENCHMARK.main

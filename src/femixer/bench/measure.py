@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from femixer import __version__
-from femixer.options import check, check_positive, check_threads
+from femixer.options import Count, Whole, check, check_options, check_threads, parse
 from femixer.reporting import Table, show, write
 from femixer.state import SPARE
 from femixer.training import atomic
@@ -38,7 +38,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class MeasureOptions:
     """Device, number of rounds and folder of the results."""
 
-    batch: int = 2
+    batch: Count = 2
     """Sequences."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Number format of weights and tokens."""
@@ -46,9 +46,9 @@ class MeasureOptions:
     """Where to run."""
     threads: int | None = None
     """CPU threads (default: torch's choice)."""
-    rounds: int = 20
+    rounds: Count = 20
     """Rounds measured; a round is one sample of every contestant."""
-    warmup: int = 3
+    warmup: Whole = 3
     """Rounds before that, not counted."""
     seed: int = 0
     """Seed of weights and tokens."""
@@ -67,10 +67,8 @@ class MeasureOptions:
 
     def validate(self) -> None:
         """Raise a ValueError that names the first value that makes no sense; the layers check their own."""
-        check_positive(batch=self.batch, rounds=self.rounds)
-        check(self.warmup >= 0, "warmup", self.warmup, "a whole number of at least 0")
+        check_options(self)
         check_threads(self.threads)
-        check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         usable = self.device == "cpu" or (self.device == "cuda" and torch.cuda.is_available())
         check(usable, "device", self.device, "cpu, or cuda where torch finds one")
         check(not self.out.exists() or self.out.is_dir(), "out", str(self.out), "a folder")
@@ -82,6 +80,11 @@ class BenchOptions(MeasureOptions):
 
     targets: bool = False
     """Show the project's target beside each ratio that was measured at the size the target is meant for."""
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of other packages that decide the numbers."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -100,10 +103,6 @@ class MixerOptions(BenchOptions):
     def validate(self) -> None:
         super().validate()
         check(0 < self.decode_steps <= SPARE, "decode_steps", self.decode_steps, f"a whole number from 1 to {SPARE}")
-
-
-def check_distinct(name: str, given: Sequence[object]) -> None:
-    check(len(set(given)) == len(given) > 0, name, given, "one or more, each once")
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -373,25 +372,32 @@ def held(kind: type[AnyReport], path: Path, new: AnyReport) -> AnyReport:
     return report
 
 
-def measured(
-    benchmark: str,
-    options: BenchOptions,
-    measure: Callable[[], Mapping[str, Sequence[Any]]],
-    kind: type[AnyReport],
-    tables: Tables[AnyReport],
-    **more: Mapping[str, Any],
-) -> AnyReport:
-    """Measure, and write BENCHMARK.json and BENCHMARK.md. measure: gives the report's lists of results by name; more:
-    what to add to `settings` or `environment`."""
-    options.out.mkdir(parents=True, exist_ok=True)  # an unwritable place shows now, not after the measurement
-    with cpu_threads(options.threads) as threads:
-        torch.manual_seed(options.seed)
-        results = measure()
-    settings = {**options.settings, **more.get("settings", {})}
-    report = kind(settings, {**environment(threads, options.device), **more.get("environment", {})}, **results)
-    report.save(options.out / f"{benchmark}.json")
-    write(options.out, [*tables(report, options.targets)], benchmark, ("md",))
-    return report
+@dataclass(frozen=True)
+class Benchmark:
+    """One that is measured at once: its options, what they measure, and the tables of its report."""
+
+    name: str
+    options: type[BenchOptions]
+    measure: Callable[[Any], Mapping[str, Sequence[Any]]]
+    """Options -> the report's lists of results by name."""
+    report: type[Report]
+    tables: Tables[Any]
+
+    def run(self, options: Any) -> Any:
+        """Measure, and write NAME.json and NAME.md."""
+        options.validate()
+        options.out.mkdir(parents=True, exist_ok=True)  # an unwritable place shows now, not after the measurement
+        with cpu_threads(options.threads) as threads:
+            torch.manual_seed(options.seed)
+            results = self.measure(options)
+        report = self.report(options.settings, {**environment(threads, options.device), **options.versions}, **results)
+        report.save(options.out / f"{self.name}.json")
+        write(options.out, [*self.tables(report, options.targets)], self.name, ("md",))
+        return report
+
+    def main(self, args: Sequence[str]) -> int:
+        """`femixer bench NAME ...`"""
+        return command(parse(self.options, args, f"bench {self.name}"), self.run, self.tables)
 
 
 def command(options: AnyOptions, run: Callable[[AnyOptions], Report], tables: Callable[..., Iterable[Table]]) -> int:

@@ -14,7 +14,6 @@ from femixer.bench.contestants import ATTENTION, Mixer, check_priors, label
 from femixer.bench.measure import (
     MixerOptions,
     Spread,
-    check_distinct,
     command,
     heads_of,
     paired_ratio,
@@ -25,7 +24,7 @@ from femixer.bench.measure import (
 )
 from femixer.bench.measure import Report as BenchReport
 from femixer.optional import require
-from femixer.options import check, check_positive, parse
+from femixer.options import Count, Whole, check, check_different, parse
 from femixer.priors import PRIORS
 from femixer.reporting import Row, Table, figures, write
 from femixer.training.journal import counting
@@ -42,27 +41,27 @@ class Options(MixerOptions):
     an interrupted run goes on with the same command. Tables and figure show everything in scaling.json.
     """
 
-    dim: int = 512
+    dim: Count = 512
     """Width of the tokens."""
-    heads: int = 8
+    heads: Count = 8
     """Heads; divides dim."""
-    batch: int = 1
+    batch: Count = 1
     """Sequences side by side, also when decoding."""
-    rounds: int = 5
+    rounds: Count = 5
     """Rounds measured; a round is one sample of every length, or of every position."""
-    warmup: int = 1
+    warmup: Whole = 1
     """Rounds before that, not counted."""
     priors: tuple[str, ...] = (ATTENTION, *PRIORS)
     """Attention and priors of FEM, each alone or with options (gla, gla:decay=channel, name:option=value,...)."""
     parts: str = "CLTG"
     """Parts of FEM: a subset of C (conditioner), L (free energy), T (temperature gate), G (outer gate)."""
-    lengths: tuple[int, ...] = tuple(2**n for n in range(9, 17))
+    lengths: tuple[Count, ...] = tuple(2**n for n in range(9, 17))
     """Tokens of a sequence."""
     training: bool = False
     """Measure forward + backward too."""
-    positions: tuple[int, ...] = tuple(10**n for n in range(1, 7))
+    positions: tuple[Count, ...] = tuple(10**n for n in range(1, 7))
     """Tokens seen when decoding one more."""
-    quadratic_limit: int = 8192
+    quadratic_limit: Count = 8192
     """The largest length and position for mixers that keep every token in their state (softmax, attention)."""
     overwrite: bool = False
     """Measure everything anew; what scaling.json holds is replaced when all is measured."""
@@ -83,16 +82,11 @@ class Options(MixerOptions):
 
     def validate(self) -> None:
         super().validate()
-        check_positive(quadratic_limit=self.quadratic_limit)
-        for name in ("lengths", "positions"):
-            for value in getattr(self, name):
-                check_positive(**{name: value})
-        for name in ("priors", "lengths", "positions"):
-            check_distinct(name, getattr(self, name))
+        check_different(self, "lengths")
+        check_different(self, "positions")
         shortest = min(self.lengths)
         check(shortest <= self.quadratic_limit, "quadratic_limit", self.quadratic_limit, f"at least {shortest}")
-        if self.priors != (ATTENTION,):
-            check_priors([prior for prior in self.priors if prior != ATTENTION])
+        check_priors(self, ATTENTION)
 
 
 # The points, and scaling.json, which keeps them from run to run

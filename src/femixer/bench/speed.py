@@ -21,7 +21,7 @@ from femixer.models import FEMConfig, FEMModel
 from femixer.models.config import plain_refusals
 from femixer.models.named import NAMED, Fields, baseline, fem, parameters_of
 from femixer.optional import require
-from femixer.options import check, check_positive, parse
+from femixer.options import Count, check, parse
 from femixer.reporting import Column, Row, Table, figures, write
 
 tyro = require("tyro", "cli")
@@ -121,15 +121,15 @@ class Options(MeasureOptions):
         "float32"
     )
     """Number format of weights and tokens."""
-    layers: int = 8
+    layers: Count = 8
     """Layers of the models."""
-    dim: int = 512
+    dim: Count = 512
     """Width of the tokens."""
-    heads: int = 4
+    heads: Count = 4
     """Heads; divides dim. Rivals that are published with few heads keep theirs."""
-    tokens: int = 2048
+    tokens: Count = 2048
     """Tokens of a sequence."""
-    batch: int = 4
+    batch: Count = 4
     """Sequences."""
     overwrite: bool = False
     """Measure everything anew; what the JSON file holds is replaced when all is measured."""
@@ -154,8 +154,6 @@ class Options(MeasureOptions):
 
     def validate(self) -> None:
         super().validate()
-        check(self.table in PAPER, "table", self.table, f"one of {', '.join(PAPER)}")
-        check_positive(layers=self.layers, dim=self.dim, heads=self.heads, tokens=self.tokens)
         even = 2 * self.heads  # rotary positions turn pairs of channels
         check(self.dim % even == 0, "dim", self.dim, f"a multiple of {even}: an even number for each of the heads")
         for row in self.rows:

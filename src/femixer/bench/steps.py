@@ -13,13 +13,11 @@ from torch import Tensor
 from femixer.bench.calls import Training
 from femixer.bench.contestants import ATTENTION, canonical, check_priors, full_label
 from femixer.bench.measure import (
+    Benchmark,
     BenchOptions,
     Spread,
     Timing,
-    check_distinct,
-    command,
     fits,
-    measured,
     place_of,
     ratio_cell,
     timed,
@@ -31,7 +29,7 @@ from femixer.models.config import plain_refusals
 from femixer.models.forecast import ForecastConfig, build
 from femixer.models.named import NAMED, parameter_count
 from femixer.models.vision import POSITIONS
-from femixer.options import check, check_positive, given, parse
+from femixer.options import Count, Whole, check, check_different, given
 from femixer.priors import parse_prior
 from femixer.reporting import Table
 
@@ -93,15 +91,15 @@ class Vision(BenchOptions):
     quartiles. The results are vision.json and vision.md.
     """
 
-    batch: int = 8
+    batch: Count = 8
     """Images of a step."""
-    rounds: int = 10
+    rounds: Count = 10
     """Rounds measured; a round is one step of every model."""
-    warmup: int = 2
+    warmup: Whole = 2
     """Rounds before that, not counted."""
     preset: str = "deit-tiny"
     """Size of the models: deit-tiny, deit-small or digits."""
-    image_size: int | None = None
+    image_size: Count | None = None
     """Height and width of the images (default: the preset's)."""
     positions: str = "learned"
     """Positions of the patches: learned or rotary."""
@@ -121,8 +119,14 @@ class Vision(BenchOptions):
         super().validate()
         check(self.preset in VISION_PRESETS, "preset", self.preset, f"one of {', '.join(VISION_PRESETS)}")
         check(self.positions in POSITIONS, "positions", self.positions, f"one of {', '.join(POSITIONS)}")
-        check_positive(image_size=self.image_size)
-        check_priors(self.priors)
+        check_priors(self)
+        with plain_refusals():
+            for prior in self.contestants:  # an option that does not fit shows now, not after the models before it
+                parameter_count(self.config(prior))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings, "image_size": self.config(ATTENTION).image_size}
 
     def config(self, prior: str) -> FEMVisionConfig:
         size = given(positions=self.positions, image_size=self.image_size)
@@ -180,17 +184,8 @@ def vision_tables(report: Report, targets: bool) -> Iterator[Table]:
     yield table(report, title, "images per second", lambda seconds: f"{s['batch'] / seconds:.1f}", target)
 
 
-def run_vision(options: Vision) -> Report:
-    options.validate()
-    with plain_refusals():
-        for prior in options.contestants:  # an option that does not fit shows now, not after the models before it
-            parameter_count(options.config(prior))
-    size = {"image_size": options.config(ATTENTION).image_size}
-    return measured("vision", options, lambda: measure_vision(options), Report, vision_tables, settings=size)
-
-
-def vision(args: Sequence[str]) -> int:
-    return command(parse(Vision, args, "bench vision"), run_vision, vision_tables)
+VISION = Benchmark("vision", Vision, measure_vision, Report, vision_tables)
+vision = VISION.main
 
 
 # Forecasters
@@ -206,30 +201,26 @@ class Forecast(BenchOptions):
     quartiles. The results are forecast.json and forecast.md.
     """
 
-    batch: int = 32
+    batch: Count = 32
     """Windows of a step."""
-    rounds: int = 15
+    rounds: Count = 15
     """Rounds measured; a round is one step of every model."""
-    warmup: int = 3
+    warmup: Whole = 3
     """Rounds before that, not counted."""
-    channels: int = 7
+    channels: Count = 7
     """Channels of the series."""
-    lookback: int = 1024
+    lookback: Count = 1024
     """Rows to forecast from."""
-    horizon: int = 96
+    horizon: Count = 96
     """Rows to forecast."""
-    windows: int = 7521
+    windows: Count = 7521
     """Windows of an epoch, whose time is worked out from that of a step; ETTh1 has so many at 1024 and 96."""
     models: tuple[str, ...] = ("FEM-SM",)
     """Models by their names in the paper's tables, besides SMAttn, plain attention."""
 
     def validate(self) -> None:
         super().validate()
-        check_positive(channels=self.channels, lookback=self.lookback, horizon=self.horizon, windows=self.windows)
-        check_distinct("models", self.models)
-        others = [name for name in NAMED if name != RIVAL]
-        for model in self.models:
-            check(model in others, "models", model, f"names among {', '.join(others)}")
+        check_different(self, "models", [name for name in NAMED if name != RIVAL])
 
 
 def measure_forecast(options: Forecast) -> dict[str, Sequence[StepCost]]:
@@ -260,10 +251,5 @@ def forecast_tables(report: Report, targets: bool) -> Iterator[Table]:
     yield table(report, title, speed, lambda seconds: f"{seconds * steps:.1f}", target)
 
 
-def run_forecast(options: Forecast) -> Report:
-    options.validate()
-    return measured("forecast", options, lambda: measure_forecast(options), Report, forecast_tables)
-
-
-def forecast(args: Sequence[str]) -> int:
-    return command(parse(Forecast, args, "bench forecast"), run_forecast, forecast_tables)
+FORECAST = Benchmark("forecast", Forecast, measure_forecast, Report, forecast_tables)
+forecast = FORECAST.main

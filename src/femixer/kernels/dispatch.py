@@ -125,7 +125,7 @@ if hasattr(os, "register_at_fork"):
 
 
 # Kernels are written for this version of Triton and later ones, and for GPUs of this generation (A100) and later.
-OLDEST_TRITON = (3, 2)
+OLDEST_TRITON = (3, 3)
 OLDEST_CAPABILITY = (8, 0)
 ROCM = ("gfx942", "gfx950")
 # What Triton is called in torch's builds for GPUs.

@@ -13,6 +13,7 @@ from femixer.models.cache import FEMCache  # noqa: E402
 from femixer.models.config import FEMConfig  # noqa: E402
 from femixer.models.files import CLASSES, Card  # noqa: E402
 from femixer.models.forecast import FEMForecaster, ForecastConfig, Forecaster  # noqa: E402
+from femixer.models.images import FEMImageProcessor, PatchMaps, patch_maps  # noqa: E402
 from femixer.models.language import (  # noqa: E402  # noqa: E402
     FEMForCausalLM,
     FEMForMaskedLM,
@@ -21,7 +22,6 @@ from femixer.models.language import (  # noqa: E402  # noqa: E402
     FEMModel,
 )
 from femixer.models.named import PRESETS, VISION_PRESETS, preset  # noqa: E402
-from femixer.models.pictures import FEMImageProcessor, PatchMaps, patch_maps  # noqa: E402
 from femixer.models.vision import FEMForImageClassification, FEMVisionConfig, FEMVisionModel  # noqa: E402
 
 # Asked for again: transformers has put another module in its place since.

@@ -274,7 +274,7 @@ _LARGER = ((120, 1.980), (60, 2.000), (40, 2.021), (30, 2.042))
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean of `count` differences and its 95 % interval by Student's t; a single pair has no interval."""
+    """The mean of `count` differences and half the width of its 95 % interval, infinite where there are too few."""
 
     mean: float
     half_width: float

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
-from femixer.optional import require
+from femixer.optional import quiet, require
 from femixer.options import check
 
 Value = TypeVar("Value")
@@ -218,6 +218,7 @@ def one_worker() -> ProcessPoolExecutor:
 
 
 def start_worker() -> None:
+    quiet()
     threading.Thread(target=die_with_parent, daemon=True).start()
 
 

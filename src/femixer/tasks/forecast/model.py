@@ -9,7 +9,7 @@ import torch
 from femixer.models.config import plain_refusals
 from femixer.models.forecast import ForecastConfig, Forecaster, build
 from femixer.models.named import NAMED, Fields, Mixing, Rivals, parameters_of
-from femixer.options import COUNT, NOT_NEGATIVE, POSITIVE, Rule, check, check_all, given
+from femixer.options import Count, NotNegative, Positive, Rule, check, check_all, check_options, given
 from femixer.tasks.forecast.data import KNOWN, Series, default_lookback
 from femixer.tasks.forecast.data.files import frequency_of, season_of
 from femixer.tasks.forecast.data.windows import Held, Scaling, places_of, scaling_of, section_ends
@@ -34,24 +34,18 @@ SIMPLE = ("LastValue", "SeasonalNaive", "ETS")
 class Training:
     """How a model is trained, with AdamW; betas are 0.9 and 0.95, and gradients are clipped to a norm of 1."""
 
-    epochs: int = 100
+    epochs: Count = 100
     """Largest number of passes over all windows."""
-    patience: int = 12
+    patience: Count = 12
     """Epochs without a better validation MSE after which training ends."""
-    batch: int = 32
+    batch: Count = 32
     """Windows of a training step."""
-    lr: float = 6e-4
+    lr: Positive = 6e-4
     """Largest learning rate, after a twentieth of all epochs; it rises and falls linearly."""
-    weight_decay: float = 0.1
+    weight_decay: NotNegative = 0.1
     """Weight decay of matrices (AdamW)."""
     precision: Literal["no", "bf16"] = "no"
     """Mixed precision: bf16 multiplies matrices in bfloat16."""
-
-    def validate(self) -> None:
-        check_all(self, COUNT, "epochs", "patience", "batch")
-        check_all(self, POSITIVE, "lr")
-        check_all(self, NOT_NEGATIVE, "weight_decay")
-        check(self.precision in ("no", "bf16"), "precision", self.precision, "no or bf16")
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,7 @@ class Sizes:
     dropout: float | None = None
     """Dropout, by default 0.1."""
     mixing: Mixing = field(default_factory=Mixing)
-    season: int | None = None
+    season: Count | None = None
     """Rows of a season, which SeasonalNaive repeats, by default those of a day (of a week, if rows are days)."""
 
     rivals: Rivals = field(default_factory=Rivals)
@@ -80,7 +74,6 @@ class Sizes:
         rows = [MODELS[name] for name in models if name in MODELS and MODELS[name]["kind"] == "fem"]
         self.mixing.validate(*rows)
         self.rivals.validate(*rows)
-        check_all(self, COUNT, "season")
 
     def fields(self) -> dict[str, Any]:
         """Of ForecastConfig, those that are given."""
@@ -131,7 +124,8 @@ def specified(
     model = model_name(model)
     check(model in MODELS, "model", model, f"one of {', '.join(MODELS)}")
     check(seed >= 0, "seed", seed, "a whole number of at least 0")
-    training.validate()
+    check_options(sizes)
+    check_options(training)
     known = KNOWN.get(series.name)
     season = sizes.season or season_of(series.clock, known is not None and known.working_days)
     row = MODELS[model]

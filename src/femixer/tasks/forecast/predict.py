@@ -20,7 +20,7 @@ from femixer.models.forecast import ForecastConfig, Forecaster
 from femixer.models.forecast.frames import is_date_name, regular
 from femixer.models.forecast.window import LEVELS, Kind, chosen_kind, column_names
 from femixer.optional import require
-from femixer.options import check, model_named, parse
+from femixer.options import Count, check, check_options, model_named, parse
 from femixer.reporting import Table, as_markdown
 from femixer.reporting.figures import save
 from femixer.reporting.writers import in_csv
@@ -151,40 +151,44 @@ def known_ahead(command: Predict, series: Series, reading: Reading) -> Any:
     return frame[~frame.index.duplicated()] if not series.sections else frame.reset_index()
 
 
-def panels(series: Series, history: Any, forecast: Any, levels: Sequence[float], drawn: int) -> list[Panel]:
-    """Of the first channels, or series of a long file: all over dates."""
-    frame, widest = series.frame(), sorted(levels, reverse=True)
-    made = []
-    if series.sections:
-        name = [*forecast.columns][2]
-        keys, target, dates = [s.name for s in series.sections], series.columns[0], series.date_column
-        parts = [(x[x[series.id_column] == key].set_index(dates), key) for key in keys[:PANELS] for x in (forecast,)]
-        for part, key in parts:
-            past = history[history[series.id_column] == key].set_index(dates)[target].iloc[-drawn:]
-            truth = frame[frame[series.id_column] == key][target].reindex(part.index)
-            ends = [tuple(part[end] for end in column_names(name, [level])[1:]) for level in widest]
-            made.append(Panel(str(key), past, truth, part[name], ends))
-        return made
-    frame = frame[~frame.index.duplicated()]
-    for column in series.columns[:PANELS]:
-        ends = [tuple(forecast[end] for end in column_names(column, [level])[1:]) for level in widest]
-        truth = frame[column].reindex(forecast.index)
-        made.append(Panel(column, history[column].iloc[-drawn:], truth, forecast[column], ends))
-    return made
+class Outlook(NamedTuple):
+    """One channel of a wide file, or one series of a long one: values over dates, those to come NaN where unknown."""
+
+    name: str
+    history: Any
+    truth: Any
+    forecast: Any
+    """A frame: the forecast, and the ends of its intervals."""
 
 
-def told_errors(series: Series, forecast: Any) -> str | None:
-    """Mean absolute errors where the truth is known."""
+def outlooks(series: Series, history: Any, forecast: Any, levels: Sequence[float]) -> list[Outlook]:
+    """Of what `histories` gave and what `model.predict` made of it."""
     frame = series.frame()
     if series.sections:
-        keys = [series.id_column, series.date_column]
-        truth = frame.reset_index().set_index(keys)[series.columns[0]]
-        found = forecast.set_index(keys).iloc[:, 0]
-        errors = (found - truth.reindex(found.index)).abs().dropna()
-        return f"{errors.mean():.4g} over {errors.index.droplevel(1).nunique()} series" if len(errors) else None
-    truth = frame[~frame.index.duplicated()][[*series.columns]].reindex(forecast.index)
-    errors = (forecast[[*series.columns]] - truth).abs().mean().dropna()
-    return ", ".join(f"{name} {error:.4g}" for name, error in errors.items()) if len(errors) else None
+        key, dates, target = series.id_column, series.date_column, series.columns[0]
+        past, known = (
+            {str(name): own for name, own in each.groupby(key, sort=False)}
+            for each in (history.set_index(dates), frame)
+        )
+        made = ((str(name), own.drop(columns=key)) for name, own in forecast.set_index(dates).groupby(key, sort=False))
+        return [Outlook(n, past[n][target], known[n][target].reindex(own.index), own) for n, own in made]
+    truth = frame[~frame.index.duplicated()].reindex(forecast.index)
+    return [Outlook(n, history[n], truth[n], forecast[column_names(n, levels)]) for n in series.columns]
+
+
+def panel(own: Outlook, levels: Sequence[float], drawn: int) -> Panel:
+    ends = {level: own.forecast.iloc[:, 1 + 2 * n : 3 + 2 * n] for n, level in enumerate(levels)}
+    bands = [(both.iloc[:, 0], both.iloc[:, 1]) for _, both in sorted(ends.items(), reverse=True)]
+    return Panel(own.name, own.history.iloc[-drawn:], own.truth, own.forecast.iloc[:, 0], bands)
+
+
+def told_errors(series: Series, found: Sequence[Outlook]) -> str | None:
+    """Mean absolute errors where the truth is known."""
+    errors = {own.name: (own.forecast.iloc[:, 0] - own.truth).abs().dropna() for own in found}
+    known = {name: each for name, each in errors.items() if len(each)}
+    if series.sections and known:
+        return f"{np.concatenate([*known.values()]).mean():.4g} over {len(known)} series"
+    return ", ".join(f"{name} {each.mean():.4g}" for name, each in known.items()) or None
 
 
 def as_csv(forecast: Any, date_column: str | None) -> str:
@@ -220,12 +224,13 @@ def predict(args: Sequence[str]) -> int:
     forecast = model.predict(history, known_ahead(command, series, reading), command.levels, command.intervals)
     dates = forecast[series.date_column] if series.sections else forecast.index
     title = f"{series.name}: {config.horizon} rows from {min(dates)}"
-    drawn = panels(series, history, forecast, command.levels, DRAWN * config.horizon)
-    figure = forecast_figure(drawn, title, max(len(series.sections), len(series.columns)) - len(drawn))
+    found = outlooks(series, history, forecast, command.levels)
+    drawn = [panel(own, command.levels, DRAWN * config.horizon) for own in found[:PANELS]]
+    figure = forecast_figure(drawn, title, len(found) - len(drawn))
     with atomic.replacing_files(command.out) as new:
         save(figure, new / FIGURE)
         atomic.write(new / FORECAST, as_csv(forecast, None if series.sections else series.date_column))
-    errors = told_errors(series, forecast)
+    errors = told_errors(series, found)
     if errors is not None:
         print(f"Mean absolute error where the truth is known: {errors}")
     if command.levels:
@@ -245,9 +250,9 @@ class CV(Train):
     window beside those of simple forecasts.
     """
 
-    n_windows: int = 3
+    n_windows: Count = 3
     """Windows, the last of which ends with the last row."""
-    step_size: int | None = None
+    step_size: Count | None = None
     """Rows from one window to the next, by default the horizon."""
     refit: bool = False
     """Train anew for every window, on all rows before it."""
@@ -287,10 +292,8 @@ def cv(args: Sequence[str]) -> int:
 def validated(command: CV) -> Results:
     command.run.apply()
     step = command.horizon if command.step_size is None else command.step_size
-    check(command.n_windows > 0, "n_windows", command.n_windows, "a whole number above 0")
-    check(step > 0, "step_size", step, "a whole number above 0")
+    check_options(command)
     held = Held(command.n_windows, step)
-    check(command.horizon > 0, "horizon", command.horizon, "a whole number above 0")
     spec, series = prepared(command, held)
     own = {each.name: getattr(spec, each.name) for each in fields(Spec)}
     whole = CVSpec(
@@ -364,52 +367,30 @@ def score_windows(spec: Spec, series: Series, held: Held, results: Results, comm
 
 def forecasts(made: Fitted, spec: Spec, series: Series, held: Held, command: CV) -> Any:
     """unique_id, ds, cutoff, y, MODEL, MODEL-lo-80, ... of all windows; channels of a wide file are series here."""
-    pandas = require("pandas", "forecast")
-    parts, rows = [], held.rows(spec.horizon)
-    long_enough = [section for section in series.sections if section.rows > rows]
+    found, names = [], column_names(spec.model, command.levels)
     for number in range(held.windows):
         ahead = spec.horizon + (held.windows - 1 - number) * held.step
-        if series.sections:
-            parts.append(long_part(made.model, spec, series, long_enough, ahead, command))
-        else:
-            parts.append(wide_part(made.model, spec, series, ahead, command))
-    frame = pandas.concat(parts, ignore_index=True)
-    first = ["unique_id", "ds", "cutoff", "y"]
-    return frame[[*first, *(name for name in frame.columns if name not in first)]]
+        history, future = before(series, spec, held, ahead)
+        forecast = made.model.predict(history, future, command.levels, command.intervals)
+        for own in outlooks(series, history, forecast, command.levels):
+            rows = own.forecast.set_axis(names, axis=1).assign(y=own.truth, cutoff=own.history.index[-1])
+            found.append(rows.rename_axis(index="ds").reset_index().assign(unique_id=own.name))
+    frame = require("pandas", "forecast").concat(found, ignore_index=True)
+    return frame[["unique_id", "ds", "cutoff", "y", *names]]
 
 
-def wide_part(model: Forecaster, spec: Spec, series: Series, ahead: int, command: CV) -> Any:
-    """The forecast from the row that is `ahead` before the end, of each channel."""
-    pandas, frame = require("pandas", "forecast"), series.frame()
-    frame = frame[~frame.index.duplicated()]
-    history = frame.iloc[: len(frame) - ahead].iloc[-spec.lookback :]
-    future = frame if series.known else None
-    found = model.predict(history, future, command.levels, command.intervals)
-    truth, parts = frame.reindex(found.index), []
-    for column in series.columns:
-        own = found[column_names(column, command.levels)].set_axis(column_names(spec.model, command.levels), axis=1)
-        part = own.rename_axis(index="ds").reset_index()
-        parts.append(part.assign(unique_id=column, cutoff=history.index[-1], y=truth[column].to_numpy()))
-    return pandas.concat(parts, ignore_index=True)
-
-
-def long_part(
-    model: Forecaster, spec: Spec, series: Series, sections: Sequence[Section], ahead: int, command: CV
-) -> Any:
-    """The same of each series."""
-    pandas = require("pandas", "forecast")
-    keys = [series.id_column, series.date_column]
+def before(series: Series, spec: Spec, held: Held, ahead: int) -> tuple[Any, Any]:
+    """For `model.predict`: the rows that end `ahead` before the end, of each series that is long enough, and the known
+    covariates of those that follow."""
     frame = series.frame()
-    kept = [frame.iloc[s.begin : s.end - ahead].iloc[-spec.lookback :] for s in sections]
-    history = pandas.concat(kept).reset_index()
-    whole = frame.reset_index()
-    found = model.predict(history, whole if series.known else None, command.levels, command.intervals)
-    truth = whole.set_index(keys)[series.columns[0]]
-    cutoffs = history.groupby(series.id_column, sort=False)[series.date_column].last()
-    return found.assign(
-        cutoff=found[series.id_column].map(cutoffs),
-        y=truth.reindex(pandas.MultiIndex.from_frame(found[keys])).to_numpy(),
-    ).rename(columns=dict(zip(keys, ("unique_id", "ds"), strict=True)))
+    if series.sections:
+        sections = [section for section in series.sections if section.rows > held.rows(spec.horizon)]
+        kept = [frame.iloc[s.begin : s.end - ahead].iloc[-spec.lookback :] for s in sections]
+        history, whole = require("pandas", "forecast").concat(kept).reset_index(), frame.reset_index()
+    else:
+        whole = frame[~frame.index.duplicated()]
+        history = whole.iloc[: len(whole) - ahead].iloc[-spec.lookback :]
+    return history, whole if series.known else None
 
 
 def finish(results: Results, spec: CVSpec, scored: Sequence[Scored]) -> None:

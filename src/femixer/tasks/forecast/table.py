@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from femixer.reporting import Cell, Column, Group, Row, Score, Table, marked, mean_of
+from femixer.reporting.table import Difference
 from femixer.tasks.forecast.data import LOOKBACKS
 from femixer.tasks.runner import Tabulate, note_of_priors, over_seeds, usual_notes
 from femixer.training.results import Record
@@ -242,13 +243,6 @@ def unpacked(text: str) -> np.ndarray:
     return float(mean) * np.frombuffer(base64.b64decode(halves), "<f2").astype(np.float64)
 
 
-class Difference(NamedTuple):
-    """mean of a - b over windows, and half the width of its 95 % interval (None: too few windows for one)."""
-
-    mean: float
-    half: float | None
-
-
 def difference(differences: np.ndarray, horizon: int) -> Difference:
     """The mean d of differences d_t [N] between models on windows in the order of time, d +- c s.
 
@@ -258,8 +252,8 @@ def difference(differences: np.ndarray, horizon: int) -> Difference:
     1.96 because s^2 is itself estimated from about N/M independent stretches.
     """
     mean, count, lags = float(differences.mean()), len(differences), LAGS * horizon
-    if count < FEWEST * horizon:
-        return Difference(mean, None)
+    if count < FEWEST * horizon:  # too few for an interval
+        return Difference(mean, math.inf, count)
     around = differences - mean
     size = 1 << (2 * count - 1).bit_length()
     spectrum = np.fft.rfft(around, size)
@@ -268,7 +262,7 @@ def difference(differences: np.ndarray, horizon: int) -> Difference:
     weights[0] = 1
     b = lags / count
     quantile = 1.9600 + 2.9694 * b + 0.4160 * b**2 - 0.5324 * b**3
-    return Difference(mean, quantile * math.sqrt(max(float(weights @ gamma), 0.0) / count))
+    return Difference(mean, quantile * math.sqrt(max(float(weights @ gamma), 0.0) / count), count)
 
 
 def compared(ours: Sequence[Record], theirs: Sequence[Record], metric: str, horizon: int) -> Difference | None:
@@ -332,5 +326,5 @@ def paired_table(places: Iterable[Place], metrics: Sequence[str]) -> tuple[Table
 def cell(found: Difference | None) -> Cell:
     if found is None:
         return Cell()
-    better = found.half is not None and found.mean + found.half < 0
-    return Cell(f"{found.mean:+.4f}", "" if found.half is None else f"{found.half:.4f}", mark="best" if better else "")
+    error = "" if math.isinf(found.half_width) else f"{found.half_width:.4f}"
+    return Cell(f"{found.mean:+.4f}", error, mark="best" if found.is_told_apart and found.mean < 0 else "")

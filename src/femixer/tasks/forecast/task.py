@@ -12,7 +12,7 @@ import torch
 from femixer.models import Card
 from femixer.models.files import without_bars
 from femixer.optional import MissingExtra
-from femixer.options import as_typed, check_different, expanded, parse
+from femixer.options import Count, as_typed, check_different, expanded, parse
 from femixer.reporting import Table, as_markdown
 from femixer.tasks.forecast import TASK
 from femixer.tasks.forecast.data import ABOUT_PACKAGED, LOOKBACKS, PACKAGED, Reading, Series, read
@@ -77,7 +77,7 @@ class Train(Setting):
     """Model of the paper's table, or DLinear, NLinear, PatchTST, iTransformer, ETS, LastValue, SeasonalNaive."""
     data: str = PACKAGED
     """A CSV or parquet file with a column of dates, or folder/NAME of one; seattle-temps needs no file."""
-    horizon: int = 96
+    horizon: Count = 96
     """Rows to forecast."""
     seed: int = 0
     """Seed of the weights, of the order of the windows and of dropout."""

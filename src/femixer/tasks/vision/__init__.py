@@ -1,4 +1,4 @@
-"""Image classification: pictures from folders and data sets, augmentation, training, tables and posterior maps.
+"""Image classification: images from folders and data sets, augmentation, training, tables and posterior maps.
 
 docs/vision.md says what is done by default and why.
 """
@@ -21,10 +21,10 @@ TASK = Task(
     table_help="results of run, beside the paper's",
     record=RECORD,
     others={
-        "train": ("femixer.tasks.vision.task:train", "a classifier from pictures, or from digits that need none"),
+        "train": ("femixer.tasks.vision.task:train", "a classifier from images, or from digits that need none"),
         "eval": (
             "femixer.tasks.vision.evaluate:evaluate",
-            "a trained classifier on any pictures: accuracy and confusion",
+            "a trained classifier on any images: accuracy and confusion",
         ),
         "maps": ("femixer.tasks.vision.evaluate:maps", "which patches each channel of a trained classifier reads"),
     },

@@ -1,4 +1,4 @@
-"""What a trained classifier makes of pictures: `femixer vision eval`, its scores, and `femixer vision maps`, which
+"""What a trained classifier makes of images: `femixer vision eval`, its scores, and `femixer vision maps`, which
 patches each channel reads; and the figures of any, its curves and confusions."""
 
 import json
@@ -12,19 +12,19 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import ConcatDataset
 
 from femixer.damage import check_tensor
-from femixer.models.pictures import PatchMaps, Unreadable, as_tensor, patch_maps
-from femixer.options import check, check_positive, check_threads, model_named, parse
+from femixer.models.images import PatchMaps, Unreadable, as_tensor, patch_maps
+from femixer.options import Count, check, check_threads, model_named, parse
 from femixer.reporting.figures import BLUE, GREY, VERMILION, figure, quiet, save
 from femixer.tasks.runner import told
 from femixer.tasks.vision.data import (
     ABOUT_DIGITS,
     DIGITS,
     Broken,
+    DataSet,
     Files,
-    Images,
-    Joined,
     Reading,
     decoded,
     found,
@@ -66,7 +66,7 @@ def curves(record: Record, title: str) -> Any:
 
 
 def confusion(predictions: Predictions, classes: Sequence[str], title: str) -> Any:
-    """Shares of each class's pictures that were taken for each class; numbers are of pictures."""
+    """Shares of each class's images that were taken for each class; numbers are of images."""
     counts = predictions.confusion()
     shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
     few = len(classes) <= NUMBERED
@@ -148,7 +148,7 @@ Split = Literal["train", "validation", "test", "all"]
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Score a trained classifier on pictures: accuracy, loss, and figures of what it confuses.
+    """Score a trained classifier on images: accuracy, loss, and figures of what it confuses.
 
     Writes scores.json, confusion.png and predictions.png. The classes must be among those that the model knows.
     """
@@ -158,9 +158,9 @@ class Evaluate:
     data: str = DIGITS
     """A folder with a folder per class (train/ and val/ in it, or one that is divided), datasets:NAME, or digits."""
     split: Split | None = None
-    """Part of the pictures, by default test;
-    of pictures in a single part that the model was not trained on, all."""
-    batch: int = 256
+    """Part of the images, by default test;
+    of images in a single part that the model was not trained on, all."""
+    batch: Count = 256
     """Images per forward pass."""
     threads: int | None = None
     """CPU threads, by default torch's choice."""
@@ -171,46 +171,46 @@ class Evaluate:
 
 def choose(
     classifier: Classifier, data: str, reading: Reading, split: Split | None = None
-) -> tuple[Images, str, Views]:
-    """Pictures to evaluate a model on: all, the part, and what the model sees of it. Of pictures that the model was
+) -> tuple[DataSet, str, Views]:
+    """Images to evaluate a model on: all, the part, and what the model sees of it. Of images that the model was
     trained on, the parts are those of its training."""
     trained = classifier.preparation
     given = reading.validation
     share = trained.validation if given is None else given
-    images = found(data, replace(reading, validation=share), trained.channels)
-    seen = images.whole == trained.pictures
-    allowed = f"{trained.validation}, the share with which the model was trained on these pictures, or none"
-    check(not seen or given is None or images.validation == trained.validation, "validation", given, allowed)
-    name = split or ("all" if images.one_part and not seen else "test")
-    there = [each for each, pictures in images.splits.items() if len(pictures) > 0]
+    dataset = found(data, replace(reading, validation=share), trained.channels)
+    seen = dataset.whole == trained.pictures
+    allowed = f"{trained.validation}, the share with which the model was trained on these images, or none"
+    check(not seen or given is None or dataset.validation == trained.validation, "validation", given, allowed)
+    name = split or ("all" if dataset.one_part and not seen else "test")
+    there = [each for each, images in dataset.splits.items() if len(images) > 0]
     check(name in (*there, "all"), "split", name, f"one that data={data!r} has: {', '.join(there)} or all")
-    parts = [images.splits[each] for each in (there if name == "all" else [name])]
-    return images, name, Views(Joined(parts), trained, labels=labels_of(images, classifier.classes))
+    parts = [dataset.splits[each] for each in (there if name == "all" else [name])]
+    joined: Any = ConcatDataset(parts)
+    return dataset, name, Views(joined, trained, labels=labels_of(dataset, classifier.classes))
 
 
-def labels_of(images: Images, classes: Sequence[str]) -> list[int]:
-    """Of the classes of pictures, the labels that the model has for them: it may have another order, or more."""
+def labels_of(dataset: DataSet, classes: Sequence[str]) -> list[int]:
+    """Of the classes of images, the labels that the model has for them: it may have another order, or more."""
     known = {name: label for label, name in enumerate(classes)}
-    strangers = [name for name in images.classes if name not in known]
+    strangers = [name for name in dataset.classes if name not in known]
     if strangers:
         told = f"it has the class {strangers[0]!r}, and the model knows {', '.join(classes)}"
-        raise ValueError(f"data={images.name!r} has other classes than the model: {told}")
-    return [known[name] for name in images.classes]
+        raise ValueError(f"data={dataset.name!r} has other classes than the model: {told}")
+    return [known[name] for name in dataset.classes]
 
 
 def evaluate(args: Sequence[str]) -> int:
     command = parse(Evaluate, model_named(args), "vision eval", Evaluate())
-    check_positive(batch=command.batch)
     check_threads(command.threads)
     check_no_run(command.out)
     if command.threads is not None:
         torch.set_num_threads(command.threads)
     classifier = Classifier.load(command.model)
     told(command.data, ABOUT_DIGITS)
-    images, split, views = choose(classifier, command.data, command.reading, command.split)
+    dataset, split, views = choose(classifier, command.data, command.reading, command.split)
     predictions = predicted(classifier.model, views, command.batch, split)
-    broken = [*empty_files(images, split), *views.broken.values()]
-    title = f"{command.model.name} on {images.name}, {split}"
+    broken = [*empty_files(dataset, split), *views.broken.values()]
+    title = f"{command.model.name} on {dataset.name}, {split}"
     write(command, predictions, views, classifier.classes, title, len(broken))
     for each in broken:
         print(f"skipped: {each.name}: {each.reason}", file=sys.stderr)
@@ -218,13 +218,13 @@ def evaluate(args: Sequence[str]) -> int:
     return 0
 
 
-def empty_files(images: Images, split: str) -> list[Broken]:
+def empty_files(dataset: DataSet, split: str) -> list[Broken]:
     """Of a part: those in its own folder, if it has one; which part of a divided folder they are in is not decided."""
     if split == "all":
-        return [*images.broken]
-    part = images.splits[split]
+        return [*dataset.broken]
+    part = dataset.splits[split]
     own = f"{part.root}{os.sep}" if isinstance(part, Files) else None
-    return [] if own is None else [each for each in images.broken if each.name.startswith(own)]
+    return [] if own is None else [each for each in dataset.broken if each.name.startswith(own)]
 
 
 def write(
@@ -235,7 +235,7 @@ def write(
         save(confusion(predictions, classes, title), new / CONFUSION)
         save(samples(predictions, views, classes, title), new / PREDICTIONS)
         atomic.write(new / SCORES, json.dumps(scores, indent=2) + "\n")
-    print(f"{title}: {scores['pictures']:,} pictures, {scores['broken']} that cannot be read\n")
+    print(f"{title}: {scores['pictures']:,} images, {scores['broken']} that cannot be read\n")
     print("| accuracy | top 5 | loss |\n|---:|---:|---:|")
     print(f"| {scores['top1']:.2%} | {scores['top5']:.2%} | {scores['loss']:.4f} |\n")
 
@@ -263,9 +263,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Maps:
-    """Draw which patches of pictures the channels of a trained classifier read.
+    """Draw which patches of images the channels of a trained classifier read.
 
-    In each row a picture, what the prior of one head reads in it, and what some channels of that head read: the
+    In each row an image, what the prior of one head reads in it, and what some channels of that head read: the
     posterior, as far as the channel's temperature gate lets it through. Full colour is four times an even
     share of the weight, or more.
     """
@@ -273,11 +273,11 @@ class Maps:
     model: Path = Path("results/vision")
     """Model folder, or results folder of `femixer vision train`."""
     images: tuple[Path, ...] = ()
-    """Files with pictures; without any, some of --data that `femixer vision eval` scores by default."""
+    """Files with images; without any, some of --data that `femixer vision eval` scores by default."""
     data: str = DIGITS
     """A folder with a folder per class (train/ and val/ in it, or one that is divided), datasets:NAME, or digits."""
-    count: int = 6
-    """Pictures of --data to draw."""
+    count: Count = 6
+    """Images of --data to draw."""
     choice: Choice = field(default_factory=Choice)
     out: Path = Path("results/vision-maps.png")
     """The figure."""
@@ -296,7 +296,7 @@ def map_figure(
         predictions = check_tensor(model(pixel_values=given).logits, f"the logits of {title}").argmax(-1).tolist()
     prior = maps.prior[:, head] if maps.prior.dim() == 4 else maps.prior[:, head].mean(1)
     weights = torch.cat([prior[:, None], maps.read[:, head, channels]], 1).cpu().numpy()
-    names = ["picture", f"prior of head {head}", *(f"channel {channel}" for channel in channels)]
+    names = ["image", f"prior of head {head}", *(f"channel {channel}" for channel in channels)]
     drawing = figure(1.5 * len(names), 0.7 + 1.6 * len(pixels))
     panels = drawing.subplots(len(pixels), len(names), squeeze=False)
     for axes, name in zip(panels[0], names, strict=True):
@@ -312,7 +312,7 @@ def map_figure(
 
 
 def chosen(maps: PatchMaps, choice: Choice) -> tuple[int, list[int]]:
-    """The head and the channels to draw, by sum |read - prior| over the patches, as the mean over the pictures."""
+    """The head and the channels to draw, by sum |read - prior| over the patches, as the mean over the images."""
     prior = maps.prior if maps.prior.dim() == 5 else maps.prior[:, :, None]
     distance = (maps.read - prior).abs().sum((-2, -1)).mean(0)
     heads, count = distance.shape
@@ -327,7 +327,7 @@ def chosen(maps: PatchMaps, choice: Choice) -> tuple[int, list[int]]:
 
 
 def draw(axes: Any, pixels: Tensor, weights: np.ndarray | None) -> None:
-    """A picture, pale and grey below weights [rows, columns] where there are any."""
+    """An image, pale and grey below weights [rows, columns] where there are any."""
     axes.set_xticks([])
     axes.set_yticks([])
     axes.spines[:].set_visible(False)
@@ -353,7 +353,6 @@ def maps(args: Sequence[str]) -> int:
     command = parse(Maps, model_named(args), "vision maps", Maps())
     classifier = Classifier.load(command.model)
     preparation = classifier.preparation
-    check_positive(count=command.count)
     check(command.out.suffix.lower() == ".png", "out", str(command.out), "a file that ends in .png")
     labels: list[int] | None = None
     if command.images:
@@ -364,13 +363,13 @@ def maps(args: Sequence[str]) -> int:
         told(command.data, ABOUT_DIGITS)
         _, _, views = choose(classifier, command.data, command.reading)
         count = min(command.count, len(views))
-        # Evenly over the pictures, which folders have class by class; of a stream the first.
-        step = len(views) / max(count, 1) if views.pictures.blocks is None else 1
+        # Evenly over the images, which folders have class by class; of a stream the first.
+        step = len(views) / max(count, 1) if views.blocks is None else 1
         numbers = [int(n * step) for n in range(count)]
         found = [view for number in numbers if (view := views.read(number)) is not None]
         for broken in views.broken.values():
             print(f"skipped: {broken.name}: {broken.reason}", file=sys.stderr)
-        check(len(found) > 0, "data", command.data, "pictures of which some can be read")
+        check(len(found) > 0, "data", command.data, "images of which some can be read")
         pixels, right = stacked(found)
         labels = right.tolist()
     command.out.parent.mkdir(parents=True, exist_ok=True)

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from femixer.damage import check_tensor
 from femixer.models.named import parameters_of
-from femixer.options import check
-from femixer.tasks.vision.data import Images
+from femixer.options import Whole
+from femixer.tasks.vision.data import DataSet
 from femixer.tasks.vision.data.views import Ahead, Batch, Batches, Collected, Views
 from femixer.tasks.vision.model import Classifier, Spec, build_model, preparation_of
 from femixer.training import (
@@ -78,10 +78,10 @@ TOP = 5
 
 @dataclass(frozen=True)
 class Predictions:
-    """Of the pictures that could be read, in their order."""
+    """Of the images that could be read, in their order."""
 
     numbers: Tensor
-    """[n], of the pictures."""
+    """[n], of the images."""
     labels: Tensor
     """[n], the right ones."""
     logits: Tensor
@@ -92,9 +92,9 @@ class Predictions:
         return self.logits.argmax(-1)
 
     def scores(self) -> dict[str, float]:
-        """Mean cross entropy, and shares of pictures whose label has the largest logit, or one of the five largest.
+        """Mean cross entropy, and shares of images whose label has the largest logit, or one of the five largest.
 
-        Over all processes, each of which calls this with its own share of the pictures.
+        Over all processes, each of which calls this with its own share of the images.
         """
         count, classes = self.logits.shape
         nearest = self.logits.topk(min(TOP, classes), -1).indices == self.labels[:, None]
@@ -110,7 +110,7 @@ class Predictions:
         return Predictions(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
     def confusion(self) -> Tensor:
-        """[classes, classes]: how many pictures of the row's class were taken for the column's."""
+        """[classes, classes]: how many images of the row's class were taken for the column's."""
         classes = self.logits.shape[-1]
         return torch.bincount(self.labels * classes + self.chosen, minlength=classes**2).view(classes, classes)
 
@@ -123,18 +123,18 @@ def predicted(
     part: str,
     workers: int = 0,
 ) -> Predictions:
-    """This process's share of the pictures. Called in all processes at once; part: their name; workers: as
+    """This process's share of the images. Called in all processes at once; part: their name; workers: as
     of `Views.batches`."""
     device = next(model.parameters()).device
     begin, end = (len(views) * at // distributed.world() for at in (distributed.rank(), distributed.rank() + 1))
     found = []
-    with counting(end - begin, f"{part} pictures") as told:
+    with counting(end - begin, f"{part} images") as told:
         for some in _found(model, views.batches(torch.arange(begin, end), batch, workers), views, device):
             found.append(some)
             told(len(some[0]))
     if distributed.total(len(found)) == [0]:
         first = next((f"; of {each.name}: {each.reason}" for each in views.broken.values()), "")
-        raise ValueError(f"none of the {len(views)} {part} pictures can be read{first}")
+        raise ValueError(f"none of the {len(views)} {part} images can be read{first}")
     if not found:
         empty = torch.zeros(0, dtype=torch.long)
         return Predictions(empty, empty, torch.zeros(0, model.config.num_labels))
@@ -154,7 +154,7 @@ def check_labels(labels: Tensor, classes: int, views: Views, numbers: Tensor) ->
     bad = ((labels < 0) | (labels >= classes)).nonzero()
     if len(bad):
         place = int(bad[0])
-        name = views.pictures.name(int(numbers[place]))
+        name = views.images[int(numbers[place])].name
         raise ValueError(f"{name}: label={int(labels[place])} is not allowed; choose one of 0 to {classes - 1}")
 
 
@@ -164,18 +164,15 @@ WIDER = 4
 
 @dataclass(frozen=True)
 class Loading:
-    """How pictures get to the model: nothing here changes what is computed."""
+    """How images get to the model: nothing here changes what is computed."""
 
-    workers: int = 0
-    """Processes that read and augment pictures ahead of time; 0 does it in between steps."""
-
-    def validate(self) -> None:
-        check(self.workers >= 0, "workers", self.workers, "a whole number of at least 0")
+    workers: Whole = 0
+    """Processes that read and augment images ahead of time; 0 does it in between steps."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A model with its best weights, what it says of the test pictures, and its record."""
+    """A model with its best weights, what it says of the test images, and its record."""
 
     classifier: Classifier
     test: Views
@@ -184,20 +181,20 @@ class Fitted:
 
 
 def fitted(
-    spec: Spec, images: Images, results: Results, loading: Loading | None = None, engine: EngineOptions | None = None
+    spec: Spec, dataset: DataSet, results: Results, loading: Loading | None = None, engine: EngineOptions | None = None
 ) -> Fitted:
     """Train in the folder of `results`, from the checkpoint there if there is one."""
     device = distributed.start()
-    preparation = preparation_of(spec, images)
+    preparation = preparation_of(spec, dataset)
     views = {
-        split: Views(pictures, preparation, spec.augmentation if split == "train" else None)
-        for split, pictures in images.splits.items()
+        split: Views(images, preparation, spec.augmentation if split == "train" else None)
+        for split, images in dataset.splits.items()
     }
-    model, broken = build_model(spec, images).to(device), Collected(results.folder, images.broken)
+    model, broken = build_model(spec, dataset).to(device), Collected(results.folder, dataset.broken)
     run = Fitting(spec, model, views, results, broken, (loading or Loading()).workers)
     diverged = None
     try:
-        run.fit(len(images.classes), engine or EngineOptions())
+        run.fit(len(dataset.classes), engine or EngineOptions())
     except FloatingPointError as error:  # a rate that is too high for this model: a result like others
         diverged = str(error)
     step = run.best.load()
@@ -211,7 +208,7 @@ def fitted(
         Classifier(run.model, preparation),
         views["test"],
         predictions,
-        run.record(metrics, step, images, diverged, device),
+        run.record(metrics, step, dataset, diverged, device),
     )
 
 
@@ -286,7 +283,7 @@ class Fitting:
             return {name: value.clone() for name, value in full_weights(self.model).items()}
 
     def record(
-        self, metrics: list[Record], step: int, images: Images, diverged: str | None, device: torch.device
+        self, metrics: list[Record], step: int, dataset: DataSet, diverged: str | None, device: torch.device
     ) -> Record:
         """What a store keeps of a training."""
         own = asdict(self.spec)
@@ -294,8 +291,8 @@ class Fitting:
         best = next(each for each in validation if each["step"] == step)
         return {
             **{name: value for name, value in own.items() if name != "parameters"},
-            "classes": len(images.classes),
-            "images": images.counts,
+            "classes": len(dataset.classes),
+            "images": dataset.counts,
             **{name: metrics[-1][name] for name in ("top1", "top5", "loss", "broken")},
             "validation_top1": 1 - error(best)[0],
             "validation_loss": error(best)[1],
@@ -327,5 +324,5 @@ def averages(record: Record) -> bool:
 
 
 def summed_loss(model: Any, batch: Batch) -> Tensor:
-    """Cross entropy with the targets' probabilities, over the pictures of a batch."""
+    """Cross entropy with the targets' probabilities, over the images of a batch."""
     return F.cross_entropy(model(pixel_values=batch.pixels).logits.float(), batch.targets, reduction="sum")

@@ -1,4 +1,4 @@
-"""What decides the numbers of a training (the model, the pictures, how it is trained), and the model built from it."""
+"""What decides the numbers of a training (the model, the images, how it is trained), and the model built from it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from femixer.models import FEMForImageClassification, FEMVisionConfig, preset
 from femixer.models.config import plain_refusals
 from femixer.models.files import without_bars
 from femixer.models.named import NAMED, VISION_PRESETS, Mixing, Rivals, parameter_count
-from femixer.options import BELOW_ONE, COUNT, NOT_NEGATIVE, POSITIVE, SHARE, check, check_all, given
-from femixer.tasks.vision.data import PREPARATION, Images, Preparation
-from femixer.tasks.vision.data.augmentation import Augmentation
+from femixer.options import BelowOne, Count, NotNegative, Positive, Share, check, check_options, given
+from femixer.tasks.vision.data import PREPARATION, DataSet, Preparation
+from femixer.tasks.vision.data.augmentation import Augmentation, Seen
 from femixer.training.results import MODEL, new_model
 from femixer.training.seeding import seeded
 
@@ -28,44 +28,40 @@ ENCODERS = {
 class Training:
     """How a model is trained, with AdamW."""
 
-    epochs: int = 100
+    epochs: Count = 100
     """Passes over all training images."""
     warmup_epochs: float = 5
     """Epochs in which the learning rate rises linearly; then it falls like half a cosine."""
-    batch: int = 64
-    """Pictures of a training step, over all processes and accumulated pieces."""
-    lr: float = 1e-3
+    batch: Count = 64
+    """Images of a training step, over all processes and accumulated pieces."""
+    lr: Positive = 1e-3
     """Largest learning rate."""
-    min_lr_fraction: float = 0.01
+    min_lr_fraction: Share = 0.01
     """Share of the largest learning rate that is left at the end."""
-    weight_decay: float = 0.05
+    weight_decay: NotNegative = 0.05
     """Weight decay of matrices."""
-    clip: float | None = None
+    clip: Positive | None = None
     """Largest norm of the gradient."""
     drop_path: float = 0.0
     """Stochastic depth: probability that the last block is skipped; less for those before."""
     dropout: float = 0.0
     """Dropout."""
-    ema: float = 0.0
+    ema: BelowOne = 0.0
     """Decay of a moving average of the weights, which is evaluated too; 0 keeps none."""
 
     def validate(self) -> None:
-        check_all(self, COUNT, "epochs", "batch")
-        check_all(self, POSITIVE, "lr", "clip")
-        check_all(self, NOT_NEGATIVE, "weight_decay")
-        check_all(self, SHARE, "min_lr_fraction")
-        check_all(self, BELOW_ONE, "ema")
+        check_options(self)
         check(0 <= self.warmup_epochs <= self.epochs, "warmup_epochs", self.warmup_epochs, f"0 to {self.epochs} epochs")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model and of its pictures."""
+    """Of the model and of its images."""
 
     preset: str = "deit-tiny"
     """Sizes by name: deit-tiny, deit-small or digits."""
     image_size: int | None = None
-    """Height and width of the pictures that the model sees, by default the preset's."""
+    """Height and width of the images that the model sees, by default the preset's."""
     patch_size: int | None = None
     """Height and width of a patch, by default the preset's."""
     channels: Literal[1, 3] | None = None
@@ -76,17 +72,17 @@ class Sizes:
     """Layers, by default the preset's."""
     heads: int | None = None
     """Heads of a layer, by default the preset's."""
-    parameters: int | None = None
+    parameters: Count | None = None
     """Target number of parameters: sets the MLP width that comes nearest, instead of 4 x the width."""
     pooling: Literal["token", "mean"] | None = None
     """Input of the classifier: a class token or the mean of all patches; by default the preset's."""
     positions: Literal["learned", "rotary"] | None = None
     """Position encoding of the patches; by default the preset's."""
-    initializer_range: float | None = None
+    initializer_range: Positive | None = None
     """Deviation of the starting weights of patches, MLPs and classes, by default 0.02, which suits wide layers."""
     mixing: Mixing = field(default_factory=Mixing)
-    eval_crop: float = 1.0
-    """Share of the shorter side of a picture that is seen in evaluation, its middle (0.875 is usual for ImageNet)."""
+    eval_crop: Seen = 1.0
+    """Share of the shorter side of an image that is seen in evaluation, its middle (0.875 is usual for ImageNet)."""
 
     rivals: Rivals = field(default_factory=Rivals)
 
@@ -112,13 +108,13 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything that decides the numbers of one training; where the pictures lie does not."""
+    """Everything that decides the numbers of one training; where the images lie does not."""
 
     model: str
     preset: str
     dataset: str
     fingerprint: str
-    """Of the pictures."""
+    """Of the images."""
     seed: int
     eval_crop: float = 1.0
     parameters: int | None = None
@@ -133,64 +129,62 @@ class Spec:
 
 
 def specified(
-    model: str, images: Images, seed: int, sizes: Sizes, training: Training, augmentation: Augmentation
+    model: str, dataset: DataSet, seed: int, sizes: Sizes, training: Training, augmentation: Augmentation
 ) -> Spec:
     check(model in ENCODERS, "model", model, f"one of {', '.join(ENCODERS)}")
     check(seed >= 0, "seed", seed, "a whole number of at least 0")
-    check_all(sizes, COUNT, "parameters")
-    check_all(sizes, POSITIVE, "initializer_range")
-    check(0 < sizes.eval_crop <= 1, "eval_crop", sizes.eval_crop, "a share above 0 and up to 1")
+    for options in (sizes, augmentation):
+        check_options(options)
     training.validate()
-    augmentation.validate()
     fields = {
         **ENCODERS[model],
         **sizes.mixing.fields(ENCODERS[model]),
         **sizes.fields(),
         **sizes.rivals.fields(ENCODERS[model]),
-        "num_channels": images.channels,
+        "num_channels": dataset.channels,
         "drop_path": training.drop_path,
         "dropout": training.dropout,
     }
-    what = (model, sizes.preset, images.name, images.fingerprint)
+    what = (model, sizes.preset, dataset.name, dataset.fingerprint)
     return Spec(*what, seed, sizes.eval_crop, sizes.parameters, fields, training, augmentation)
 
 
-def build_model(spec: Spec, images: Images) -> Any:
+def build_model(spec: Spec, dataset: DataSet) -> Any:
     """Starting weights depend on the seed alone."""
-    config = config_of(spec, images)
+    config = config_of(spec, dataset)
     with seeded(spec.seed, "weights"):
         return FEMForImageClassification(config)
 
 
-def config_of(spec: Spec, images: Images) -> FEMVisionConfig:
+def config_of(spec: Spec, dataset: DataSet) -> FEMVisionConfig:
     """With MLPs of the width that brings the model nearest to the parameters that it shall have."""
-    config = configured(spec, images)
+    config = configured(spec, dataset)
     if spec.parameters is None:
         return config
     width = config.intermediate_size
-    base, wider = (parameter_count(configured(spec, images, intermediate_size=each)) for each in (width, width + 1))
+    base, wider = (parameter_count(configured(spec, dataset, intermediate_size=each)) for each in (width, width + 1))
     fitting = width + round((spec.parameters - base) / (wider - base))
     least = base - (width - 1) * (wider - base)
     check(fitting > 0, "parameters", spec.parameters, f"at least {least:,}, those of {spec.model} besides its MLPs")
-    return configured(spec, images, intermediate_size=fitting)
+    return configured(spec, dataset, intermediate_size=fitting)
 
 
-def configured(spec: Spec, images: Images, **changes: Any) -> Any:
+def configured(spec: Spec, dataset: DataSet, **changes: Any) -> Any:
     check(spec.preset in VISION_PRESETS, "preset", spec.preset, f"one of {', '.join(VISION_PRESETS)}")
-    names = dict(enumerate(images.classes))
+    names = dict(enumerate(dataset.classes))
     about = {"id2label": names, "label2id": {name: label for label, name in names.items()}}
     with plain_refusals():
         return preset(spec.preset, **{**spec.fields, **changes, "num_labels": len(names)}, **about)
 
 
-def preparation_of(spec: Spec, images: Images) -> Preparation:
-    size = config_of(spec, images).image_size
-    return Preparation(size, images.channels, spec.eval_crop, images.whole, images.validation)
+def preparation_of(spec: Spec, dataset: DataSet) -> Preparation:
+    size = config_of(spec, dataset).image_size
+    return Preparation(size, dataset.channels, spec.eval_crop, dataset.whole, dataset.validation)
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """A trained model with what it must know of pictures."""
+    """A trained model with what it must know of images."""
 
     model: Any
     preparation: Preparation

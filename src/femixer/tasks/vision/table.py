@@ -24,7 +24,7 @@ CLASSES = 1000
 
 
 def published(dataset: str, classes: int, preset: str, model: str) -> float | None:
-    """The paper's accuracy, if the pictures are ImageNet's."""
+    """The paper's accuracy, if the images are ImageNet's."""
     if "imagenet" not in dataset.lower().replace("-", "") or classes != CLASSES:
         return None
     return TOP1.get(preset, {}).get(model)
@@ -68,7 +68,7 @@ def group(dataset: str, preset: str, records: Sequence[Record]) -> Compared:
 
 def comparable(records: Sequence[Record]) -> list[Record]:
     """The records, each job once; an error if they are not of one experiment."""
-    same(records, "pictures of one name", lambda record: record["fingerprint"], "dataset")
+    same(records, "images of one name", lambda record: record["fingerprint"], "dataset")
     same(records, "ways of training", training, "dataset", "preset")
     same(records, "models of one name", fields, "model", "dataset", "preset")
     return distinct(records, lambda record: record["top1"], ("model", "dataset", "preset", "seed", "training"))
@@ -140,7 +140,7 @@ def legend(records: Sequence[Record], tables: Sequence[Table]) -> list[str]:
         text.append("Learning rates and weight decays are those of the highest validation accuracy.")
     broken = max(record["broken"] for record in records)
     if broken:
-        text.append(f"Up to {broken} pictures could not be read and were skipped.")
+        text.append(f"Up to {broken} images could not be read and were skipped.")
     return text + note_of_priors({record["model"] for record in records})
 
 

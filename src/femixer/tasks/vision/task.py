@@ -8,12 +8,12 @@ from typing import Self, TypeVar
 
 from femixer.models import Card
 from femixer.models.named import parameter_count
-from femixer.options import apply_recipe, as_typed, check, check_different, expanded, parse, with_recipe
+from femixer.options import apply_recipe, as_typed, check, check_different, check_options, expanded, parse, with_recipe
 from femixer.reporting import Table, as_markdown
 from femixer.reporting.figures import save
 from femixer.tasks.runner import DataJob, Run, Seeds, told
 from femixer.tasks.vision import TASK
-from femixer.tasks.vision.data import ABOUT_DIGITS, DIGITS, Images, Reading, read
+from femixer.tasks.vision.data import ABOUT_DIGITS, DIGITS, DataSet, Reading, read
 from femixer.tasks.vision.data.augmentation import Augmentation
 from femixer.tasks.vision.data.views import BROKEN, spread, stacked
 from femixer.tasks.vision.evaluate import CONFUSION, MAPS, PREDICTIONS, confusion, curves, map_figure, samples
@@ -30,7 +30,7 @@ from femixer.training.store import RECORD
 Options = TypeVar("Options")
 
 FOLDERS = "images"
-"""For pictures of one's own, that are neither the digits nor ImageNet."""
+"""For images of one's own, that are neither the digits nor ImageNet."""
 
 
 def within_epochs(training: Training, args: Sequence[str]) -> Training:
@@ -55,15 +55,15 @@ def with_recipe_of_data(default: Options, args: Sequence[str]) -> tuple[Options,
 
 @dataclass(frozen=True)
 class VisionJob(DataJob):
-    """A model trained on one set of pictures with one seed."""
+    """A model trained on one set of images with one seed."""
 
     loading: Loading
     engine: EngineOptions
 
-    def read(self) -> Images:
+    def read(self) -> DataSet:
         return read(self.data, self.reading, self.spec.fields["num_channels"])
 
-    def fitted(self, data: Images, options: RunOptions) -> Record:
+    def fitted(self, data: DataSet, options: RunOptions) -> Record:
         return fitted(self.spec, data, Results("vision", self.spec, options), self.loading, self.engine).record
 
     def summary(self, record: Record) -> str:
@@ -71,7 +71,7 @@ class VisionJob(DataJob):
 
 
 SHOWN = 4
-"""Pictures of the figure of posterior maps."""
+"""Images of the figure of posterior maps."""
 
 
 @dataclass(frozen=True)
@@ -88,28 +88,28 @@ class Setting:
     engine: EngineOptions = field(default_factory=EngineOptions)
 
     def validate(self) -> None:
-        """What can be known before the pictures are read."""
+        """What can be known before the images are read."""
         self.engine.validate()
         shard = self.engine.shard
         check(shard == "none", "shard", shard, "none: the best weights are kept whole, and these models are small")
-        self.loading.validate()
+        check_options(self.loading)
 
 
 @dataclass(frozen=True)
 class Train(Setting):
-    """Train a classifier on pictures, by default on scikit-learn's digits.
+    """Train a classifier on images, by default on scikit-learn's digits.
 
     The results folder gets config.json, metrics.jsonl, table.md, record.json (for `femixer vision table`), figures
     (figure.png with the curves, confusion.png, predictions.png, maps.png) and model/, the weights of the best
     validation accuracy, which `femixer vision eval` and transformers' Auto classes load. `--recipe NAME` (or a YAML
-    file) gives other defaults for all of these options: digits and images (for pictures of your own) are taken by
+    file) gives other defaults for all of these options: digits and images (for images of your own) are taken by
     themselves, deit-imagenet is the paper's.
     """
 
     model: str = "FEM-SM"
     """Model by its name in the paper's tables: FEM-SM, FEM-GLA, SMAttn (plain attention), GLA, ..."""
     seed: int = 0
-    """Seed of the weights, of the order of the pictures, of augmentation and of dropout; not of the parts."""
+    """Seed of the weights, of the order of the images, of augmentation and of dropout; not of the parts."""
     run: RunOptions = field(default_factory=lambda: RunOptions(Path("results/vision")))
 
 
@@ -119,26 +119,26 @@ def trained(command: Train) -> Results:
     command.run.apply()
     command.sizes.validate(command.model)
     about = told(command.data, ABOUT_DIGITS)
-    images = read(command.data, command.reading, command.sizes.channels)
-    spec = specified(command.model, images, command.seed, command.sizes, command.training, command.augmentation)
-    config = config_of(spec, images)  # the layers say what they cannot be, before anything is written
+    dataset = read(command.data, command.reading, command.sizes.channels)
+    spec = specified(command.model, dataset, command.seed, command.sizes, command.training, command.augmentation)
+    config = config_of(spec, dataset)  # the layers say what they cannot be, before anything is written
     check_fits(parameter_count(config), "width", config.hidden_size)
     written = (BROKEN, CONFUSION, PREDICTIONS, MAPS, RECORD)
     results = Results("vision", spec, command.run, written, {"data": about})
     if not results.finished:
-        made = fitted(spec, images, results, command.loading, command.engine)
+        made = fitted(spec, dataset, results, command.loading, command.engine)
         check_trained(made.record)
-        distributed.on_main(lambda: finish(results, spec, images, made, about))
+        distributed.on_main(lambda: finish(results, spec, dataset, made, about))
         check_trained(made.record, f"{results.folder / MODEL}/")
     return results
 
 
-def finish(results: Results, spec: Spec, images: Images, made: Fitted, about: str) -> None:
+def finish(results: Results, spec: Spec, dataset: DataSet, made: Fitted, about: str) -> None:
     """Save the model, and write figures and table: what makes the run finished comes last."""
     folder, record = results.folder, made.record
-    counts = ", ".join(f"{count:,} {split}" for split, count in images.counts.items())
+    counts = ", ".join(f"{count:,} {split}" for split, count in dataset.counts.items())
     made.classifier.model.card = Card(
-        data=f"{about}: {len(images.classes)} classes, {counts} pictures.",
+        data=f"{about}: {len(dataset.classes)} classes, {counts} images.",
         command=as_typed(),
         metrics={
             "validation accuracy": record["validation_top1"],
@@ -150,31 +150,31 @@ def finish(results: Results, spec: Spec, images: Images, made: Fitted, about: st
     made.classifier.save(folder / MODEL)
     TASK.keep(made.record, folder)
     results.write_figure(curves(made.record, spec.title))
-    save(confusion(made.predictions, images.classes, f"{spec.title}, test part"), folder / CONFUSION)
-    save(samples(made.predictions, made.test, images.classes, spec.title), folder / PREDICTIONS)
+    save(confusion(made.predictions, dataset.classes, f"{spec.title}, test part"), folder / CONFUSION)
+    save(samples(made.predictions, made.test, dataset.classes, spec.title), folder / PREDICTIONS)
     if spec.fields["mixer"] == "fem":  # no other mixer can be looked into
         places = spread(made.predictions.labels, SHOWN)
         shown = [view for n in made.predictions.numbers[places].tolist() if (view := made.test.read(n)) is not None]
         pixels, labels = stacked(shown)
         save(map_figure(made.classifier, pixels, labels.tolist(), spec.title), folder / MAPS)
-    results.finish(as_markdown(summary(spec, images, made, about)))
+    results.finish(as_markdown(summary(spec, dataset, made, about)))
 
 
-def summary(spec: Spec, images: Images, made: Fitted, about: str) -> Table:
+def summary(spec: Spec, dataset: DataSet, made: Fitted, about: str) -> Table:
     record = made.record
-    parts = ", ".join(f"{count:,} {split}" for split, count in images.counts.items())
+    parts = ", ".join(f"{count:,} {split}" for split, count in dataset.counts.items())
     best = record["best_step"] * spec.training.epochs // max(1, record["steps"])
     shares = [f"{record[name]:.2%}" for name in ("validation_top1", "top1", "top5")]
     row = [spec.model, f"{record['parameter_count']:,}", str(best), *shares]
     notes = [f"Data: {about}.", *untrained_note(record)]
     if record["broken"]:
-        notes.append(f"{record['broken']} pictures could not be read and were skipped; {BROKEN} names them.")
+        notes.append(f"{record['broken']} images could not be read and were skipped; {BROKEN} names them.")
     if record["diverged"]:
         notes.append(f"Training ended early: {record['diverged']}.")
     return Table.of(
         ("model", "parameters", "best epoch", "validation accuracy", "test accuracy", "top 5", "test loss", "seconds"),
         [[*row, f"{record['loss']:.4f}", f"{record['seconds']:.0f}"]],
-        f"{spec.dataset}: {len(images.classes)} classes, {parts} pictures, {spec.training.epochs} epochs, seed "
+        f"{spec.dataset}: {len(dataset.classes)} classes, {parts} images, {spec.training.epochs} epochs, seed "
         f"{spec.seed}. The best weights by validation accuracy, scored on the test part.",
         *notes,
     )
@@ -208,11 +208,11 @@ class Experiment(Setting, Seeds):
         self.validate()
         self.sizes.validate(*self.models)
         told(self.data, ABOUT_DIGITS)
-        images = read(self.data, self.reading, self.sizes.channels)
+        dataset = read(self.data, self.reading, self.sizes.channels)
         first = [
-            specified(model, images, self.seed, self.sizes, self.training, self.augmentation) for model in self.models
+            specified(model, dataset, self.seed, self.sizes, self.training, self.augmentation) for model in self.models
         ]
-        counts = {spec.model: parameter_count(config_of(spec, images)) for spec in first}
+        counts = {spec.model: parameter_count(config_of(spec, dataset)) for spec in first}
         check_fits(max(counts.values()), "width", self.sizes.width)
         tell_parameters(counts)
         return [
@@ -232,7 +232,7 @@ def tell_parameters(counts: dict[str, int]) -> None:
 
 @dataclass(frozen=True)
 class VisionRun(Run):
-    """Train models on pictures, each with every seed.
+    """Train models on images, each with every seed.
 
     Finished jobs are in the store and are not repeated: the same command, given again, goes on. `--recipe NAME` (or a
     YAML file) gives other defaults, as for `femixer vision train`.

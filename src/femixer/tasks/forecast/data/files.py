@@ -266,47 +266,39 @@ def arranged(rows: Rows, column: str, dates: Any, values: np.ndarray, covariates
     missing = np.flatnonzero(cells.isna().to_numpy())
     if len(missing):
         rows.refuse(missing[0], f"{column} is missing, which says to which series the row belongs")
-    codes, names = pandas.factorize(cells.astype(str).to_numpy(dtype=object))
-    order = np.lexsort((dates.asi8, codes))
-    codes, dates = codes[order], dates[order]
-    twice = np.flatnonzero((codes[1:] == codes[:-1]) & (dates[1:] == dates[:-1]))
-    if len(twice):
-        first, second = sorted(order[twice[0] : twice[0] + 2])
-        rows.refuse(second, f"{names[codes[twice[0]]]} {dates[twice[0]]} is there twice, first in {rows.place(first)}")
-    ends = np.flatnonzero(np.r_[codes[1:] != codes[:-1], True]) + 1
-    pieces = [*zip([0, *ends[:-1]], ends, strict=True)]
-    frequency = common_frequency(rows, [dates[begin:end] for begin, end in pieces])
     both = values if covariates is None else np.concatenate([values, covariates], 1)
-    both, at, new_dates, held, gaps = both[order], 0, [], [], 0
-    sections = []
-    for begin, end in pieces:
-        name, own = str(names[codes[begin]]), dates[begin:end]
-        every = own if len(own) == 1 else pandas.date_range(own[0], own[-1], freq=frequency).as_unit(own.unit)
-        where = every.get_indexer(own)
-        if (where < 0).any():
-            row = begin + int((where < 0).argmax())
-            rows.refuse(order[row], f"{dates[row]} of {name} does not fit steps of {frequency}, as those of the others")
-        if len(every) > len(own) and inferred(own) is not None:
-            told = f"{name} has steps of {inferred(own)}, and other series of {frequency}; all must have the same"
-            rows.refuse(order[begin], told)
-        filled = np.full((len(every), both.shape[1]), np.nan)
-        filled[where] = both[begin:end]
-        sections.append(Section(name, at, at + len(every)))
-        at += len(every)
-        gaps += len(every) > len(own)
-        new_dates.append(every)
-        held.append(filled)
-    together, lines = np.concatenate(held), at - len(dates)
-    filled_in = (
-        f"{rows.path.name}: {lines} rows are missing in {gaps} of {len(sections)} series, and are missing values"
-    )
-    targets = values.shape[1]
+    table = pandas.DataFrame({"row": np.arange(len(dates))}, index=dates)
+    names = cells.astype(str).to_numpy(dtype=object)
+    found = {str(name): own.sort_index(kind="stable").row for name, own in table.groupby(names, sort=False)}
+    for name, own in found.items():
+        twice = own.index.duplicated()
+        if twice.any():
+            first, second = own[own.index == own.index[twice][0]].iloc[:2]
+            rows.refuse(second, f"{name} {own.index[twice][0]} is there twice, first in {rows.place(first)}")
+    frequency = common_frequency(rows, [own.index for own in found.values()])
+    held, every, sections, at, gaps = [], [], [], 0, 0
+    for name, own in found.items():
+        begin, end = own.index[[0, -1]]
+        steps = own.index if len(own) == 1 else pandas.date_range(begin, end, freq=frequency).as_unit(own.index.unit)
+        strange = own[~own.index.isin(steps)]
+        if len(strange):
+            told = f"{strange.index[0]} of {name} does not fit steps of {frequency}, as those of the others"
+            rows.refuse(strange.iloc[0], told)
+        if len(steps) > len(own) and (wider := inferred(own.index)) is not None:
+            told = f"{name} has steps of {wider}, and other series of {frequency}; all must have the same"
+            rows.refuse(own.iloc[0], told)
+        held.append(pandas.DataFrame(both[own], index=own.index).reindex(steps).to_numpy())
+        every.append(steps)
+        sections.append(Section(name, at, at + len(steps)))
+        at, gaps = at + len(steps), gaps + (len(steps) > len(own))
+    together, lines, targets = np.concatenate(held), at - len(dates), values.shape[1]
+    told = f"{rows.path.name}: {lines} rows are missing in {gaps} of {len(sections)} series, and are missing values"
     return Arranged(
-        new_dates[0].append(new_dates[1:]),
+        every[0].append(every[1:]),
         together[:, :targets],
         None if covariates is None else together[:, targets:],
         tuple(sections),
-        (filled_in,) if lines else (),
+        (told,) if lines else (),
     )
 
 

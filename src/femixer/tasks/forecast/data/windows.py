@@ -6,7 +6,7 @@ Of long files each series has splits and a scale of its own.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -196,19 +196,12 @@ def windows(
         rows = placed.spread((series.covariates - scaling.covariate_mean) / scaling.covariate_std)
         covariates = torch.from_numpy(np.nan_to_num(rows).astype(np.float32)).to(device)
     times = placed.times(series) if series.sections else None
-    return {
-        split: Windows(
-            values,
-            observed,
-            torch.from_numpy(where),
-            lookback,
-            horizon,
-            covariates,
-            len(series.known),
-            None if times is None else times[where],
-        )
-        for split, where in placed.places.items()
-    }, scaling
+    shared: dict[str, Any] = {"covariates": covariates, "known": len(series.known)}
+    split = {}
+    for name, where in placed.places.items():
+        moments = None if times is None else times[where]
+        split[name] = Windows(values, observed, torch.from_numpy(where), lookback, horizon, moments=moments, **shared)
+    return split, scaling
 
 
 def check_scaled(series: Series, scaled: np.ndarray) -> None:

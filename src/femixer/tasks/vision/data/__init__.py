@@ -1,4 +1,4 @@
-"""Pictures that can be read one by one (files, arrays, several or some of them as one), how a model takes them, and
+"""Images that can be read one by one (files, arrays, several or some of them as one), how a model takes them, and
 where they are by their address: a folder with a folder per class, a data set of the hub, or the digits; their parts.
 """
 
@@ -9,36 +9,38 @@ import io
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from femixer.damage import check_fields, read_json
-from femixer.models.pictures import FEMImageProcessor, Picture, Unreadable, converted, middle, upright
+from femixer.models.images import FEMImageProcessor, Image, Unreadable, converted, middle, upright
 from femixer.optional import require
-from femixer.options import Rule, check, check_all, check_positive
+from femixer.options import Count, Rule, check, check_all, check_options
 from femixer.training import generator
 
 
-def decoded(content: Path | bytes, channels: int) -> Picture:
-    """The picture in a file, upright (as EXIF says), of 1 or 3 channels; transparent parts are white."""
-    image = require("PIL.Image", "vision")
+def decoded(content: Path | bytes, channels: int) -> Image:
+    """The image in a file, upright (as EXIF says), of 1 or 3 channels; transparent parts are white."""
+    pil = require("PIL.Image", "vision")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # odd metadata, large sizes: what matters is whether there are pixels
-            with image.open(io.BytesIO(content) if isinstance(content, bytes) else content) as file:
+            with pil.open(io.BytesIO(content) if isinstance(content, bytes) else content) as file:
                 return upright(file, channels)
     except Exception as error:  # each format's reader has its own
         raise Unreadable(reason(content, error)) from error
 
 
 def reason(content: Path | bytes, error: Exception) -> str:
-    """Why a picture cannot be read, in a line."""
+    """Why an image cannot be read, in a line."""
     try:
         size = len(content) if isinstance(content, bytes) else content.stat().st_size
     except OSError as problem:
@@ -50,121 +52,81 @@ def reason(content: Path | bytes, error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-class Pictures(Protocol):
-    """N pictures in a fixed order."""
+class Item(NamedTuple):
+    """Of a source: where to find it, for people; and how to read it, with 1 or 3 channels: the image and its label,
+    or `Unreadable`."""
 
-    @property
-    def blocks(self) -> Sequence[int] | None:
-        """Sizes of the blocks, one after the other, within which any order is read well; None: one block of all."""
+    name: str
+    read: Callable[[int], tuple[Image, int]]
 
+
+class Images(Dataset[Item]):
+    """N images in a fixed order: a source, or by torch's Subset and ConcatDataset some of one, or several."""
+
+    @abstractmethod
     def __len__(self) -> int: ...
-
-    def name(self, index: int) -> str:
-        """For people: where to find it."""
-
-    def read(self, index: int, channels: int) -> tuple[Picture, int]:
-        """The picture and its label; `Unreadable` if there is none."""
 
 
 @dataclass(frozen=True)
-class Arrays:
-    """Grey pictures in memory: pixels [N, H, W] in uint8, labels [N]."""
+class Arrays(Images):
+    """Grey images in memory: pixels [N, H, W] in uint8, labels [N]."""
 
     pixels: np.ndarray
     labels: Tensor
     title: str
-    blocks: None = None
 
     def __len__(self) -> int:
         return len(self.pixels)
 
-    def name(self, index: int) -> str:
-        return f"{self.title} {index}"
+    def __getitem__(self, index: int) -> Item:
+        def read(channels: int) -> tuple[Image, int]:
+            image = require("PIL.Image", "vision").fromarray(self.pixels[index])
+            return converted(image, channels), int(self.labels[index])
 
-    def read(self, index: int, channels: int) -> tuple[Picture, int]:
-        picture = require("PIL.Image", "vision").fromarray(self.pixels[index])
-        return converted(picture, channels), int(self.labels[index])
+        return Item(f"{self.title} {index}", read)
 
 
 @dataclass(frozen=True)
-class Files:
-    """One file per picture, below `root`; labels [N]."""
+class Files(Images):
+    """One file per image, below `root`; labels [N]."""
 
     root: Path
     paths: Sequence[str]
     labels: Tensor
-    blocks: None = None
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def name(self, index: int) -> str:
-        return str(self.root / self.paths[index])
-
-    def read(self, index: int, channels: int) -> tuple[Picture, int]:
-        return decoded(self.root / self.paths[index], channels), int(self.labels[index])
+    def __getitem__(self, index: int) -> Item:
+        path = self.root / self.paths[index]
+        return Item(str(path), lambda channels: (decoded(path, channels), int(self.labels[index])))
 
 
-@dataclass(frozen=True)
-class Joined:
-    """The pictures of several parts, one part after the other."""
-
-    parts: Sequence[Pictures]
-
-    @property
-    def blocks(self) -> Sequence[int] | None:
-        if all(part.blocks is None for part in self.parts):
-            return None
-        return [size for part in self.parts for size in part.blocks or [len(part)]]
-
-    def __len__(self) -> int:
-        return sum(map(len, self.parts))
-
-    def name(self, index: int) -> str:
-        part, place = self._place(index)
-        return part.name(place)
-
-    def read(self, index: int, channels: int) -> tuple[Picture, int]:
-        part, place = self._place(index)
-        return part.read(place, channels)
-
-    def _place(self, index: int) -> tuple[Pictures, int]:
-        for part in self.parts:
-            if index < len(part):
-                return part, index
-            index -= len(part)
-        raise IndexError(index)
+def blocks_of(images: Any) -> Sequence[int] | None:
+    """Sizes of the blocks, one after the other, within which any order is read well; None: one block of all."""
+    if isinstance(images, ConcatDataset):
+        parts: Any = images.datasets
+        each = [(blocks_of(part), len(part)) for part in parts]
+        whole = all(own is None for own, _ in each)
+        return None if whole else [size for own, count in each for size in own or [count]]
+    if not isinstance(images, Subset):
+        return getattr(images, "blocks", None)
+    sizes = blocks_of(images.dataset)
+    if sizes is None:
+        return None
+    ends = torch.tensor([*sizes]).cumsum(0)
+    block = torch.bucketize(torch.tensor(images.indices), ends, right=True)
+    return torch.bincount(block, minlength=len(ends)).tolist()  # without the images that are left out
 
 
-@dataclass(frozen=True)
-class Some:
-    """Those of `whole` with the given numbers [n], which rise."""
-
-    whole: Pictures
-    numbers: Tensor
-
-    @property
-    def blocks(self) -> Sequence[int] | None:
-        """Those of the whole, each without the pictures that are left out."""
-        sizes = self.whole.blocks
-        if sizes is None:
-            return None
-        ends = torch.tensor([*sizes]).cumsum(0)
-        return torch.bincount(torch.bucketize(self.numbers, ends, right=True), minlength=len(ends)).tolist()
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def name(self, index: int) -> str:
-        return self.whole.name(int(self.numbers[index]))
-
-    def read(self, index: int, channels: int) -> tuple[Picture, int]:
-        return self.whole.read(int(self.numbers[index]), channels)
+def some(images: Images, numbers: Tensor) -> Any:
+    """Those with these numbers [n], which rise."""
+    return Subset(images, numbers.tolist())
 
 
 PREPARATION = "preparation.json"
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Mean and deviation of its channels, with pixels in [0, 1]: used for all pictures in colour, as is usual."""
+"""Mean and deviation of its channels, with pixels in [0, 1]: used for all images in colour, as is usual."""
 GREY = (0.5,), (0.5,)
 
 
@@ -181,9 +143,9 @@ class Preparation:
     validation: float | None = None
     """Share of them that was held out of training; None: they have a validation part."""
 
-    def fixed(self, picture: Picture) -> Picture:
-        """The view that evaluation has of a picture."""
-        return middle(picture, self.size, self.crop)
+    def fixed(self, image: Image) -> Image:
+        """The view that evaluation has of an image."""
+        return middle(image, self.size, self.crop)
 
     def normalized(self, pixels: Tensor) -> Tensor:
         """[..., C, H, W] in [0, 1] -> mean and deviation of about 0 and 1."""
@@ -258,9 +220,9 @@ DIGITS = "digits"
 ABOUT_DIGITS = "the 1,797 handwritten digits of scikit-learn"
 PREFIX = "datasets:"
 TEST_SHARE = 0.2
-"""Of the pictures, where they come in one part."""
+"""Of the images, where they come in one part."""
 HELD_OUT = 0.1
-"""Of the training pictures, where they have no validation part."""
+"""Of the training images, where they have no validation part."""
 SPLITS = ("train", "validation", "test")
 NAMES = {
     "train": ("train", "training"),
@@ -270,89 +232,88 @@ NAMES = {
 """How the parts are called, by folders and data sets."""
 
 
+Between = Annotated[float, Rule("a share between 0 and 1", lambda x: 0 < x < 1)]
+
+
 @dataclass(frozen=True)
 class Reading:
-    """How pictures are read."""
+    """How images are read."""
 
-    validation: float | None = None
-    """Share of the training pictures of each class to hold out, if the data have no validation part of their own.
+    validation: Between | None = None
+    """Share of the training images of each class to hold out, if the data have no validation part of their own.
     By default 0.1, or what the model to be evaluated was trained with."""
     image_column: str | None = None
-    """Column of the pictures of a `datasets:` data set, by default the first one of its image type."""
+    """Column of the images of a `datasets:` data set, by default the first one of its image type."""
     label_column: str | None = None
     """Column of the labels, by default the only one of its class type, or the one called label or fine_label."""
     streaming: bool = False
     """Read a `datasets:` data set as it comes instead of keeping a copy."""
-    buffer: int = 10_000
-    """Pictures of a stream that are shuffled together."""
+    buffer: Count = 10_000
+    """Images of a stream that are shuffled together."""
 
     @property
     def share(self) -> float:
         """That is held out."""
         return HELD_OUT if self.validation is None else self.validation
 
-    def validate(self) -> None:
-        check(0 < self.share < 1, "validation", self.validation, "a share between 0 and 1")
-        check_positive(buffer=self.buffer)
-
 
 @dataclass(frozen=True)
 class Broken:
-    """A picture that cannot be read."""
+    """An image that cannot be read."""
 
     name: str
     reason: str
 
 
 @dataclass(frozen=True)
-class Images:
-    """Pictures in their parts."""
+class DataSet:
+    """Images in their parts."""
 
     name: str
     classes: tuple[str, ...]
-    splits: Mapping[str, Pictures]
+    splits: Mapping[str, Images]
     fingerprint: str
-    """A hash of what decides which pictures are where; not of the pixels of files."""
+    """A hash of what decides which images are where; not of the pixels of files."""
     channels: int
     broken: Sequence[Broken] = field(default_factory=tuple)
-    """What was seen to be no picture without reading it."""
+    """What was seen to be no image without reading it."""
     whole: str = ""
-    """A hash of the pictures, however they are divided."""
+    """A hash of the images, however they are divided."""
     validation: float | None = None
-    """Share of the training pictures that is held out; None: the data have a validation part, or no training part."""
+    """Share of the training images that is held out; None: the data have a validation part, or no training part."""
     one_part: bool = False
     """Do they come in one part, which is divided here?"""
 
     @property
     def counts(self) -> dict[str, int]:
-        return {split: len(pictures) for split, pictures in self.splits.items()}
+        return {split: len(images) for split, images in self.splits.items()}
 
 
-def read(data: str, reading: Reading | None = None, channels: int | None = None) -> Images:
-    """The pictures that `data` names, in the three parts that a training needs."""
-    images = found(data, reading, channels)
-    if len(images.classes) < 2:
+def read(data: str, reading: Reading | None = None, channels: int | None = None) -> DataSet:
+    """The images that `data` names, in the three parts that a training needs."""
+    dataset = found(data, reading, channels)
+    if len(dataset.classes) < 2:
         raise ValueError(
-            f"data={data!r} has one class only, {', '.join(images.classes)}; a classifier needs two or more"
+            f"data={data!r} has one class only, {', '.join(dataset.classes)}; a classifier needs two or more"
         )
-    if "train" not in images.splits or "test" not in images.splits:
-        there = " and ".join(images.splits)
-        needed = "a training and another part (val, validation or test), or all pictures in one"
+    if "train" not in dataset.splits or "test" not in dataset.splits:
+        there = " and ".join(dataset.splits)
+        needed = "a training and another part (val, validation or test), or all images in one"
         raise ValueError(f"data={data!r} has only a part for {there}; training needs {needed}")
     for split in SPLITS:
-        check(len(images.splits[split]) > 0, "data", data, f"more pictures: none are left for {split}")
-    return images
+        check(len(dataset.splits[split]) > 0, "data", data, f"more images: none are left for {split}")
+    return dataset
 
 
-def found(data: str, reading: Reading | None = None, channels: int | None = None) -> Images:
-    """The pictures that `data` names, in whatever parts: digits, a folder, or datasets:NAME[@REVISION][:CONFIG].
+def found(data: str, reading: Reading | None = None, channels: int | None = None) -> DataSet:
+    """The images that `data` names, in whatever parts: digits, a folder, or datasets:NAME[@REVISION][:CONFIG].
 
     channels: 1 for grey, 3 for colours; by default 1 for the digits and 3 otherwise.
     """
     from femixer.tasks.vision.data.sources import read_dataset, read_folder
 
     reading = reading or Reading()
-    reading.validate()
+    check_options(reading)
     check(channels in (None, 1, 3), "channels", channels, "1 (grey) or 3 (colours)")
     check(data not in ("", PREFIX), "data", data, f"{DIGITS}, a folder with a folder per class, or {PREFIX}NAME")
     if data.startswith(PREFIX):
@@ -368,7 +329,7 @@ def found(data: str, reading: Reading | None = None, channels: int | None = None
     return read_folder(Path(data), reading, channels or 3)
 
 
-def read_digits(reading: Reading, channels: int) -> Images:
+def read_digits(reading: Reading, channels: int) -> DataSet:
     """1797 digits of 8 x 8 pixels and 17 levels of grey, from scikit-learn: 80 % and 20 %, of each class alike."""
     digits = require("sklearn.datasets", "vision").load_digits()
     pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)
@@ -376,7 +337,7 @@ def read_digits(reading: Reading, channels: int) -> Images:
     splits = divided(whole, whole.labels, reading.share)
     classes = tuple(str(name) for name in digits.target_names)
     content = pixels.tobytes()
-    return Images(
+    return DataSet(
         DIGITS,
         classes,
         splits,
@@ -388,19 +349,19 @@ def read_digits(reading: Reading, channels: int) -> Images:
     )
 
 
-def divided(whole: Pictures, labels: Tensor, validation: float) -> dict[str, Pictures]:
-    """Pictures that come in one part."""
+def divided(whole: Images, labels: Tensor, validation: float) -> dict[str, Images]:
+    """Images that come in one part."""
     rest, test = stratified(labels, TEST_SHARE, "test")
-    return {**held_out(Some(whole, rest), labels[rest], validation), "test": Some(whole, test)}
+    return {**held_out(some(whole, rest), labels[rest], validation), "test": some(whole, test)}
 
 
-def held_out(train: Pictures, labels: Tensor, validation: float) -> dict[str, Pictures]:
-    """The training pictures without those for validation, and those."""
+def held_out(train: Images, labels: Tensor, validation: float) -> dict[str, Images]:
+    """The training images without those for validation, and those."""
     rest, held = stratified(labels, validation, "validation")
-    return {"train": Some(train, rest), "validation": Some(train, held)}
+    return {"train": some(train, rest), "validation": some(train, held)}
 
 
-def fingerprint(content: bytes, splits: Mapping[str, Pictures] | None = None) -> str:
+def fingerprint(content: bytes, splits: Mapping[str, Images] | None = None) -> str:
     """A hash of the content, and of the sizes of parts."""
     digest = hashlib.sha256(content)
     if splits is not None:

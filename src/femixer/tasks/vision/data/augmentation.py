@@ -1,18 +1,19 @@
-"""Augmentation of training pictures: what can be done to one (crops, flips, the operations of RandAugment, jitter),
+"""Augmentation of training images: what can be done to one (crops, flips, the operations of RandAugment, jitter),
 what is done, and in which order."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from femixer.models.pictures import Picture, middle, resized
+from femixer.models.images import Image, middle, resized
 from femixer.optional import require
-from femixer.options import BELOW_ONE, COUNT, NOT_NEGATIVE, SHARE, check, check_all
+from femixer.options import BelowOne, Count, NotNegative, Rule, Share
 from femixer.tasks.vision.data import Preparation
 
 
@@ -42,10 +43,10 @@ ASPECTS = (3 / 4, 4 / 3)
 TRIES = 10
 
 
-def random_crop(picture: Picture, size: int, smallest: float, generator: Generator) -> Picture:
-    """A box of `smallest` to all of the picture's area, of random aspect and place, as size x size pixels."""
-    width, height = picture.size
-    return resized(picture, size, size, random_box(width, height, smallest, generator))
+def random_crop(image: Image, size: int, smallest: float, generator: Generator) -> Image:
+    """A box of `smallest` to all of the image's area, of random aspect and place, as size x size pixels."""
+    width, height = image.size
+    return resized(image, size, size, random_box(width, height, smallest, generator))
 
 
 def random_box(width: int, height: int, smallest: float, generator: Generator) -> tuple[int, int, int, int]:
@@ -63,24 +64,24 @@ def random_box(width: int, height: int, smallest: float, generator: Generator) -
     return left, top, left + w, top + h
 
 
-def random_flip(picture: Picture, probability: float, generator: Generator) -> Picture:
+def random_flip(image: Image, probability: float, generator: Generator) -> Image:
     """Left and right exchanged."""
     if uniform(generator) >= probability:
-        return picture
-    return require("PIL.ImageOps", "vision").mirror(picture)
+        return image
+    return require("PIL.ImageOps", "vision").mirror(image)
 
 
-Operation = Callable[[Picture, float, Generator], Picture]
+Operation = Callable[[Image, float, Generator], Image]
 
 FILL = (124, 116, 104)
-"""What comes into view where a picture is moved: the mean colour of ImageNet."""
+"""What comes into view where an image is moved: the mean colour of ImageNet."""
 TURN, SHEAR, SHIFT, CHANGE, BITS, ADDED = 30.0, 0.3, 0.45, 0.9, 4, 110
 DARKEST = 0.1
 """Smallest factor of a change."""
 
 
-def fill(picture: Picture) -> tuple[int, ...]:
-    return FILL if picture.mode == "RGB" else (round(sum(FILL) / 3),)
+def fill(image: Image) -> tuple[int, ...]:
+    return FILL if image.mode == "RGB" else (round(sum(FILL) / 3),)
 
 
 def interpolation(generator: Generator) -> int:
@@ -92,54 +93,52 @@ def interpolation(generator: Generator) -> int:
 def plain(name: str) -> Operation:
     """One of Pillow's operations that knows no strength."""
 
-    def operation(picture: Picture, strength: float, generator: Generator) -> Picture:
-        return getattr(require("PIL.ImageOps", "vision"), name)(picture)
+    def operation(image: Image, strength: float, generator: Generator) -> Image:
+        return getattr(require("PIL.ImageOps", "vision"), name)(image)
 
     return operation
 
 
-def rotate(picture: Picture, strength: float, generator: Generator) -> Picture:
+def rotate(image: Image, strength: float, generator: Generator) -> Image:
     angle = sign(generator) * strength * TURN
-    return picture.rotate(angle, resample=interpolation(generator), fillcolor=fill(picture))
+    return image.rotate(angle, resample=interpolation(generator), fillcolor=fill(image))
 
 
-def posterize(picture: Picture, strength: float, generator: Generator) -> Picture:
+def posterize(image: Image, strength: float, generator: Generator) -> Image:
     """At full strength no bit is left, as published, and which Pillow's own function refuses."""
     dropped = 8 - BITS + int(strength * BITS)
-    return each_level(picture, lambda level: level >> dropped << dropped)
+    return each_level(image, lambda level: level >> dropped << dropped)
 
 
-def solarize(picture: Picture, strength: float, generator: Generator) -> Picture:
-    return require("PIL.ImageOps", "vision").solarize(picture, 256 - int(strength * 256))
+def solarize(image: Image, strength: float, generator: Generator) -> Image:
+    return require("PIL.ImageOps", "vision").solarize(image, 256 - int(strength * 256))
 
 
-def solarize_add(picture: Picture, strength: float, generator: Generator) -> Picture:
+def solarize_add(image: Image, strength: float, generator: Generator) -> Image:
     added = int(strength * ADDED)
-    return each_level(picture, lambda level: min(255, level + added) if level < 128 else level)
+    return each_level(image, lambda level: min(255, level + added) if level < 128 else level)
 
 
-def each_level(picture: Picture, change: Callable[[int], int]) -> Picture:
-    return picture.point([change(level) for level in range(256)] * len(picture.getbands()))
+def each_level(image: Image, change: Callable[[int], int]) -> Image:
+    return image.point([change(level) for level in range(256)] * len(image.getbands()))
 
 
 def enhanced(name: str) -> Operation:
     """One of Pillow's enhancers, with a factor on either side of 1."""
 
-    def operation(picture: Picture, strength: float, generator: Generator) -> Picture:
+    def operation(image: Image, strength: float, generator: Generator) -> Image:
         factor = max(DARKEST, 1 + sign(generator) * strength * CHANGE)
-        return getattr(require("PIL.ImageEnhance", "vision"), name)(picture).enhance(factor)
+        return getattr(require("PIL.ImageEnhance", "vision"), name)(image).enhance(factor)
 
     return operation
 
 
-def moved(matrix: Callable[[float, Picture], tuple[float, ...]]) -> Operation:
+def moved(matrix: Callable[[float, Image], tuple[float, ...]]) -> Operation:
     """The pixel (x, y) shows what was at (a x + b y + c, d x + e y + f) of a matrix of the strength, of either sign."""
 
-    def operation(picture: Picture, strength: float, generator: Generator) -> Picture:
-        affine, found = require("PIL.Image", "vision").Transform.AFFINE, matrix(sign(generator) * strength, picture)
-        return picture.transform(
-            picture.size, affine, found, resample=interpolation(generator), fillcolor=fill(picture)
-        )
+    def operation(image: Image, strength: float, generator: Generator) -> Image:
+        affine, found = require("PIL.Image", "vision").Transform.AFFINE, matrix(sign(generator) * strength, image)
+        return image.transform(image.size, affine, found, resample=interpolation(generator), fillcolor=fill(image))
 
     return operation
 
@@ -158,13 +157,13 @@ OPERATIONS: dict[str, Operation] = {
     "Sharpness": enhanced("Sharpness"),
     "ShearX": moved(lambda strength, _: (1, strength * SHEAR, 0, 0, 1, 0)),
     "ShearY": moved(lambda strength, _: (1, 0, 0, strength * SHEAR, 1, 0)),
-    "TranslateX": moved(lambda strength, picture: (1, 0, strength * SHIFT * picture.width, 0, 1, 0)),
-    "TranslateY": moved(lambda strength, picture: (1, 0, 0, 0, 1, strength * SHIFT * picture.height)),
+    "TranslateX": moved(lambda strength, image: (1, 0, strength * SHIFT * image.width, 0, 1, 0)),
+    "TranslateY": moved(lambda strength, image: (1, 0, 0, 0, 1, strength * SHIFT * image.height)),
 }
 
 
 LAYERS = 2
-"""Operations of a picture."""
+"""Operations of an image."""
 PROBABILITY = 0.5
 """Of each of them."""
 DEVIATION = 0.5
@@ -173,25 +172,25 @@ FULL = 10.0
 JITTERED = ("Brightness", "Contrast", "Color")
 
 
-def randaugment(picture: Picture, magnitude: float, generator: Generator) -> Picture:
+def randaugment(image: Image, magnitude: float, generator: Generator) -> Image:
     """Two operations, each of any of the fifteen and each left out half of the time."""
     names = [*OPERATIONS]
     for _ in range(LAYERS):
         operation = OPERATIONS[names[integer(generator, len(names))]]
         strength = min(max(normal(generator, magnitude, DEVIATION), 0.0), FULL) / FULL
         if uniform(generator) < PROBABILITY:
-            picture = operation(picture, strength, generator)
-    return picture
+            image = operation(image, strength, generator)
+    return image
 
 
-def jitter(picture: Picture, strength: float, generator: Generator) -> Picture:
+def jitter(image: Image, strength: float, generator: Generator) -> Image:
     """Brightness, contrast and saturation times factors of 1 - strength to 1 + strength, in random order."""
     enhance, names = require("PIL.ImageEnhance", "vision"), [*JITTERED]
     while names:
         name = names.pop(integer(generator, len(names)))
         factor = uniform(generator, max(0.0, 1 - strength), 1 + strength)
-        picture = getattr(enhance, name)(picture).enhance(factor)
-    return picture
+        image = getattr(enhance, name)(image).enhance(factor)
+    return image
 
 
 def move(pixels: Tensor, shift: float, turn: float, generator: Generator) -> Tensor:
@@ -212,21 +211,21 @@ def move(pixels: Tensor, shift: float, turn: float, generator: Generator) -> Ten
 
 
 AREAS = (0.02, 1 / 3)
-"""Of the picture."""
+"""Of the image."""
 FLATTEST = 0.3
 """Height / width of a box is between this and its inverse."""
 
 
 def erase(pixels: Tensor, probability: float, generator: Generator) -> Tensor:
-    """pixels [B, C, H, W], normalized: each picture with this probability gets a box of standard normal noise."""
+    """pixels [B, C, H, W], normalized: each image with this probability gets a box of standard normal noise."""
     if probability == 0:
         return pixels
     pixels = pixels.clone()
     channels, height, width = pixels.shape[1:]
-    for picture in pixels:
+    for image in pixels:
         if uniform(generator) < probability:
             top, left, h, w = erased_box(height, width, generator)
-            picture[:, top : top + h, left : left + w] = torch.randn(channels, h, w, generator=generator)
+            image[:, top : top + h, left : left + w] = torch.randn(channels, h, w, generator=generator)
     return pixels
 
 
@@ -264,7 +263,7 @@ def mixup(pixels: Tensor, targets: Tensor, share: float) -> tuple[Tensor, Tensor
 
 
 def cutmix(pixels: Tensor, targets: Tensor, share: float, generator: Generator) -> tuple[Tensor, Tensor]:
-    """A box of the other picture, about 1 - share of the area; the targets go by the pixels that it really has."""
+    """A box of the other image, about 1 - share of the area; the targets go by the pixels that it really has."""
     height, width = pixels.shape[-2:]
     top, bottom = interval(height, share, generator)
     left, right = interval(width, share, generator)
@@ -280,57 +279,53 @@ def interval(length: int, share: float, generator: Generator) -> tuple[int, int]
     return max(0, int(middle - half)), min(length, int(middle + half))
 
 
+Seen = Annotated[float, Rule("a share above 0 and up to 1", lambda x: 0 < x <= 1)]
+Magnitude = Annotated[float, Rule(f"a number from 0 to {FULL:.0f}", lambda x: 0 <= x <= FULL)]
+
+
 @dataclass(frozen=True)
 class Augmentation:
     """Augmentation of training images; off by default."""
 
-    smallest_crop: float = 1.0
-    """Smallest share of a picture that a random crop shows; at 1 the picture is taken as in evaluation."""
-    flip: float = 0.0
+    smallest_crop: Seen = 1.0
+    """Smallest share of an image that a random crop shows; at 1 the image is taken as in evaluation."""
+    flip: Share = 0.0
     """Probability of a horizontal flip."""
-    jitter: float = 0.0
+    jitter: Share = 0.0
     """Strength of random brightness, contrast and saturation, 0 to 1."""
-    randaugment: float = 0.0
+    randaugment: Magnitude = 0.0
     """Magnitude of RandAugment, 0 (none at all) to 10."""
-    shift: float = 0.0
+    shift: NotNegative = 0.0
     """Largest random shift in pixels, for small images."""
-    turn: float = 0.0
+    turn: NotNegative = 0.0
     """Largest random rotation in degrees, for small images."""
-    erasing: float = 0.0
-    """Probability that a box of the picture is replaced by noise."""
-    mixup: float = 0.0
+    erasing: Share = 0.0
+    """Probability that a box of the image is replaced by noise."""
+    mixup: NotNegative = 0.0
     """Alpha of mixup; where --cutmix is given too, each has half of the batches."""
-    cutmix: float = 0.0
+    cutmix: NotNegative = 0.0
     """Alpha of CutMix."""
-    smoothing: float = 0.0
+    smoothing: BelowOne = 0.0
     """Label smoothing."""
-    repeats: int = 1
-    """Views of each picture in a batch (repeated augmentation); an epoch then shows a share 1/repeats of them all."""
-
-    def validate(self) -> None:
-        check(0 < self.smallest_crop <= 1, "smallest_crop", self.smallest_crop, "a share above 0 and up to 1")
-        check_all(self, SHARE, "flip", "jitter", "erasing")
-        check_all(self, BELOW_ONE, "smoothing")
-        check(0 <= self.randaugment <= FULL, "randaugment", self.randaugment, f"a number from 0 to {FULL:.0f}")
-        check_all(self, NOT_NEGATIVE, "shift", "turn", "mixup", "cutmix")
-        check_all(self, COUNT, "repeats")
+    repeats: Count = 1
+    """Views of each image in a batch (repeated augmentation); an epoch then shows a share 1/repeats of them all."""
 
     @property
-    def of_pictures(self) -> bool:
-        """Is anything done to pictures one by one, before they are a batch?"""
+    def of_images(self) -> bool:
+        """Is anything done to images one by one, before they are a batch?"""
         return self.smallest_crop < 1 or self.flip > 0 or self.jitter > 0 or self.randaugment > 0
 
-    def view(self, picture: Picture, size: int, share: float, generator: Generator) -> Picture:
-        """One picture as size x size pixels."""
+    def view(self, image: Image, size: int, share: float, generator: Generator) -> Image:
+        """One image as size x size pixels."""
         if self.smallest_crop < 1:
-            picture = random_crop(picture, size, self.smallest_crop, generator)
+            image = random_crop(image, size, self.smallest_crop, generator)
         else:
-            picture = middle(picture, size, share)
+            image = middle(image, size, share)
         if self.flip > 0:
-            picture = random_flip(picture, self.flip, generator)
+            image = random_flip(image, self.flip, generator)
         if self.randaugment > 0:
-            picture = randaugment(picture, self.randaugment, generator)
-        return jitter(picture, self.jitter, generator) if self.jitter > 0 else picture
+            image = randaugment(image, self.randaugment, generator)
+        return jitter(image, self.jitter, generator) if self.jitter > 0 else image
 
     def batch(
         self, pixels: Tensor, labels: Tensor, classes: int, preparation: Preparation, generator: Generator

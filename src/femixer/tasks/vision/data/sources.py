@@ -1,4 +1,4 @@
-"""Where pictures come from: folders with a folder per class, and data sets of the Hugging Face hub, streamed or not."""
+"""Where images come from: folders with a folder per class, and data sets of the Hugging Face hub, streamed or not."""
 
 import itertools
 import os
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from femixer.models.pictures import Picture, Unreadable
+from femixer.models.images import Image, Unreadable
 from femixer.optional import require
 from femixer.options import check
 from femixer.tasks.vision.data import (
@@ -19,15 +19,16 @@ from femixer.tasks.vision.data import (
     PREFIX,
     SPLITS,
     Broken,
+    DataSet,
     Files,
     Images,
-    Pictures,
+    Item,
     Reading,
-    Some,
     decoded,
     divided,
     fingerprint,
     held_out,
+    some,
 )
 
 HOLDING_OUT = ({"train", "validation"}, {"train", "test"})
@@ -35,7 +36,7 @@ HOLDING_OUT = ({"train", "validation"}, {"train", "test"})
 LAYOUT = "expected are train/CLASS/*.jpg with val/CLASS/*.jpg (or validation, test), or CLASS/*.jpg"
 
 
-def read_folder(root: Path, reading: Reading, channels: int) -> Images:
+def read_folder(root: Path, reading: Reading, channels: int) -> DataSet:
     """The classes are the names of the folders of the training part, if there is one, in alphabetical order."""
     parts = parts_of(root)
     learned = [parts["train"]] if "train" in parts else [*parts.values()] or [root]
@@ -49,8 +50,8 @@ def read_folder(root: Path, reading: Reading, channels: int) -> Images:
         splits = divided(train, train.labels, reading.share)
     if train is not None:
         check_classes(train, classes)
-    names = [os.path.relpath(pictures.name(i), root) for pictures in splits.values() for i in range(len(pictures))]
-    return Images(
+    names = [os.path.relpath(each[i].name, root) for each in splits.values() for i in range(len(each))]
+    return DataSet(
         root.resolve().name,
         classes,
         splits,
@@ -63,7 +64,7 @@ def read_folder(root: Path, reading: Reading, channels: int) -> Images:
     )
 
 
-def arranged(parts: Mapping[str, Files], share: float) -> dict[str, Pictures]:
+def arranged(parts: Mapping[str, Files], share: float) -> dict[str, Images]:
     """train, validation and test, of those that there are."""
     if {*parts} == {"validation"}:
         return {"test": parts["validation"]}
@@ -95,39 +96,37 @@ def subfolders(folder: Path) -> list[Path]:
 
 
 def files(folder: Path, classes: Sequence[str], broken: list[Broken]) -> Files:
-    """The pictures of the classes in a folder; files that hold nothing are added to `broken`."""
+    """The images of the classes in a folder; files that hold nothing are added to `broken`."""
     strangers = [sub.name for sub in subfolders(folder) if sub.name not in classes]
     if strangers:
         known = ", ".join(classes[:5]) + (", ..." if len(classes) > 5 else "")
-        raise ValueError(
-            f"{folder / strangers[0]} is a class that the training pictures do not have; they have {known}"
-        )
+        raise ValueError(f"{folder / strangers[0]} is a class that the training images do not have; they have {known}")
     paths, labels = [], []
     for label, name in enumerate(classes):
         own = [*readable(folder / name, folder, broken)] if (folder / name).is_dir() else []
         paths += own
         labels += [label] * len(own)
     if not paths:
-        raise ValueError(f"{folder} has no pictures in its folders {', '.join(classes[:5])}; {LAYOUT}")
+        raise ValueError(f"{folder} has no images in its folders {', '.join(classes[:5])}; {LAYOUT}")
     return Files(folder, paths, torch.tensor(labels))
 
 
-def check_classes(pictures: Files, classes: Sequence[str]) -> None:
-    """Raise a ValueError that names a class without pictures."""
+def check_classes(images: Files, classes: Sequence[str]) -> None:
+    """Raise a ValueError that names a class without images."""
     for label, name in enumerate(classes):
-        if not (pictures.labels == label).any():
-            raise ValueError(f"{pictures.root / name} has no pictures; a class must have some, or no folder")
+        if not (images.labels == label).any():
+            raise ValueError(f"{images.root / name} has no images; a class must have some, or no folder")
 
 
 def readable(folder: Path, root: Path, broken: list[Broken]) -> Iterator[str]:
     """Files below a class's folder whose ending is one of Pillow's, by name, as paths from the root."""
-    image = require("PIL.Image", "vision")
-    image.init()
+    pil = require("PIL.Image", "vision")
+    pil.init()
     for place, folders, names in os.walk(folder):
         folders.sort()
         for name in sorted(names):
             path = Path(place) / name
-            if path.suffix.lower() not in image.EXTENSION or name.startswith("."):
+            if path.suffix.lower() not in pil.EXTENSION or name.startswith("."):
                 continue
             try:
                 problem = "the file is empty" if path.stat().st_size == 0 else None
@@ -156,7 +155,7 @@ class Columns:
     texts: Mapping[str, int] | None = None
     """Label -> its number, where labels are names themselves."""
 
-    def read(self, row: Mapping[str, Any], channels: int) -> tuple[Picture, int]:
+    def read(self, row: Mapping[str, Any], channels: int) -> tuple[Image, int]:
         """Of an undecoded row."""
         label = row[self.label]
         if self.texts is not None:
@@ -173,26 +172,22 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Stored:
+class Stored(Images):
     """The rows of a data set that is on the disk."""
 
     rows: Any
     columns: Columns
     title: str
-    blocks: None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def name(self, index: int) -> str:
-        return f"{self.title} row {index}"
-
-    def read(self, index: int, channels: int) -> tuple[Picture, int]:
-        return self.columns.read(self.rows[index], channels)
+    def __getitem__(self, index: int) -> Item:
+        return Item(f"{self.title} row {index}", lambda channels: self.columns.read(self.rows[index], channels))
 
 
 @dataclass
-class Stream:
+class Stream(Images):
     """The rows of a data set as it comes: read block by block, from the beginning where an earlier one is asked for."""
 
     rows: Any
@@ -213,15 +208,15 @@ class Stream:
     def __len__(self) -> int:
         return self.count
 
-    def name(self, index: int) -> str:
-        return f"{self.title} row {index}"
+    def __getitem__(self, index: int) -> Item:
+        return Item(f"{self.title} row {index}", lambda channels: self.columns.read(self._row(index), channels))
 
-    def read(self, index: int, channels: int) -> tuple[Picture, int]:
+    def _row(self, index: int) -> Any:
         number, place = divmod(index, self.buffer)
         if number != self.number:
             self._hold(number)
         check(place < len(self.block), "data", self.title, f"a data set of {self.count} rows, as it says it has")
-        return self.columns.read(self.block[place], channels)
+        return self.block[place]
 
     def _hold(self, number: int) -> None:
         skipped = number - self.number - 1
@@ -232,7 +227,7 @@ class Stream:
         self.number = number
 
 
-def read_dataset(data: str, reading: Reading, channels: int) -> Images:
+def read_dataset(data: str, reading: Reading, channels: int) -> DataSet:
     """datasets:NAME[@REVISION][:CONFIG]; its parts are those called train, validation and test."""
     found = opened(data, reading.streaming)
     names = {split: name for split, known in NAMES.items() for name in found if name.lower() in known}
@@ -253,11 +248,11 @@ def read_dataset(data: str, reading: Reading, channels: int) -> Images:
     splits = arranged_splits(parts, reading.share)
     address = data.removeprefix(PREFIX)
     content = repr((address, columns.classes)).encode()
-    labels = [labels_of(pictures) for pictures in parts.values() if isinstance(pictures, Stored)]
+    labels = [labels_of(images) for images in parts.values() if isinstance(images, Stored)]
     for each in labels:
         content += each.numpy().tobytes()
     name = Path(address.partition(":")[0].partition("@")[0]).name
-    return Images(
+    return DataSet(
         name,
         columns.classes,
         splits,
@@ -286,8 +281,8 @@ def hidden(rows: Any, columns: Columns) -> bool:
     return first is not None and first[columns.label] in (None, -1)
 
 
-def part(rows: Any, columns: Columns, title: str, reading: Reading) -> Pictures:
-    # Undecoded: what is no picture must not end the reading of the others.
+def part(rows: Any, columns: Columns, title: str, reading: Reading) -> Images:
+    # Undecoded: what is no image must not end the reading of the others.
     rows = rows.select_columns([columns.image, columns.label])
     rows = rows.cast_column(columns.image, require("datasets", "vision").Image(decode=False))
     if not reading.streaming:
@@ -297,7 +292,7 @@ def part(rows: Any, columns: Columns, title: str, reading: Reading) -> Pictures:
     return Stream(rows, columns, title, count, reading.buffer)
 
 
-def arranged_splits(parts: Mapping[str, Pictures], share: float) -> dict[str, Pictures]:
+def arranged_splits(parts: Mapping[str, Images], share: float) -> dict[str, Images]:
     """train, validation and test, of those that there are."""
     test = parts.get("test") or parts.get("validation")
     if "train" not in parts:
@@ -316,7 +311,7 @@ def arranged_splits(parts: Mapping[str, Pictures], share: float) -> dict[str, Pi
     every = max(2, round(1 / share), -(-len(train) // OF_A_STREAM))
     numbers = torch.arange(len(train))
     held = numbers % every == every - 1
-    return {"train": Some(train, numbers[~held]), "validation": Some(train, numbers[held]), "test": test}
+    return {"train": some(train, numbers[~held]), "validation": some(train, numbers[held]), "test": test}
 
 
 def labels_of(table: Stored) -> Tensor:
@@ -326,14 +321,14 @@ def labels_of(table: Stored) -> Tensor:
         for number, label in enumerate(named):
             if label not in texts:
                 told = f"{table.columns.label}={label!r} is not allowed; choose one of {', '.join(texts)}"
-                raise ValueError(f"{table.name(number)}: {told}")
+                raise ValueError(f"{table[number].name}: {told}")
         return torch.tensor([texts[label] for label in named])
     labels = np.asarray(table.rows.with_format("numpy")[table.columns.label])
     count = len(table.columns.classes)
     bad = np.flatnonzero((labels < 0) | (labels >= count))
     if len(bad):
         value = int(labels[bad[0]])
-        raise ValueError(f"{table.name(bad[0])}: {table.columns.label}={value} is not allowed; choose 0 to {count - 1}")
+        raise ValueError(f"{table[bad[0]].name}: {table.columns.label}={value} is not allowed; choose 0 to {count - 1}")
     return torch.from_numpy(labels.astype(np.int64))
 
 
@@ -344,7 +339,7 @@ def columns_of(rows: Any, data: str, reading: Reading) -> Columns:
         raise ValueError(f"data={data!r} does not say which columns it has; read it without --streaming")
     images = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
     image = reading.image_column or (images[0] if images else None)
-    check(image in features, "image_column", image, f"a column of pictures, out of {', '.join(features)}")
+    check(image in features, "image_column", image, f"a column of images, out of {', '.join(features)}")
     typed = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
     usual = [name for name in LABELS if name in features]
     label = reading.label_column or (typed[0] if len(typed) == 1 else next(iter(usual), None))

@@ -1,4 +1,4 @@
-"""Pictures as tensors, prepared and augmented, and batches of them, as functions of the step; what cannot be read."""
+"""Images as tensors, prepared and augmented, and batches of them, as functions of the step; what cannot be read."""
 
 import itertools
 import json
@@ -12,9 +12,9 @@ from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from femixer.damage import check_fields, read_lines
-from femixer.models.pictures import Unreadable, as_tensor
+from femixer.models.images import Unreadable, as_tensor
 from femixer.options import check
-from femixer.tasks.vision.data import Broken, Pictures, Preparation
+from femixer.tasks.vision.data import Broken, Images, Preparation, blocks_of
 from femixer.tasks.vision.data.augmentation import Augmentation
 from femixer.training import Part, atomic, distributed, generator
 from femixer.training.seeding import Epochs
@@ -23,7 +23,7 @@ BROKEN = "broken.jsonl"
 
 
 class Collected:
-    """The pictures that could not be read, of all processes: a list in the results folder that a resumed run keeps."""
+    """The images that could not be read, of all processes: a list in the results folder that a resumed run keeps."""
 
     def __init__(self, folder: Path, known: Iterable[Broken]) -> None:
         self.path = folder / BROKEN
@@ -57,62 +57,63 @@ View = tuple[Tensor, int]
 
 
 class Views:
-    """What a model sees of pictures. What cannot be read is known from the first try on, and not tried again."""
+    """What a model sees of images. What cannot be read is known from the first try on, and not tried again."""
 
     def __init__(
         self,
-        pictures: Pictures,
+        images: Images,
         preparation: Preparation,
         augmentation: Augmentation | None = None,
         labels: Sequence[int] | None = None,
     ) -> None:
         """augmentation: of training, None for the one view of evaluation. labels: those of the model by those of the
-        pictures, None where they are the same."""
-        self.pictures, self.preparation, self.labels = pictures, preparation, labels
-        self.augmentation = augmentation if augmentation is not None and augmentation.of_pictures else None
-        size = len(pictures) * preparation.channels * preparation.size**2
+        images, None where they are the same."""
+        self.images, self.preparation, self.labels = images, preparation, labels
+        self.count, self.blocks = len(images), blocks_of(images)
+        self.augmentation = augmentation if augmentation is not None and augmentation.of_images else None
+        size = self.count * preparation.channels * preparation.size**2
         self.remembers = self.augmentation is None and size <= REMEMBERED
         self.seen: dict[int, View] = {}
         self.broken: dict[int, Broken] = {}
 
     def __len__(self) -> int:
-        return len(self.pictures)
+        return self.count
 
     def read(self, index: int, generator: Generator | None = None) -> View | None:
-        """None if there is no picture; `broken` then says why. generator: of the augmentation."""
+        """None if there is no image; `broken` then says why. generator: of the augmentation."""
         if index in self.seen:
             return self.seen[index]
         if index in self.broken:
             return None
         try:
-            picture, label = self.pictures.read(index, self.preparation.channels)
+            image, label = self.images[index].read(self.preparation.channels)
         except Unreadable as problem:
-            self.broken[index] = Broken(self.pictures.name(index), str(problem))
+            self.broken[index] = Broken(self.images[index].name, str(problem))
             return None
         if self.augmentation is None or generator is None:
-            shown = self.preparation.fixed(picture)
+            shown = self.preparation.fixed(image)
         else:
-            shown = self.augmentation.view(picture, self.preparation.size, self.preparation.crop, generator)
+            shown = self.augmentation.view(image, self.preparation.size, self.preparation.crop, generator)
         view = as_tensor(shown), label if self.labels is None else self.labels[label]
         if self.remembers:
             self.seen[index] = view
         return view
 
     def instead(self, index: int, generator: Generator | None = None) -> View:
-        """The picture, or the first after it that can be read: a batch keeps its size whatever is broken."""
+        """The image, or the first after it that can be read: a batch keeps its size whatever is broken."""
         for number in range(index, index + len(self)):
             view = self.read(number % len(self), generator)
             if view is not None:
                 return view
         first = next(iter(self.broken.values()))
-        raise ValueError(f"none of the {len(self)} training pictures can be read; of {first.name}: {first.reason}")
+        raise ValueError(f"none of the {len(self)} training images can be read; of {first.name}: {first.reason}")
 
     def batches(self, numbers: Tensor, size: int, workers: int = 0) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Those of `numbers` that can be read, `size` at a time: numbers [n], normalized pixels and labels [n].
 
         workers: processes that read them, where they do not stay in memory and are not a stream.
         """
-        elsewhere = workers > 0 and not self.remembers and self.pictures.blocks is None
+        elsewhere = workers > 0 and not self.remembers and self.blocks is None
         pieces = [some.tolist() for some in numbers.split(size)]
         made: Iterable[tuple[Tensor, Tensor, Tensor, dict[int, Broken]]] = map(Read(self).__getitem__, pieces)
         if elsewhere:
@@ -166,21 +167,21 @@ class Batch(NamedTuple):
 class Batches(Dataset[tuple[Batch, list[Broken]]]):
     """(step, part) -> a batch and what could not be read for it.
 
-    Augmentations are drawn from generators of (seed, epoch, place of the picture in the epoch) and of (seed, step,
+    Augmentations are drawn from generators of (seed, epoch, place of the image in the epoch) and of (seed, step,
     part): a batch does not depend on what was made before it, nor on which process makes it.
     """
 
     def __init__(self, views: Views, augmentation: Augmentation, classes: int, batch: int, seed: int) -> None:
         self.views, self.augmentation, self.classes, self.seed = views, augmentation, classes, seed
-        # Places of an epoch: where every picture takes several, the places are divided and not the pictures.
+        # Places of an epoch: where every image takes several, the places are divided and not the images.
         self.epochs = Epochs(len(views), batch, seed, self._order)
         self.per_epoch = self.epochs.per_epoch
 
     def _order(self, epoch: int) -> Tensor:
-        """The pictures of an epoch's places, and the places: [count, 2]."""
-        sizes = self.views.pictures.blocks or [len(self.views)]
-        pictures = shuffled(sizes, self.augmentation.repeats, generator(self.seed, "order", epoch))
-        return torch.stack([pictures, torch.arange(len(pictures))], 1)
+        """The images of an epoch's places, and the places: [count, 2]."""
+        sizes = self.views.blocks or [len(self.views)]
+        images = shuffled(sizes, self.augmentation.repeats, generator(self.seed, "order", epoch))
+        return torch.stack([images, torch.arange(len(images))], 1)
 
     def __getitem__(self, key: tuple[int, Part]) -> tuple[Batch, list[Broken]]:
         return self(*key)
@@ -196,14 +197,16 @@ class Batches(Dataset[tuple[Batch, list[Broken]]]):
         return Batch(*made), [*self.views.broken.values()][known:]
 
     def _generator(self, epoch: int, place: int) -> torch.Generator | None:
-        return None if self.views.augmentation is None else generator(self.seed, "picture", epoch, place)
+        if self.views.augmentation is None:
+            return None
+        return generator(self.seed, "picture", epoch, place)  # another word would be other random numbers
 
 
 def shuffled(sizes: Sequence[int], repeats: int, drawing: torch.Generator) -> Tensor:
     """The numbers of blocks of these sizes, block after block and in random order within each.
 
     Where each number comes `repeats` times in a row, a share 1 / repeats of each block is there: of every block, so
-    that no picture of a stream is always left out.
+    that no image of a stream is always left out.
     """
     starts = itertools.accumulate(sizes, initial=0)
     orders = [start + torch.randperm(size, generator=drawing) for start, size in zip(starts, sizes, strict=False)]
@@ -215,9 +218,7 @@ class Ahead:
 
     def __init__(self, batches: Batches, workers: int, parts: Sequence[Part], steps: int) -> None:
         """parts: those of each step that this process asks for, in this order."""
-        check(
-            workers == 0 or batches.views.pictures.blocks is None, "workers", workers, "0: one process reads a stream"
-        )
+        check(workers == 0 or batches.views.blocks is None, "workers", workers, "0: one process reads a stream")
         self.batches, self.workers, self.parts, self.steps = batches, workers, [*parts], steps
         self.coming: Iterator[tuple[Batch, list[Broken]]] | None = None
         self.expected: tuple[int, Part] | None = None

@@ -1,4 +1,4 @@
-"""What a model sees of a picture: the middle at some size, as pixels; the same for those who use transformers; and
+"""What a model sees of an image: the middle at some size, as pixels; the same for those who use transformers; and
 which patches the channels of a layer read."""
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from femixer.optional import require
 from femixer.options import check
 from femixer.rotary import Grid, on_grid
 
-Picture = Any
+Image = Any
 """A PIL.Image.Image in mode L or RGB."""
 MODES = {1: "L", 3: "RGB"}
-"""channels -> mode of a decoded picture, with 8 bits per channel."""
+"""channels -> mode of a decoded image, with 8 bits per channel."""
 DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
-"""Modes of pictures with more than 8 bits."""
+"""Modes of images with more than 8 bits."""
 RANGES = (1.0, 255.0, 65535.0)
-"""Largest values of pictures: shares of white, 8 and 16 bits."""
+"""Largest values of images: shares of white, 8 and 16 bits."""
 
 
 class Unreadable(Exception):
-    """There is no picture to be read; the message says why."""
+    """There is no image to be read; the message says why."""
 
 
-def upright(picture: Picture, channels: int) -> Picture:
+def upright(image: Image, channels: int) -> Image:
     """Turned as EXIF says, with 1 or 3 channels of 8 bits; transparent parts are white."""
-    return converted(require("PIL.ImageOps", "vision").exif_transpose(picture), channels)
+    return converted(require("PIL.ImageOps", "vision").exif_transpose(image), channels)
 
 
-def converted(picture: Picture, channels: int) -> Picture:
+def converted(image: Image, channels: int) -> Image:
     """Another mode, of 8 bits."""
-    image = require("PIL.Image", "vision")
-    if picture.mode in DEEP:
-        picture = image.fromarray(shallow(np.asarray(picture), picture.mode))
-    if picture.has_transparency_data:
-        whole = picture.convert("RGBA")
-        picture = image.alpha_composite(image.new("RGBA", whole.size, "white"), whole)
-    return picture if picture.mode == MODES[channels] else picture.convert(MODES[channels])
+    pil = require("PIL.Image", "vision")
+    if image.mode in DEEP:
+        image = pil.fromarray(shallow(np.asarray(image), image.mode))
+    if image.has_transparency_data:
+        whole = image.convert("RGBA")
+        image = pil.alpha_composite(pil.new("RGBA", whole.size, "white"), whole)
+    return image if image.mode == MODES[channels] else image.convert(MODES[channels])
 
 
 def shallow(pixels: np.ndarray, mode: str) -> np.ndarray:
@@ -64,36 +64,36 @@ def shallow(pixels: np.ndarray, mode: str) -> np.ndarray:
     return (values / 256 if largest == RANGES[-1] else values * (255 / largest)).clip(0, 255).astype(np.uint8)
 
 
-def resized(picture: Picture, width: int, height: int, box: tuple[float, ...] | None = None) -> Picture:
-    """A part of the picture, left, top, right, bottom, at another size, bicubic."""
-    if box is None and picture.size == (width, height):
-        return picture
-    return picture.resize((width, height), require("PIL.Image", "vision").Resampling.BICUBIC, box=box)
+def resized(image: Image, width: int, height: int, box: tuple[float, ...] | None = None) -> Image:
+    """A part of the image, left, top, right, bottom, at another size, bicubic."""
+    if box is None and image.size == (width, height):
+        return image
+    return image.resize((width, height), require("PIL.Image", "vision").Resampling.BICUBIC, box=box)
 
 
-def middle(picture: Picture, size: int, share: float) -> Picture:
-    """The middle size x size pixels, of a picture whose shorter side is first made size / share long."""
+def middle(image: Image, size: int, share: float) -> Image:
+    """The middle size x size pixels, of an image whose shorter side is first made size / share long."""
     shorter = round(size / share)
-    scale = shorter / min(picture.size)
-    width, height = (max(shorter, round(side * scale)) for side in picture.size)
+    scale = shorter / min(image.size)
+    width, height = (max(shorter, round(side * scale)) for side in image.size)
     if (width, height) == (size, size):
-        return resized(picture, size, size)
-    # The same pixels as of the whole picture at that size, which a very long one would fill the memory with.
+        return resized(image, size, size)
+    # The same pixels as of the whole image at that size, which a very long one would fill the memory with.
     left, top = (width - size) // 2, (height - size) // 2
-    across, down = picture.width, picture.height
+    across, down = image.width, image.height
     box = left * across / width, top * down / height, (left + size) * across / width, (top + size) * down / height
-    return resized(picture, size, size, box)
+    return resized(image, size, size, box)
 
 
-def as_tensor(picture: Picture) -> Tensor:
+def as_tensor(image: Image) -> Tensor:
     """[C, H, W] in uint8."""
-    pixels = torch.from_numpy(np.array(picture))
+    pixels = torch.from_numpy(np.array(image))
     return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1).contiguous()
 
 
 class FEMImageProcessor(BaseImageProcessor):
-    """The view that `femixer vision eval` has of a picture: its middle, once the shorter side is image_size / crop
-    long, grey or in colours, with normalized pixels. A picture is one of Pillow's, or an array in uint8, [H, W] or
+    """The view that `femixer vision eval` has of an image: its middle, once the shorter side is image_size / crop
+    long, grey or in colours, with normalized pixels. An image is one of Pillow's, or an array in uint8, [H, W] or
     [H, W, C] with 1, 3 or 4 channels. (A pipeline of transformers makes RGB of it before, in its own way.)
     """
 
@@ -133,7 +133,7 @@ class FEMImageProcessor(BaseImageProcessor):
         return self.preprocess(images, return_tensors, **given)
 
     def preprocess(self, images: Any, return_tensors: str | None = "pt", **given: Any) -> BatchFeature:
-        """One picture or several -> pixel_values [B, C, image_size, image_size]."""
+        """One image or several -> pixel_values [B, C, image_size, image_size]."""
         check_arguments(given)
         several = images if isinstance(images, (list, tuple)) else [images]
         shown = [middle(upright(opened(each), self.num_channels), self.image_size, self.crop) for each in several]
@@ -142,8 +142,8 @@ class FEMImageProcessor(BaseImageProcessor):
         return BatchFeature({"pixel_values": (pixels / 255 - mean) / deviation}, tensor_type=return_tensors)
 
 
-def opened(image: Any) -> Picture:
-    """A picture of Pillow's, or an array as one."""
+def opened(image: Any) -> Image:
+    """An image of Pillow's, or an array as one."""
     if hasattr(image, "convert"):
         return image
     pixels = np.asarray(image)
