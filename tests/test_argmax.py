@@ -231,15 +231,6 @@ def test_resuming_a_finished_run_prints_its_table_and_computes_nothing(tmp_path,
     assert (tmp_path / "metrics.jsonl").read_text() == metrics
 
 
-def test_killed_before_the_table_a_resumed_run_still_writes_it(tmp_path):
-    command = ["argmax", *OPTIONS, "--out", str(tmp_path)]
-    main(command)
-    table = (tmp_path / "table.md").read_text()
-    (tmp_path / "table.md").unlink()
-    assert main([*command, "--resume"]) == 0
-    assert (tmp_path / "table.md").read_text() == table
-
-
 def test_paper_is_a_set_of_defaults_that_other_options_change(tmp_path):
     small = shlex.split("--length 13 --batch 2 --validation 2 --steps 1")
     assert main(["argmax", "--paper", *small, "--out", str(tmp_path)]) == 0

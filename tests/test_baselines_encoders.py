@@ -1,4 +1,4 @@
-"""Rivals as encoders: every token sees all others of its segment. TNN, HGRN and HGRN2 against their definitions."""
+"""Rivals as encoders: TNN, HGRN and HGRN2 against their definitions. What all encoders keep is in test_baselines.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
-from matrix import MASK, SEGMENTS, assert_close, noise, outcome, separately, stir, tokens
+from matrix import assert_close, noise, outcome, stir, tokens
 from published import rms
 from torch import Tensor
 
@@ -15,36 +15,12 @@ from femixer.models import FEMForImageClassification, FEMVisionConfig
 from femixer.tasks.vision.model import ENCODERS as ROWS
 
 EXACT = 1e-10
-ENCODERS = [name for name, kind in BASELINES.items() if kind.encoder]
-OPTIONS = {"hgrn": {"complex": True, "lower_bound": 0.3}}
-
-
-def build(name: str) -> torch.nn.Module:
-    return stir(BASELINES[name](24, 4, causal=False, dtype=torch.float64, **OPTIONS.get(name, {})))
-
-
-@pytest.mark.parametrize("name", ENCODERS)
-def test_padded_and_packed_is_separate(name: str):
-    m = build(name)
-    for given, ids in (({"mask": MASK}, MASK.long() - 1), ({"segments": SEGMENTS}, SEGMENTS)):
-        x = tokens(batch=len(ids))
-        actual = outcome(m, lambda x: m(x, **given), x)  # noqa: B023
-        assert_close(actual, outcome(m, lambda x: separately(m, x, ids), x), EXACT)  # noqa: B023
-        assert actual["y"][ids < 0].count_nonzero() == 0
-
-
-@pytest.mark.parametrize("name", ENCODERS)
-def test_every_token_sees_every_other(name: str):
-    m, x = build(name), tokens(batch=1, length=7).requires_grad_()
-    for t in range(7):
-        (gradient,) = torch.autograd.grad(m(x)[:, t].sum(), x)
-        assert gradient.abs().amax(-1).min() > 0
 
 
 @pytest.mark.parametrize("name", ["hgrn", "hgrn2", "tnn"])
 def test_a_reversed_sequence_is_read_in_reverse(name: str):
     """The recurrences are the same both ways; the Toeplitz coefficients are not."""
-    m, x = build(name), tokens()
+    m, x = stir(BASELINES[name](24, 4, causal=False, dtype=torch.float64)), tokens()
     same = torch.allclose(m(x.flip(1)).flip(1), m(x), atol=1e-9)
     assert same == (name != "tnn")
 

@@ -5,7 +5,6 @@ import importlib
 import json
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from itertools import pairwise
@@ -103,14 +102,13 @@ def test_a_broken_package_is_not_reported_as_missing(tmp_path, monkeypatch):
 
 
 def test_python_m_femixer_is_the_command():
-    done = subprocess.run([sys.executable, "-m", "femixer", "--version"], capture_output=True, text=True, timeout=60)
+    done = started.python("-m", "femixer", "--version", timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("femixer ")
 
 
 def test_a_command_that_imports_transformers_says_only_what_it_has_to_say():
-    command = [sys.executable, "-m", "femixer", "lm", "presets"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = started.python("-m", "femixer", "lm", "presets")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("| preset |")
 
@@ -123,7 +121,7 @@ def test_workers_of_a_command_that_import_transformers_say_nothing_either(tmp_pa
         "    [finished] = [future for _, future in carried_out(__import__, ['torchao'], 1)]\n"
         "    assert 'pickle' in str(finished.exception())  # it was imported: a module cannot come back\n"
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    done = started.python(script)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import stirred, text, tokens
 from torch import Tensor, nn
 
-from femixer.models import FEMCache, FEMConfig, FEMForCausalLM
+from femixer.models import FEMCache, FEMForCausalLM
 from femixer.trees import any_size
 
 # torch about itself: its tracing, its imports, and what transformers does in a traced call.
@@ -28,18 +29,8 @@ STEPS = 7
 
 
 def build(name: str) -> FEMForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 31, "hidden_size": 24, "num_attention_heads": 3, "pad_token_id": 0}
     layers = max([len(names) for names in MODELS[name].values() if isinstance(names, list)], default=1)
-    model = FEMForCausalLM(FEMConfig(**sizes, num_hidden_layers=layers, **MODELS[name]))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    return model.eval()
-
-
-def tokens(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randint(1, 31, shape, generator=torch.Generator().manual_seed(seed))
+    return stirred(text(pad_token_id=0, num_hidden_layers=layers, **MODELS[name]))
 
 
 def check_compiled(name: str, backend: str) -> None:

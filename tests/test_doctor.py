@@ -1,14 +1,12 @@
 """`femixer doctor`: what it tells, and that it finds what is wrong."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from started import python
 from torch import Tensor
 
 from femixer import doctor
@@ -16,10 +14,7 @@ from femixer.cli import main
 from femixer.kernels import check, dispatch
 from femixer.kernels.rms_norm import OPERATOR, forward
 
-
-def femixer(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "femixer", *args]
-    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=300)
+RMS_NORM = ("-m", "femixer", "doctor", "--operators", "rms_norm")
 
 
 def test_every_operator_is_right_on_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,13 +115,13 @@ def test_a_backend_that_is_not_there_says_why(
 def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--operators", "sofmax"]) == 2
     assert capsys.readouterr().err.startswith("error: operators='sofmax' is not allowed; choose one of ")
-    done = femixer("doctor", FEMIXER_BACKEND="nmba")
+    done = python("-m", "femixer", "doctor", FEMIXER_BACKEND="nmba")
     assert done.returncode == 2
     assert done.stderr == "error: FEMIXER_BACKEND='nmba' is unknown; choose one of auto, plain, numba, triton\n"
 
 
 def test_the_backend_of_the_environment_is_shown() -> None:
-    done = femixer("doctor", "--operators", "rms_norm", FEMIXER_BACKEND="plain")
+    done = python(*RMS_NORM, FEMIXER_BACKEND="plain")
     assert done.returncode == 0, done.stderr
     assert "plain (FEMIXER_BACKEND is set)" in done.stdout
 
@@ -142,10 +137,9 @@ for rows in (3, 4096):  # on one thread and on several
 
 
 def test_warmed_kernels_are_not_compiled_again(tmp_path: Path) -> None:
-    done = femixer("doctor", "--warm", "--operators", "rms_norm", NUMBA_CACHE_DIR=str(tmp_path))
+    done = python(*RMS_NORM, "--warm", NUMBA_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "kernels are compiled" in done.stdout
     assert "compiling kernels once" not in done.stderr
-    variables = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-    used = subprocess.run([sys.executable, "-c", USE], env=variables, capture_output=True, text=True, timeout=120)
+    used = python("-c", USE, NUMBA_CACHE_DIR=str(tmp_path))
     assert (used.returncode, used.stderr) == (0, "")

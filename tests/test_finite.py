@@ -8,34 +8,30 @@ import pytest
 import torch
 from forecasters import make
 from safetensors.torch import load_file, save_file
+from small_models import images, of_bytes
+from small_models import saved as saved_model
 from surgery_models import build
 
 from femixer.cli import main
-from femixer.models import FEMConfig, FEMForCausalLM, FEMForImageClassification, FEMVisionConfig
 from femixer.models.files import load_all
-from femixer.tasks.lm.data.tokenizer import load_tokenizer
 from femixer.tasks.vision.data import Preparation
 from femixer.tasks.vision.model import Classifier
 from femixer.training import Results, RunOptions
-
-SIZES = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3}
 
 
 def saved(kind: str, folder: Path) -> list[str]:
     """A model whose weights are finite, but so large that what it computes is not; and the command that reads it."""
     torch.manual_seed(0)
     if kind == "vision":
-        config = FEMVisionConfig(image_size=8, patch_size=4, num_channels=1, **SIZES, num_labels=10)
-        config.id2label = {label: str(label) for label in range(10)}
-        Classifier(FEMForImageClassification(config), Preparation(8, 1)).save(folder)
+        model = images(num_labels=10, id2label={label: str(label) for label in range(10)})
+        Classifier(model, Preparation(8, 1)).save(folder)
         spoil(folder, "classifier")
         return ["vision", "eval", "--model", str(folder), "--data", "digits", "--out", str(folder / "out")]
     if kind == "upgrade":
         build("gpt2").save_pretrained(folder)
         spoil(folder, "ln_f")
         return ["upgrade", str(folder), "--out", str(folder / "out")]
-    FEMForCausalLM(FEMConfig(vocab_size=257, **SIZES)).save_pretrained(folder)
-    load_tokenizer("bytes").save_pretrained(folder)
+    saved_model(of_bytes(), folder)
     spoil(folder, "lm_head")
     if kind == "eval":
         return ["eval", str(folder), "--tasks", "femixer_example", "--out", str(folder / "out"), "--limit", "2"]

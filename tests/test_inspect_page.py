@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from small_models import of_bytes, saved
 from torch import nn
 
 from femixer import FreeEnergyMixer, posterior
@@ -18,8 +19,6 @@ from femixer.inspection import Inspection, inspect_model, page, write_page
 from femixer.inspection.inspection import Layer
 from femixer.priors import PRIORS
 from femixer.tasks.lm.data.tokenizer import labels, readable
-
-transformers = pytest.importorskip("transformers")
 
 LENGTH, DIM, HEADS = 11, 24, 3
 NASTY = ["</script>", "<!--", "&lt;", '"', "'", "\\", "a⏎", "\\x00", "é", "{{data}}", "\ud800"]
@@ -37,13 +36,14 @@ def one_layer(prior: str, parts: str = "CLTG", **options) -> Layer:
 class Parsed(HTMLParser):
     """The page as a browser would take it apart."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, page: Path | str) -> None:
+        """page: its file, or its text."""
         super().__init__(convert_charrefs=True)
         self.scripts: dict[str, str] = {}
         self.tags: list[tuple[str, dict]] = []
         self.text: list[str] = []
         self.current: str | None = None
-        self.feed(path.read_text(encoding="utf-8"))
+        self.feed(page if isinstance(page, str) else page.read_text(encoding="utf-8"))
         self.close()
 
     def handle_starttag(self, tag, attributes):
@@ -232,11 +232,8 @@ def test_too_large_a_page_is_refused_before_all_layers_are_made(tmp_path, monkey
 
 
 def language_model(**options):
-    from femixer.models import FEMConfig, FEMForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 257, "hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 3}
-    return FEMForCausalLM(FEMConfig(**sizes, max_position_embeddings=64, **options)).eval()
+    sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 3, "max_position_embeddings": 64}
+    return of_bytes(**sizes, initializer_range=0.02, **options)
 
 
 def test_every_layer_of_a_hybrid_is_inspected_on_what_it_read():
@@ -308,12 +305,8 @@ def test_bytes_that_are_no_character_are_shown_as_bytes():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    from femixer.tasks.lm.data.tokenizer import byte_tokenizer
-
-    folder = tmp_path_factory.mktemp("checkpoint") / "small"
-    language_model(mixer=["fem", "attention", "fem"], prior=["softmax", "softmax", "decay"]).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    model = language_model(mixer=["fem", "attention", "fem"], prior=["softmax", "softmax", "decay"])
+    return saved(model, tmp_path_factory.mktemp("checkpoint") / "small")
 
 
 def test_command_writes_page_figures_and_table(tmp_path, checkpoint, capsys):
@@ -415,20 +408,11 @@ def test_command_refuses_what_is_not_there(tmp_path, checkpoint, options, messag
 @pytest.mark.parametrize("prior", ["softmax", "mamba-interactive"])
 def test_a_notebook_shows_the_page_of_an_inspection(prior):
     frame = one_layer(prior).inspection._repr_html_()
-    (attributes,) = [attributes for tag, attributes in tags_of(frame) if tag == "iframe"]
-    scripts = [attributes.get("id") for tag, attributes in tags_of(attributes["srcdoc"]) if tag == "script"]
-    assert {"page", "layer-0"} <= set(scripts)
+    (attributes,) = [attributes for tag, attributes in Parsed(frame).tags if tag == "iframe"]
+    assert {"page", "layer-0"} <= {*Parsed(attributes["srcdoc"]).scripts}
     assert f"a mixer with prior {prior}" in attributes["srcdoc"]
 
 
 def test_a_page_too_large_for_a_notebook_is_a_line(monkeypatch):
     monkeypatch.setattr(page, "LARGEST_EMBEDDED", 0.01)
     assert one_layer("softmax").inspection._repr_html_().startswith("<p>")
-
-
-def tags_of(text: str) -> list[tuple[str, dict]]:
-    found = HTMLParser(convert_charrefs=True)
-    tags: list[tuple[str, dict]] = []
-    found.handle_starttag = lambda tag, attributes: tags.append((tag, dict(attributes)))  # type: ignore[method-assign]
-    found.feed(text)
-    return tags

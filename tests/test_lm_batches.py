@@ -54,23 +54,6 @@ def test_shards_are_encoded_as_the_tokenizer_does_but_a_text_cannot_hold_special
     assert tokenizer.eos_token_id not in ids[-1]
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all"])
-def test_unknown_tokenizer_names_the_known_ones(name):
-    with pytest.raises(ValueError, match=rf"tokenizer='{name}' is unknown .*'bytes', a folder"):
-        load_tokenizer(name)
-
-
-def test_tokenizer_that_transformers_does_not_know_is_an_error_too(monkeypatch):
-    import transformers
-
-    def offline(*_):
-        raise OSError("cannot reach the hub\nlong explanation")
-
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", offline)
-    with pytest.raises(ValueError, match=r"tokenizer='gpt-none' is unknown \(there is no folder 'gpt-none', and"):
-        load_tokenizer("gpt-none")
-
-
 # Batches
 
 

@@ -141,14 +141,6 @@ def test_split_depends_on_the_text_alone(tmp_path):
     assert held[0].isdisjoint(document.text for document in open_corpus([reordered]).documents(TRAIN))
 
 
-def test_validation_may_be_a_source_of_its_own(tmp_path, lines):
-    held = tmp_path / "held.txt"
-    held.write_text("held out")
-    whole = open_corpus([lines], [held])
-    assert [one.text for one in whole.documents(VALIDATION)] == ["held out"]
-    assert [one.text for one in whole.documents(TRAIN)] == texts(97)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -301,13 +293,6 @@ def test_a_text_is_known_by_its_contents_and_a_long_one_by_its_time(tmp_path, mo
     assert open_corpus([path]).identity != before
 
 
-def test_finished_shards_are_not_made_again(tmp_path, lines, bytes_tokenizer, monkeypatch):
-    whole = open_corpus([lines])
-    first = prepare(whole, bytes_tokenizer, tmp_path / "shards", workers=1)
-    monkeypatch.setattr(building.Tokenization, "make", None)
-    assert prepare(open_corpus([lines]), bytes_tokenizer, tmp_path / "shards").fingerprint == first.fingerprint
-
-
 def test_changed_corpus_or_tokenizer_is_refused_and_made_anew_on_request(tmp_path, bytes_tokenizer, bpe_folder):
     path, folder = tmp_path / "a.txt", tmp_path / "shards"
     path.write_text("one\n" * 50)
@@ -386,6 +371,7 @@ def test_enough_tokens_end_the_reading_and_validation_is_there(tmp_path, lines, 
     shards = prepare(whole, bytes_tokenizer, tmp_path / "shards", tokens=1000, workers=1)
     assert 1000 <= shards.train.tokens < 1500
     assert documents_of(shards.validation, bytes_tokenizer) == ["held out"]
+    assert [one.text for one in whole.documents(TRAIN)] == texts(97)
     assert len([*shards.folder.glob("part-*")]) < len(whole.parts)
 
 
@@ -443,9 +429,13 @@ def test_interrupted_default_corpus_goes_on_without_naming_it(tmp_path, monkeypa
     ("options", "message"),
     [
         (["--validation", "/nowhere/at/all.txt"], "validation='/nowhere/at/all.txt' is not there"),
-        (["--tokenizer", "./none"], "tokenizer='./none' is unknown"),
+        (
+            ["--tokenizer", "./none"],
+            "tokenizer='./none' is unknown (there is no such folder); choose 'bytes', a folder",
+        ),
         (["--workers", "0"], "workers=0 is not allowed"),
         (["--overwrite"], "choose --shards too"),
+        (["--shards", "a.txt"], "shards='a.txt' is not allowed; choose a folder"),
     ],
 )
 def test_wrong_options_are_errors_in_one_line(tmp_path, monkeypatch, capsys, options, message):

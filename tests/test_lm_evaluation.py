@@ -10,11 +10,10 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
+from small_models import of_bytes, saved
 
 from femixer.cli import main
-from femixer.models import FEMConfig, FEMForCausalLM
 from femixer.tasks.lm import harness
-from femixer.tasks.lm.data.tokenizer import byte_tokenizer
 from femixer.tasks.lm.harness import COLUMNS, EXAMPLES, SUITES, Catalog, Request
 from femixer.tasks.lm.model import load
 
@@ -22,18 +21,12 @@ FACTS = json.loads((EXAMPLES / "facts.json").read_text())
 
 
 def tiny(seed=0):
-    """Wide initial weights: likelihoods then differ clearly from one text to another."""
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 28}
-    return FEMForCausalLM(FEMConfig(vocab_size=257, max_position_embeddings=211, initializer_range=0.3, **sizes))
+    return of_bytes(seed, max_position_embeddings=211)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run") / "model"
-    tiny().save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    return saved(tiny(), tmp_path_factory.mktemp("run") / "model")
 
 
 @pytest.fixture(autouse=True)
@@ -350,7 +343,7 @@ def test_eval_results_go_straight_into_the_table(checkpoint, tmp_path, capsys):
     assert run(checkpoint, tmp_path / "out", "--tasks", "femixer_facts") == 0
     table = ["lm", "table", f"name={tmp_path / 'out'}", "--out", str(tmp_path / "table")]
     assert main(table) == 2  # a table without one number says nothing
-    assert "at least one task of the paper's table" in capsys.readouterr().err
+    assert "at least one task of the paper's table (leaderboard_mmlu_pro" in capsys.readouterr().err
     file = tmp_path / "out" / "results.json"
     results, column = json.loads(file.read_text()), COLUMNS[0]
     own = results["tasks"]["femixer_facts"]

@@ -10,10 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small_models import of_bytes as tiny
+from small_models import saved
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from femixer.cli import main
-from femixer.models import FEMConfig, FEMForCausalLM
 from femixer.surgery import upgrade
 from femixer.tasks.lm import generate as command
 from femixer.tasks.lm import generate as prompts
@@ -27,27 +28,9 @@ TOKENIZER = byte_tokenizer()
 END = TOKENIZER.eos_token_id
 
 
-def tiny(seed=0, vocab_size=257):
-    """Wide initial weights, so that a model that was never trained prefers some tokens clearly."""
-    torch.manual_seed(seed)
-    config = FEMConfig(
-        vocab_size=vocab_size,
-        hidden_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=28,
-        max_position_embeddings=61,
-        initializer_range=0.4,
-    )
-    return FEMForCausalLM(config)
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run") / "model"
-    tiny().save_pretrained(folder)
-    TOKENIZER.save_pretrained(folder)
-    return folder
+    return saved(tiny(), tmp_path_factory.mktemp("run") / "model")
 
 
 @pytest.fixture
@@ -222,75 +205,49 @@ def test_a_checkpoint_is_a_model_folder_or_a_results_folder_with_one(checkpoint)
     assert name_of(checkpoint) == name_of(checkpoint.parent) == checkpoint.parent.name
 
 
-def broken(kind, folder):
-    weights = folder / "model.safetensors"
-    if kind == "missing":
-        shutil.rmtree(folder)
-    elif kind == "file":
-        return weights
-    elif kind == "empty":
-        shutil.rmtree(folder)
-        folder.mkdir()
-    elif kind == "unfinished":
-        weights.unlink()
-        (folder / "config.json").write_text(json.dumps({"task": "lm", "experiment": {}}))
-    elif kind == "weights":
-        weights.unlink()
-    elif kind == "pickle":
-        torch.save(tiny().state_dict(), folder / "pytorch_model.bin")
-        weights.unlink()
-    elif kind == "corrupt":
-        weights.write_bytes(weights.read_bytes()[:-100])
-    elif kind == "other":
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-    elif kind == "tokenizer":
-        (folder / "tokenizer.json").unlink()
-        (folder / "tokenizer_config.json").unlink()
-    elif kind == "vocabulary":
-        tiny(vocab_size=251).save_pretrained(folder)
-    elif kind == "large vocabulary":
-        tiny(vocab_size=3001).save_pretrained(folder)
-    return folder
+def pickled(folder):
+    torch.save(tiny().state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("missing", "does not exist; choose a model folder or a results folder"),
-        ("file", "is a file; choose"),
-        ("empty", "has no config.json of a model"),
-        ("unfinished", "has not saved a model yet"),
-        ("weights", "has no weights"),
-        ("pickle", "has its weights as a pickle (pytorch_model.bin)"),
-        ("corrupt", "model.safetensors: SafetensorError"),
-        ("other", "does not fit its config.json: the weights lack model.layers.2."),
-        ("tokenizer", "has no tokenizer"),
-        ("vocabulary", "has a tokenizer of 257 tokens and a model of 251"),
-        ("large vocabulary", "has a tokenizer of 257 tokens and a model of 3001"),
-    ],
-)
-def test_a_broken_checkpoint_is_one_line_that_says_what_is_wrong(copy, kind, message, capsys):
-    assert run(broken(kind, copy), "--prompt", "x") == 2
+def deeper(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+
+
+BROKEN = {
+    "does not exist; choose a model folder or a results folder": shutil.rmtree,
+    "has no config.json of a model": lambda folder: (folder / "config.json").unlink(),
+    "has not saved a model yet": lambda folder: (folder / "config.json").write_text('{"task": "lm", "experiment": {}}'),
+    "has no weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "has its weights as a pickle (pytorch_model.bin)": pickled,
+    "model.safetensors: SafetensorError": lambda folder: (folder / "model.safetensors").write_bytes(b"weights"),
+    "does not fit its config.json: the weights lack model.layers.2.": deeper,
+    "has no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
+    "tokenizer": lambda folder: (folder / "tokenizer.json").write_text("{}"),
+    "has a tokenizer of 257 tokens and a model of 251": lambda folder: tiny(vocab_size=251).save_pretrained(folder),
+    "has a tokenizer of 257 tokens and a model of 3001": lambda folder: tiny(vocab_size=3001).save_pretrained(folder),
+}
+"""What a command says -> what was done to the folder."""
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_a_broken_checkpoint_is_one_line_that_says_what_is_wrong(copy, message, capsys):
+    BROKEN[message](copy)
+    assert run(copy, "--prompt", "x") == 2
     error = capsys.readouterr().err
     assert message in error and str(copy) in error
     assert error.startswith("error: ") and error.endswith("\n") and error.count("\n") == 1
 
 
+def test_a_file_is_no_checkpoint(checkpoint, capsys):
+    assert run(checkpoint / "model.safetensors", "--prompt", "x") == 2
+    assert "is a file; choose a model folder" in capsys.readouterr().err
+
+
 def test_rows_that_pad_an_embedding_are_allowed(copy):
     tiny(vocab_size=320).save_pretrained(copy)
     load(copy)
-
-
-def test_an_upgraded_model_is_a_checkpoint_too(tmp_path, capfd):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 28}
-    llama = LlamaForCausalLM(LlamaConfig(vocab_size=257, max_position_embeddings=61, eos_token_id=END, **sizes))
-    upgrade(llama).save_pretrained(tmp_path)
-    TOKENIZER.save_pretrained(tmp_path)
-    assert run(tmp_path, "--prompt", "To be", "--max-tokens", 5) == 0
-    assert "new: 5 tokens" in capfd.readouterr().err
-    assert type(load(tmp_path)[0]) is type(llama)
 
 
 def test_a_model_is_loaded_in_the_precision_asked_for(checkpoint):
@@ -343,8 +300,8 @@ def test_a_long_prompt_is_read_in_pieces_to_the_same_continuation(checkpoint, tm
 def test_an_upgraded_model_reads_a_long_prompt_too(tmp_path, in_stretches, monkeypatch, capsys):
     torch.manual_seed(0)
     sizes = {"hidden_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 28}
-    upgrade(LlamaForCausalLM(LlamaConfig(vocab_size=257, eos_token_id=END, **sizes))).save_pretrained(tmp_path)
-    TOKENIZER.save_pretrained(tmp_path)
+    saved(upgrade(LlamaForCausalLM(LlamaConfig(vocab_size=257, eos_token_id=END, **sizes))), tmp_path)
+    assert isinstance(load(tmp_path)[0], LlamaForCausalLM)
     (tmp_path / "prompt.txt").write_text(LONG, encoding="utf-8")
     shown = set()
     for piece in (11, 10**6):
@@ -358,9 +315,7 @@ def test_a_prompt_that_cannot_be_remembered_is_refused_after_two_pieces(checkpoi
     """A model that keeps every token says at once that a prompt is too long; one with a constant state reads it."""
     (tmp_path / "prompt.txt").write_text(LONG * 5, encoding="utf-8")
     command_line = ["--prompt-file", tmp_path / "prompt.txt", "--max-tokens", 3]
-    torch.manual_seed(0)
-    FEMForCausalLM(FEMConfig(**{**tiny().config.to_diff_dict(), "prior": "gla"})).save_pretrained(tmp_path / "gla")
-    TOKENIZER.save_pretrained(tmp_path / "gla")
+    saved(tiny(prior="gla"), tmp_path / "gla")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prompts, "free_bytes", lambda device: 10**5)
         assert run(tmp_path / "gla", *command_line) == 0

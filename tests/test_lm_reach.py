@@ -13,7 +13,7 @@ from femixer.tasks.lm.data.shards import IGNORED, Batch
 from femixer.tasks.lm.runs import bounds, losses, places_of
 
 WORDS = "abc abd abe xyz. "
-COMPARE = ("--hidden-size", 8, "--layers", 1, "--heads", 1, "--context", 24, "--batch-tokens", 48, "--threads", 1)
+COMPARE = "--hidden-size 8 --layers 1 --heads 1 --context 24 --batch-tokens 48 --threads 1"
 
 
 def batch(ids: list[int], segments: list[int] | None = None) -> Batch:
@@ -50,24 +50,10 @@ def test_the_command(tmp_path, monkeypatch, capsys) -> None:
     """Its numbers are the definition's, by position and by kind, over the held-out text."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(WORDS * 200)
-    data = ("--data", "text.txt")
-    compare = [
-        "lm",
-        "compare",
-        *data,
-        "--models",
-        "SMAttn",
-        "FEM-GLA",
-        "--seeds",
-        2,
-        "--steps",
-        2,
-        "--out",
-        "runs",
-        *COMPARE,
-    ]
-    assert main([*map(str, compare)]) == 0
-    command = ["lm", "reach", "--results", "runs", *data, "--times", "2", "--repeat", "3", "--tokens", "None"]
+    compare = f"lm compare --data text.txt --models SMAttn FEM-GLA --seeds 2 --steps 2 --out runs {COMPARE}"
+    assert main(compare.split()) == 0
+    reach = "lm reach --results runs --data text.txt --times 2 --repeat 3 --tokens None"
+    command = reach.split()
     assert main([*command, "--out", "reach"]) == 0
     shown = capsys.readouterr().out
     records = json.loads((tmp_path / "reach" / "reach.json").read_text())

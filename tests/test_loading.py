@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_models import images, text
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
-from femixer.models import FEMConfig, FEMForCausalLM, FEMForImageClassification, FEMModel, FEMVisionConfig
+from femixer.models import FEMConfig, FEMForCausalLM, FEMModel
 from femixer.models.forecast import FORECASTERS, ForecastConfig
 from femixer.models.forecast.forecaster import Forecaster
 
@@ -20,14 +21,10 @@ KINDS = ("language", "vision", "forecast")
 
 def save(kind: str, folder: Path) -> type:
     """A small model of this kind, and the class that loads it."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3}
-    if kind == "language":
-        model = FEMForCausalLM(FEMConfig(vocab_size=31, **sizes))
-    elif kind == "vision":
-        model = FEMForImageClassification(FEMVisionConfig(image_size=8, patch_size=4, **sizes, num_labels=3))
-    else:
+    if kind == "forecast":
         model = FORECASTERS["dlinear"](ForecastConfig(kind="dlinear", channels=2, lookback=24, horizon=6))
+    else:
+        model = {"language": text, "vision": images}[kind](num_hidden_layers=1)
     model.save_pretrained(folder)
     return Forecaster if kind == "forecast" else type(model)
 

@@ -1,13 +1,11 @@
 """One process at a time works in a results folder."""
 
 import errno
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from started import Started
+from started import Started, torchrun
 from tiny_run import Tiny, tiny_run
 
 from femixer.training import Results, RunOptions, results
@@ -99,8 +97,6 @@ run([Shared(0), Shared(1)], Kind("shared", 1), Jobs(Path(sys.argv[1]), JobEngine
 
 def test_processes_that_share_a_job_do_not_wait_for_one_that_failed(tmp_path):
     (tmp_path / "failing.py").write_text(FAILING)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(tmp_path / "failing.py"), str(tmp_path / "store")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = torchrun(2, tmp_path / "failing.py", tmp_path / "store")
     assert ended.returncode != 0 and "on one process alone" in ended.stderr
     assert not [*(tmp_path / "store").glob("jobs/*.json")]

@@ -327,13 +327,6 @@ def test_a_machine_that_does_not_see_the_store_works_on_its_own_disk(tmp_path, m
     assert outcome.record is not None and (tmp_path / "disk").exists() and not (tmp_path / "elsewhere").exists()
 
 
-def test_an_exported_file_reads_like_the_store(tmp_path, capsys):
-    assert run(tmp_path / "a") == 0
-    assert main(["mad", "export", "--results", str(tmp_path / "a"), "--out", str(tmp_path / "b/all.json")]) == 0
-    assert "2 records" in capsys.readouterr().out
-    assert TASK.load(tmp_path / "b/all.json") == TASK.load(tmp_path / "a") != []
-
-
 @pytest.mark.parametrize("content", [json.dumps({"format": TASK.kind.format + 1, "records": []}), "[]", "{", None])
 def test_results_of_another_version_or_kind_are_refused(tmp_path, content, capsys):
     folder, file = tmp_path / "store", tmp_path / "all.json"

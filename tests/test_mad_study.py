@@ -11,6 +11,7 @@ from torch import Tensor
 from femixer.cli import main
 from femixer.mixer import FreeEnergyMixer
 from femixer.models.named import fem
+from femixer.tasks.mad import STUDY
 from femixer.tasks.mad.model import build
 from femixer.tasks.mad.study import VARIANTS, Variant, average, begin, columns, learned, optimizer_of, tabulate
 
@@ -131,7 +132,7 @@ def test_a_study_is_run_shown_and_exported(tmp_path: Path, here: None, capsys: p
     assert main(["mad", "study", "run", *asked, *short]) == 0
     assert "2 of them finished before" in capsys.readouterr().err
     assert main(["mad", "study", "export", "--results", str(store), "--out", str(file)]) == 0
-    assert len(json.loads(file.read_text())["records"]) == 2
+    assert STUDY.load(file) == STUDY.load(store) and len(STUDY.load(file)) == 2
     assert main(["mad", "study", "table", "--results", str(file), "--out", str(tmp_path / "table")]) == 0
     assert "| CLTG-torch | > 2 | > 2 |" in (tmp_path / "table/table.md").read_text()
     assert main(["mad", "study", "run", "--variants", "CLTG-warm", "--out", str(store)]) == 2

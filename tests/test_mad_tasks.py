@@ -351,51 +351,41 @@ def test_the_sweeps_have_66_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "n", "given", "message"),
+    ("task", "given", "message"),
     [
-        ("recal", 1, {}, "task='recal' is not allowed; choose one of compression, fuzzy-recall, recall, memorization"),
-        (
-            "recall",
-            1,
-            {"noise": 0.2},
-            "parameter='noise' is not allowed; choose one of vocabulary, length, train, single",
-        ),
-        ("recall", 1, {"split": "dev"}, "split='dev' is not allowed; choose one of train, validation, test"),
-        ("recall", -1, {}, "n=-1 is not allowed; choose a whole number"),
-        ("recall", 1.0, {}, "n=1.0 is not allowed"),
-        ("recall", 1, {"seed": -1}, "seed=-1 is not allowed"),
-        ("recall", 1, {"train": 0}, "train=0 is not allowed"),
-        ("recall", 1, {"single_query": 1}, "single_query=1 is not allowed; choose True or False"),
-        ("recall", 1, {"vocabulary": True}, "vocabulary=True is not allowed"),
-        ("recall", 1, {"vocabulary": 3}, "vocabulary=3 is not allowed; choose 4 or more"),
-        ("recall", 1, {"length": 2}, "length=2 is not allowed; choose an even number of 4 or more"),
-        ("recall", 1, {"length": 127}, "length=127 is not allowed; choose an even number"),
-        ("noisy-recall", 1, {"vocabulary": 19}, "vocabulary=19 is not allowed; choose 20 or more"),
-        ("noisy-recall", 1, {"noise": 1.0}, "noise=1.0 is not allowed"),
-        ("noisy-recall", 1, {"noise": float("nan")}, "noise=nan is not allowed"),
-        ("noisy-recall", 1, {"noise": "much"}, "noise='much' is not allowed; choose a number"),
-        (
-            "noisy-recall",
-            1,
-            {"noise_vocabulary": 0},
-            "noise_vocabulary=0 is not allowed; choose 1 or more for noise=0.2",
-        ),
-        ("fuzzy-recall", 1, {"vocabulary": 6}, "vocabulary=6 is not allowed; choose 7 or more for motif=3"),
-        ("fuzzy-recall", 1, {"length": 12}, "length=12 is not allowed; choose 13 or more for motif=3"),
-        ("fuzzy-recall", 1, {"motif": 0}, "motif=0 is not allowed"),
-        ("fuzzy-recall", 1, {"motif": 40, "vocabulary": 99, "length": 999}, "motif=40 is not allowed"),
-        ("selective-copying", 1, {"length": 33}, "length=33 is not allowed; choose 34 or more for copies=16"),
-        ("selective-copying", 1, {"copies": 0}, "copies=0 is not allowed"),
-        ("selective-copying", 1, {"vocabulary": 3}, "vocabulary=3 is not allowed"),
-        ("compression", 1, {"vocabulary": 2}, "vocabulary=2 is not allowed"),
-        ("compression", 1, {"length": 1}, "length=1 is not allowed"),
-        ("memorization", 1, {"vocabulary": 4}, "vocabulary=4 is not allowed"),
-        ("memorization", 1, {"length": 31}, "length=31 is not allowed; choose an even number"),
+        ("recal", {}, "task='recal' is not allowed; choose one of compression, fuzzy-recall, recall, memorization"),
+        ("recall", {"noise": 0.2}, "parameter='noise' is not allowed; choose one of vocabulary, length, train, single"),
+        ("recall", {"split": "dev"}, "split='dev' is not allowed; choose one of train, validation, test"),
+        ("recall", {"n": -1}, "n=-1 is not allowed; choose a whole number"),
+        ("recall", {"n": 1.0}, "n=1.0 is not allowed"),
+        ("recall", {"seed": -1}, "seed=-1 is not allowed"),
+        ("recall", {"train": 0}, "train=0 is not allowed"),
+        ("recall", {"single_query": 1}, "single_query=1 is not allowed; choose True or False"),
+        ("recall", {"vocabulary": True}, "vocabulary=True is not allowed"),
+        ("recall", {"vocabulary": 3}, "vocabulary=3 is not allowed; choose 4 or more"),
+        ("recall", {"length": 2}, "length=2 is not allowed; choose an even number of 4 or more"),
+        ("recall", {"length": 127}, "length=127 is not allowed; choose an even number"),
+        ("noisy-recall", {"vocabulary": 19}, "vocabulary=19 is not allowed; choose 20 or more"),
+        ("noisy-recall", {"noise": 1.0}, "noise=1.0 is not allowed"),
+        ("noisy-recall", {"noise": float("nan")}, "noise=nan is not allowed"),
+        ("noisy-recall", {"noise": "much"}, "noise='much' is not allowed; choose a number"),
+        ("noisy-recall", {"noise_vocabulary": 0}, "noise_vocabulary=0 is not allowed; choose 1 or more for noise=0.2"),
+        ("fuzzy-recall", {"vocabulary": 6}, "vocabulary=6 is not allowed; choose 7 or more for motif=3"),
+        ("fuzzy-recall", {"length": 12}, "length=12 is not allowed; choose 13 or more for motif=3"),
+        ("fuzzy-recall", {"motif": 0}, "motif=0 is not allowed"),
+        ("fuzzy-recall", {"motif": 40, "vocabulary": 99, "length": 999}, "motif=40 is not allowed"),
+        ("selective-copying", {"length": 33}, "length=33 is not allowed; choose 34 or more for copies=16"),
+        ("selective-copying", {"copies": 0}, "copies=0 is not allowed"),
+        ("selective-copying", {"vocabulary": 3}, "vocabulary=3 is not allowed"),
+        ("compression", {"vocabulary": 2}, "vocabulary=2 is not allowed"),
+        ("compression", {"length": 1}, "length=1 is not allowed"),
+        ("memorization", {"vocabulary": 4}, "vocabulary=4 is not allowed"),
+        ("memorization", {"length": 31}, "length=31 is not allowed; choose an even number"),
     ],
 )
-def test_wrong_input_is_named_with_what_is_allowed(task: str, n: int, given: dict, message: str) -> None:
+def test_wrong_input_is_named_with_what_is_allowed(task: str, given: dict, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        sample(task, n, **given)
+        sample(task, **{"n": 1, **given})
 
 
 @pytest.mark.parametrize(

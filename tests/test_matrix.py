@@ -4,22 +4,20 @@ segments, causality, encoders, the definition.
 
 from __future__ import annotations
 
-import contract
 import pytest
 import torch
+from contract import EveryEncoder, EveryMixer
 from matrix import (
     BATCH,
     EXACT,
     LENGTH,
     MASK,
-    ROUNDING,
     SEGMENTS,
     Variant,
     assert_close,
     outcome,
     plain_mixer,
     separately,
-    streamed,
     tokens,
     variants,
 )
@@ -28,64 +26,18 @@ from torch import Tensor
 from femixer import FreeEnergyMixer
 from femixer.priors import PRIORS
 
-CHUNKS = {"chunks": [1, 4, 9, 1, 8], "halves": [12, 11], "tokens": [1] * LENGTH}
+
+@variants()
+class TestEveryPrior(EveryMixer):
+    """What they share with the rivals."""
 
 
-def assert_streams(m: FreeEnergyMixer, x: Tensor, wanted: dict[str, Tensor], **layout: Tensor) -> None:
-    """In chunks of every kind, with gradients and without."""
-    for sizes in CHUNKS.values():
-        assert_close(outcome(m, lambda x: streamed(m, x, sizes, **layout), x), wanted, EXACT)  # noqa: B023
-        with torch.no_grad():
-            assert_close({"y": streamed(m, x, sizes, **layout)}, {"y": wanted["y"]}, EXACT)
+@variants()
+class TestEveryEncoder(EveryEncoder):
+    """What they share with the rivals."""
 
 
 class TestStreaming:
-    @variants()
-    @pytest.mark.parametrize("sizes", CHUNKS.values(), ids=CHUNKS)
-    def test_full_is_chunked_is_token_by_token(self, variant: Variant, sizes: list[int]):
-        contract.full_is_chunked(variant.build(), sizes)
-
-    @variants()
-    @pytest.mark.parametrize("sizes", CHUNKS.values(), ids=CHUNKS)
-    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-    def test_without_gradients_the_growing_cache_gives_the_same(self, variant: Variant, sizes: list[int], mode):
-        m, x = variant.build(dtype=torch.float32), tokens(dtype=torch.float32)
-        with mode():
-            assert_close({"y": streamed(m, x, sizes)}, {"y": m(x)}, ROUNDING)
-
-    @variants()
-    @pytest.mark.parametrize(
-        ("mode", "prefix"),
-        [
-            (torch.enable_grad, [7]),
-            (torch.no_grad, [7]),
-            (torch.no_grad, [3, 1, 1, 2]),
-            (torch.inference_mode, [3, 1, 1, 2]),
-        ],
-    )
-    def test_two_continuations_of_one_state_are_both_right(self, variant: Variant, mode, prefix: list[int]):
-        """A state is a value, also where the caches of several states share one growing buffer, as they do without
-        gradients after steps."""
-        m, x, other = variant.build(), tokens(), tokens(seed=2)
-        other[:, :7] = x[:, :7]
-        with mode():
-            wanted, wanted_other = m(x), m(other)
-            state = None
-            for part in x[:, :7].split(prefix, 1):
-                _, state = m(part, state=state, return_state=True)
-            first, state_one = m(x[:, 7:8], state=state, return_state=True)
-            second, state_two = m(other[:, 7:8], state=state, return_state=True)
-            results = [first], [second]
-            for t in range(8, LENGTH):
-                y, state_one = m(x[:, t : t + 1], state=state_one, return_state=True)
-                results[0].append(y)
-                y, state_two = m(other[:, t : t + 1], state=state_two, return_state=True)
-                results[1].append(y)
-            again, _ = m(x[:, 7:], state=state, return_state=True)
-        assert_close({"y": torch.cat(results[0], 1)}, {"y": wanted[:, 7:]}, EXACT)
-        assert_close({"y": torch.cat(results[1], 1)}, {"y": wanted_other[:, 7:]}, EXACT)
-        assert_close({"y": again}, {"y": wanted[:, 7:]}, EXACT)
-
     @variants("CLTG", "mean", "expcache", "window", "groupedwindow")
     def test_a_stream_may_change_between_gradients_and_none(self, variant: Variant):
         m, x = variant.build(), tokens()
@@ -97,30 +49,6 @@ class TestStreaming:
                 y, state = m(part, state=state, return_state=True)
             outputs.append(y)
         assert_close({"y": torch.cat(outputs, 1).detach()}, {"y": m(x).detach()}, EXACT)
-
-    @variants("CLTG", "mean", "expcache", "window")
-    def test_what_was_made_for_inference_can_be_gone_on_from_with_gradients(self, variant: Variant):
-        contract.what_was_made_for_inference_can_be_gone_on_from_with_gradients(variant.build())
-
-    @variants()
-    @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
-    def test_an_empty_chunk_changes_nothing(self, variant: Variant, mode):
-        with mode():
-            contract.an_empty_chunk_changes_nothing(variant.build())
-
-    @variants()
-    def test_a_state_is_not_changed_by_going_on_from_it(self, variant: Variant):
-        m, x = variant.build(), tokens()
-        with torch.no_grad():
-            _, state = m(x[:, :9], return_state=True)
-            first, _ = m(x[:, 9:], state=state, return_state=True)
-            m(x[:, 9:] * 100, state=state, return_state=True)
-            second, _ = m(x[:, 9:], state=state, return_state=True)
-        assert torch.equal(first, second)
-
-    @variants()
-    def test_rows_of_a_state_go_on_as_their_own_batch(self, variant: Variant):
-        contract.rows_of_a_state_go_on_as_their_own_batch(variant.build())
 
 
 class TestPadding:
@@ -136,45 +64,8 @@ class TestPadding:
         assert all(torch.isfinite(value).all() for value in padded.values())
         assert_close(padded, outcome(m, lambda x: separately(m, x, MASK.long() - 1), x), 1e-8)
 
-    @variants()
-    def test_padded_is_unpadded(self, variant: Variant):
-        contract.padded_is_unpadded(variant.build())
-
-    @variants()
-    def test_a_padded_stream_is_unpadded(self, variant: Variant):
-        m, x = variant.build(), tokens(batch=len(MASK))
-        assert_streams(m, x, outcome(m, lambda x: separately(m, x, MASK.long() - 1), x), mask=MASK)
-
-    @variants()
-    def test_a_mask_may_come_and_go_in_a_stream(self, variant: Variant):
-        contract.a_mask_may_come_and_go_in_a_stream(variant.build())
-
-    @variants()
-    @pytest.mark.parametrize("causal", [True, False])
-    @pytest.mark.parametrize("content", [1e4, torch.inf, torch.nan])
-    def test_content_of_padding_is_irrelevant(self, variant: Variant, content: float, causal: bool):
-        contract.content_of_padding_is_irrelevant(variant.build(causal=causal), content)
-
-    @variants()
-    @pytest.mark.parametrize("causal", [True, False])
-    def test_everything_padding_gives_zero(self, variant: Variant, causal: bool):
-        contract.nothing_but_padding_gives_zero(variant.build(causal=causal))
-
-    @variants()
-    def test_a_stream_that_begins_with_only_padding_begins_later(self, variant: Variant):
-        contract.a_stream_that_begins_with_only_padding_begins_later(variant.build())
-
 
 class TestSegments:
-    @variants()
-    def test_packed_is_separate(self, variant: Variant):
-        contract.packed_is_separate(variant.build())
-
-    @variants()
-    def test_segments_may_be_split_over_chunks(self, variant: Variant):
-        m, x = variant.build(), tokens()
-        assert_streams(m, x, outcome(m, lambda x: separately(m, x, SEGMENTS), x), segments=SEGMENTS)
-
     @variants("CLTG")
     @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64])
     def test_segments_of_any_integer_type(self, variant: Variant, dtype: torch.dtype):
@@ -190,34 +81,7 @@ class TestSegments:
         assert gradient.count_nonzero() == 0
 
 
-class TestCausality:
-    @variants()
-    @pytest.mark.parametrize("factor", [1e2, 1e4])
-    @pytest.mark.parametrize("start", [11, LENGTH - 1])
-    def test_a_larger_future_leaves_the_past_alone(self, variant: Variant, factor: float, start: int):
-        contract.a_larger_future_leaves_the_past_alone(variant.build(dtype=torch.float32), start, factor)
-
-    @variants()
-    def test_the_past_has_no_gradient_in_the_future(self, variant: Variant):
-        contract.the_past_has_no_gradient_in_the_future(variant.build(), factor=1e3)
-
-
 class TestEncoder:
-    @variants()
-    def test_every_token_sees_every_other(self, variant: Variant):
-        m, x = variant.build(causal=False), tokens(batch=1, length=4).requires_grad_()
-        for t in range(4):
-            (gradient,) = torch.autograd.grad(m(x)[:, t].sum(), x)
-            assert gradient.abs().amin(-1).min() > 0
-
-    @variants()
-    def test_padded_and_packed_is_separate(self, variant: Variant):
-        m, x = variant.build(causal=False), tokens(batch=len(MASK))
-        wanted = outcome(m, lambda x: separately(m, x, MASK.long() - 1), x)
-        assert_close(outcome(m, lambda x: m(x, mask=MASK), x), wanted, EXACT)
-        wanted = outcome(m, lambda x: separately(m, x, SEGMENTS), x[:BATCH])
-        assert_close(outcome(m, lambda x: m(x, segments=SEGMENTS), x[:BATCH]), wanted, EXACT)
-
     @variants()
     def test_reversed_time_mirrors(self, variant: Variant):
         """Holds without RoPE: a rotation by the distance t - i has a sign, and so has a time axis."""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import io
-import pickle
 
-import contract
 import pytest
 import torch
 from matrix import (
@@ -91,50 +88,8 @@ class TestCopies:
         other.load_state_dict(torch.load(file, weights_only=True))
         assert torch.equal(other(x), m(x))
 
-    @variants()
-    def test_deepcopy_is_a_mixer_of_its_own(self, variant: Variant):
-        m, x = variant.build(), tokens()
-        before = m(x)
-        other = copy.deepcopy(m)
-        assert torch.equal(other(x), before)
-        with torch.no_grad():
-            other.out_proj.weight.mul_(2)
-        assert torch.equal(m(x), before)
-
-    @variants()
-    def test_pickle(self, variant: Variant):
-        m, x = variant.build(), tokens()
-        assert torch.equal(pickle.loads(pickle.dumps(m))(x), m(x))
-
-    @variants("CLTG")
-    def test_a_state_of_the_original_is_refused_by_its_copy(self, variant: Variant):
-        """Layers of a model are often made by deepcopy; a state of one is none of the other."""
-        m, x = variant.build(), tokens()
-        _, state = m(x, return_state=True)
-        with pytest.raises(ValueError, match="state belongs to another mixer"):
-            copy.deepcopy(m)(x, state=state, return_state=True)
-
 
 class TestSmallSizes:
-    @variants()
-    @pytest.mark.parametrize("causal", [True, False])
-    def test_no_sequences(self, variant: Variant, causal: bool):
-        m, x = variant.build(causal=causal), tokens()[:0]
-        assert m(x).shape == x.shape
-        assert m(x, mask=torch.ones(x.shape[:2], dtype=torch.bool)).shape == x.shape
-        m(x).sum().backward()
-
-    @variants()
-    @pytest.mark.parametrize("causal", [True, False])
-    @pytest.mark.parametrize("kind", ["plain", "mask", "segments"])
-    def test_no_tokens(self, variant: Variant, causal: bool, kind: str):
-        m, x = variant.build(causal=causal), tokens(length=0).requires_grad_()
-        layout = {"plain": {}, "mask": {"mask": MASK[:BATCH, :0]}, "segments": {"segments": SEGMENTS[:, :0]}}[kind]
-        y = m(x, **layout)
-        assert y.shape == (BATCH, 0, DIM)
-        y.sum().backward()
-        assert all(p.grad is None or p.grad.count_nonzero() == 0 for p in m.parameters())
-
     @variants()
     @pytest.mark.parametrize("causal", [True, False])
     def test_one_token_reads_itself(self, variant: Variant, causal: bool):
@@ -148,18 +103,8 @@ class TestSmallSizes:
             value = value * plain_gate(projected.gate)
         assert_close({"y": m(x)}, {"y": m.out_proj(value.flatten(-2))}, EXACT)
 
-    @variants()
-    @pytest.mark.parametrize("causal", [True, False])
-    def test_batch_of_one_is_a_row_of_a_batch(self, variant: Variant, causal: bool):
-        m, x = variant.build(causal=causal), tokens()
-        assert_close({"y": torch.cat([m(row[None]) for row in x])}, {"y": m(x)}, EXACT)
-
 
 class TestDropout:
-    @variants("CLTG", "mean")
-    def test_dropout_acts_in_training_on_the_output_of_the_read(self, variant: Variant):
-        contract.dropout_acts_in_training_on_what_goes_into_the_output_projection(variant.build(dropout=0.25))
-
     @variants("CLTG")
     def test_dropout_does_nothing_in_evaluation(self, variant: Variant):
         m, x = variant.build(dropout=0.9).eval(), tokens()
@@ -232,60 +177,3 @@ class TestErrors:
         for prior in (prior for prior, kind in PRIORS.items() if not kind.queries_and_keys):
             with pytest.raises(ValueError, match=f"{name}=.* does not fit prior='{prior}'"):
                 FreeEnergyMixer(DIM, HEADS, prior, **options)
-
-    @pytest.mark.parametrize("prior", PRIORS)
-    @pytest.mark.parametrize(
-        ("inputs", "error", "words"),
-        [
-            wrong(ValueError, "x", "(3, 24)", "24]", x=torch.zeros(3, DIM)),
-            wrong(ValueError, "x", "(3, 5, 23)", "24]", x=torch.zeros(3, 5, DIM - 1)),
-            wrong(TypeError, "x", "int64", "float", x=torch.zeros(3, 5, DIM, dtype=torch.long)),
-            wrong(TypeError, "x", "float64", "float32", x=torch.zeros(3, 5, DIM, dtype=torch.float64)),
-            wrong(TypeError, "x", "list", "tensor", x=[[[0.0] * DIM]]),
-            wrong(ValueError, "mask", "(3, 4)", "(3, 5)", mask=torch.ones(3, 4, dtype=torch.bool)),
-            wrong(TypeError, "mask", "float32", "bool", mask=torch.ones(3, 5)),
-            wrong(TypeError, "mask", "int64", "bool", mask=torch.ones(3, 5, dtype=torch.long)),
-            wrong(TypeError, "mask", "list", "tensor", mask=[[True] * 5] * 3),
-            wrong(ValueError, "mask", "meta", "cpu", mask=torch.ones(3, 5, dtype=torch.bool, device="meta")),
-            wrong(ValueError, "segments", "(3, 5, 1)", "(3, 5)", segments=torch.zeros(3, 5, 1, dtype=torch.long)),
-            wrong(TypeError, "segments", "float32", "integer", segments=torch.zeros(3, 5)),
-            wrong(TypeError, "segments", "bool", "integer", segments=torch.ones(3, 5, dtype=torch.bool)),
-            wrong(ValueError, "segments", "meta", "cpu", segments=torch.zeros(3, 5, dtype=torch.long, device="meta")),
-            wrong(
-                ValueError,
-                "mask",
-                "segments",
-                "both",
-                mask=torch.ones(3, 5, dtype=torch.bool),
-                segments=torch.zeros(3, 5, dtype=torch.long),
-            ),
-            wrong(TypeError, "state", "dict", "return_state", state={}),
-        ],
-    )
-    def test_inputs(self, prior: str, inputs: dict, error: type[Exception], words: tuple[str, ...]):
-        m = FreeEnergyMixer(DIM, HEADS, prior)
-        with pytest.raises(error) as raised:
-            m(**{"x": torch.zeros(3, 5, DIM), **inputs})
-        for word in words:
-            assert word in str(raised.value), str(raised.value)
-
-    @pytest.mark.parametrize("prior", PRIORS)
-    def test_a_state_that_does_not_fit(self, prior: str):
-        m, x = FreeEnergyMixer(DIM, HEADS, prior), torch.zeros(3, 5, DIM)
-        _, state = m(x, return_state=True)
-        _, other = FreeEnergyMixer(DIM, HEADS, prior)(x, return_state=True)
-        with pytest.raises(ValueError, match="state belongs to another mixer"):
-            m(x, state=other)
-        with pytest.raises(ValueError, match="state has batch size 3; x has 2"):
-            m(x[:2], state=state)
-        with pytest.raises(ValueError, match="state is on cpu; x is on meta"):
-            m(x.to("meta"), state=state)
-
-    @pytest.mark.parametrize("prior", PRIORS)
-    def test_an_encoder_has_no_state(self, prior: str):
-        m, x = FreeEnergyMixer(DIM, HEADS, prior, causal=False), torch.zeros(3, 5, DIM)
-        with pytest.raises(ValueError, match=r"state.*causal=True.*causal=False"):
-            m(x, return_state=True)
-        _, state = FreeEnergyMixer(DIM, HEADS, prior)(x, return_state=True)
-        with pytest.raises(ValueError, match=r"state.*causal=True.*causal=False"):
-            m(x, state=state)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_models import stirred, tokens, trainer, word_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -13,9 +14,6 @@ from transformers import (
     AutoModelForTokenClassification,
     DataCollatorForTokenClassification,
     DataCollatorWithPadding,
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainingArguments,
 )
 
 from femixer.models import (
@@ -34,18 +32,6 @@ HEADED = (FEMForSequenceClassification, FEMForTokenClassification, FEMForMaskedL
 def config(**fields: Any) -> FEMConfig:
     sizes = {"vocab_size": 31, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3}
     return FEMConfig(**{**sizes, "pad_token_id": 0, "num_labels": 5, **fields})
-
-
-def stirred(model: Any) -> Any:
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    return model.eval()
-
-
-def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randint(1, 31, shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("prior", PRIORS)
@@ -159,13 +145,6 @@ def test_what_does_not_fit_is_refused_by_name():
         FEMModel(config(causal=False))(tokens(1, 4), use_cache=True)
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer, models
-
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(31)}, unk_token="w0"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0", mask_token="w30")
-
-
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*")
 @pytest.mark.parametrize(
     ("kind", "causal"),
@@ -180,21 +159,13 @@ def test_the_trainer_trains_and_evaluates_and_accumulates(kind, causal, tmp_path
         labels: Any = i % 5 if kind is FEMForSequenceClassification else (ids % 5).tolist()
         rows.append({"input_ids": ids.tolist(), "labels": labels})
     of_rows = kind is FEMForSequenceClassification
-    collator = (DataCollatorWithPadding if of_rows else DataCollatorForTokenClassification)(tokenizer())
+    collator = (DataCollatorWithPadding if of_rows else DataCollatorForTokenClassification)(word_tokenizer())
     results = []
     for size, steps in ((4, 1), (2, 2)):
         torch.manual_seed(0)
         model = kind(config(causal=causal))
-        options: dict[str, Any] = {"max_steps": 2, "report_to": "none", "use_cpu": True, "seed": 0}
-        arguments = TrainingArguments(
-            str(tmp_path),
-            disable_tqdm=True,
-            save_strategy="no",
-            per_device_train_batch_size=size,
-            gradient_accumulation_steps=steps,
-            **options,
-        )
-        run = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, data_collator=collator)
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "max_steps": 2}
+        run = trainer(model, rows, tmp_path, save_strategy="no", data_collator=collator, **options)
         run.train()
         results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-5)

@@ -1,19 +1,18 @@
 """Language models: what transformers' own models promise, for every mixer and prior."""
 
 import copy
-import json
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from small_models import WORDS, stirred, text, tokens
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, set_seed
 
 from femixer import FreeEnergyMixer
 from femixer.models import PRESETS, FEMCache, FEMConfig, FEMForCausalLM, FEMModel, preset
-from femixer.models.block import RMSNorm
 
 MODELS = {
     "attention": {"mixer": "attention"},
@@ -31,22 +30,11 @@ MODELS = {
     "hybrid": {"prior": ["gla", "softmax"], "prior_options": {"gla": {"decay": "channel"}}},
     "hybrid-baseline": {"mixer": ["fem", "attention"], "prior": "aft"},
 }
-VOCABULARY = 31
 
 
 def build(name: str = "softmax", **fields: object) -> FEMForCausalLM:
     """A model whose parameters are all away from their starting values, as after training."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3}
-    model = FEMForCausalLM(FEMConfig(**{**sizes, **MODELS[name], "pad_token_id": 0, **fields}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    return model.eval()
-
-
-def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+    return stirred(text(**{"num_hidden_layers": 3, "pad_token_id": 0, **MODELS[name], **fields}))
 
 
 @pytest.fixture(params=MODELS)
@@ -117,14 +105,6 @@ def test_a_copy_of_a_cache_goes_on_independently_and_rows_can_be_chosen(model):
     torch.testing.assert_close(model(following, past_key_values=kept).logits, model(following).logits)
 
 
-def test_packed_documents_are_read_as_if_alone(model):
-    documents = [tokens(1, length, seed=length) for length in (5, 1, 7)]
-    segments = torch.tensor([[0] * 5 + [1] + [2] * 7])
-    packed = model(torch.cat(documents, 1), segments=segments).logits
-    expected = torch.cat([model(document).logits for document in documents], 1)
-    torch.testing.assert_close(packed, expected, atol=2e-5, rtol=1e-4)
-
-
 def test_saved_and_loaded_bit_for_bit_by_the_auto_classes(model, tmp_path):
     model.save_pretrained(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -187,30 +167,10 @@ def test_labels_are_shifted_and_minus_100_is_not_scored():
     torch.testing.assert_close(out.loss.double(), -log_p[scored].mean(), atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_the_norm_of_a_token_is_that_of_a_sequence(batch):
-    norm, x = RMSNorm(29, eps=1e-6), 3 * torch.randn(batch, 5, 29, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        norm.weight.uniform_(0.5, 2, generator=torch.Generator().manual_seed(1))
-        tokens = torch.cat([norm(x[:, t : t + 1]) for t in range(5)], 1)
-        torch.testing.assert_close(tokens, norm(x))
-        assert norm(x[:0, :1]).shape == (0, 1, 29)
-
-
-def test_the_loss_of_packed_documents_is_that_of_each_alone():
-    model = build()
-    documents = [tokens(1, length, seed=length) for length in (5, 1, 7)]
-    packed = torch.cat([*documents, tokens(1, 2)], 1)
-    segments = torch.tensor([[4] * 5 + [0] + [1] * 7 + [-1] * 2])
-    alone = [(model(ids, labels=ids).loss, ids.shape[1] - 1) for ids in documents if ids.shape[1] > 1]
-    expected = sum(loss * count for loss, count in alone) / sum(count for _, count in alone)
-    torch.testing.assert_close(model(packed, segments=segments, labels=packed).loss, expected)
-
-
 def test_only_the_last_logits_when_asked():
     model, ids = build(), tokens(2, 7)
     logits = model(ids).logits
-    assert logits.shape == (2, 7, VOCABULARY)
+    assert logits.shape == (2, 7, WORDS)
     torch.testing.assert_close(model(ids, logits_to_keep=2).logits, logits[:, -2:])
     assert len(model(ids, output_hidden_states=True).hidden_states) == 4
 
@@ -273,9 +233,7 @@ def test_the_large_presets_have_the_papers_sizes():
 
 def test_mixers_start_as_they_do_outside_a_model(tmp_path):
     """Spread memory spans, beta of 1.95: not the values transformers would give, also where keys are missing."""
-    model = FEMForCausalLM(
-        FEMConfig(vocab_size=31, hidden_size=24, num_hidden_layers=1, num_attention_heads=3, prior="mamba")
-    )
+    model = text(num_hidden_layers=1, prior="mamba")
     started = FreeEnergyMixer(24, 3, prior="mamba", bias=False)
     mixer = model.model.layers[0].mixer
     for name in ("raw_beta", "prior.rate", "prior.delta_bias", "conditioner.in_proj.bias", "value_proj.modulation"):
@@ -384,13 +342,6 @@ def test_continuous_batching_is_refused_before_it_begins():
     ):
         with pytest.raises(RuntimeError, match="continuous batching needs keys and values in pages"):
             ask()
-
-
-def test_no_field_of_the_configuration_is_one_of_generation(tmp_path):
-    """transformers refuses to save a model whose configuration holds those."""
-    config = preset("tiny", prior=["gla", "softmax"])
-    config.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["prior"] == ["gla", "softmax"]
 
 
 def test_a_model_tells_baselines_what_a_layer_cannot_know():

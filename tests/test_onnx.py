@@ -5,32 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import images, stirred, text
 
 from femixer.kernels.recurrence.plain import _in_levels
-from femixer.models import (
-    FEMConfig,
-    FEMForCausalLM,
-    FEMForecaster,
-    FEMForImageClassification,
-    FEMVisionConfig,
-    ForecastConfig,
-)
+from femixer.models import FEMForecaster, ForecastConfig
 from femixer.models.onnx import to_onnx
 
 runtime = pytest.importorskip("onnxruntime", reason="pip install onnxruntime")
-
-
-def text(prior: str) -> FEMForCausalLM:
-    sizes = {"vocab_size": 31, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3}
-    return FEMForCausalLM(FEMConfig(**sizes, prior=prior))
-
-
-def stirred(model: Any) -> Any:
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    return model.eval()
 
 
 def check(model: Any, path: Path, inputs: list[torch.Tensor]) -> None:
@@ -50,20 +31,19 @@ def test_a_forecaster(tmp_path):
 
 
 def test_a_vision_model(tmp_path):
-    sizes = {"image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 24, "num_hidden_layers": 1}
-    model = stirred(FEMForImageClassification(FEMVisionConfig(**sizes, num_labels=3)))
+    model = stirred(images(num_hidden_layers=1))
     to_onnx(model, tmp_path / "model.onnx")
     check(model, tmp_path / "model.onnx", [torch.randn(5, 1, 8, 8), torch.randn(1, 1, 8, 8)])
 
 
 def test_a_text_model_with_softmax_attention_for_any_length(tmp_path):
-    model = stirred(text("softmax"))
+    model = stirred(text(prior="softmax", num_hidden_layers=1))
     to_onnx(model, tmp_path / "model.onnx")
     check(model, tmp_path / "model.onnx", [torch.randint(0, 31, shape) for shape in ((2, 7), (1, 16), (1, 530))])
 
 
 def test_a_text_model_with_another_prior_for_a_fixed_length(tmp_path):
-    model = stirred(text("gla"))
+    model = stirred(text(prior="gla", num_hidden_layers=1))
     with pytest.raises(ValueError, match="with gla cannot be written as ONNX of any length; give length="):
         to_onnx(model, tmp_path / "model.onnx")
     to_onnx(model, tmp_path / "model.onnx", length=13)
@@ -73,7 +53,7 @@ def test_a_text_model_with_another_prior_for_a_fixed_length(tmp_path):
 @pytest.mark.parametrize(("prior", "missing"), [("mamba", r"aten\.cummax"), ("aft", "exact logcumsumexp")])
 def test_what_onnx_cannot_say_is_named(prior, missing, tmp_path):
     with pytest.raises(ValueError, match=f"with {prior} cannot be written as ONNX: it has no {missing}"):
-        to_onnx(text(prior), tmp_path / "model.onnx", length=5)
+        to_onnx(text(prior=prior, num_hidden_layers=1), tmp_path / "model.onnx", length=5)
     assert not (tmp_path / "model.onnx").exists()
 
 

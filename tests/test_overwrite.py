@@ -3,15 +3,12 @@
 import json
 import os
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 from lm_text import texts
-from started import command
-from tiny_run import Tiny, in_child, kill_at, same, tiny_run
+from tiny_run import Crash, Tiny, crash_at, in_child, kill_at, same, tiny_run
 
-from femixer.cli import main
 from femixer.tasks.lm.data import building
 from femixer.tasks.lm.data.corpus import open_corpus
 from femixer.training import atomic
@@ -34,15 +31,6 @@ def seed_of_model(folder: Path) -> int:
     return json.loads((model_folder(folder) / "config.json").read_text())["seed"]
 
 
-class Crash(Exception):
-    pass
-
-
-def crash(step):
-    if step == 2:
-        raise Crash
-
-
 def test_the_old_run_stays_until_the_new_one_is_complete_and_what_is_not_ours_stays_anyway(tmp_path, capsys):
     out = tmp_path / "out"
     tiny_run(out, OLD, finish=True)
@@ -50,7 +38,7 @@ def test_the_old_run_stays_until_the_new_one_is_complete_and_what_is_not_ours_st
     before = content(out)
     for again in range(2):  # --overwrite starts the new one anew, too
         with pytest.raises(Crash):
-            tiny_run(out, NEW, each_batch=crash, finish=True, overwrite=True)
+            tiny_run(out, NEW, each_batch=crash_at(2), finish=True, overwrite=True)
         assert f"{out}/ keeps its run until the new one, in {out}/replacement/, is complete" in capsys.readouterr().err
         after = content(out)
         assert {name: after.get(name) for name in before} == before, again
@@ -97,28 +85,6 @@ def test_an_overwriting_run_may_be_killed_at_any_touch_of_the_disk(tmp_path, mon
         assert same(tiny_run(out, NEW, finish=True, keep=0, **again), expected)
         assert seeds_of(out) == {2} and content(out).keys() - {"lock", "lock.json"} == whole, moment
     assert moment > 20 and found == {1, 2}
-
-
-def test_a_killed_command_leaves_the_old_model_to_be_used(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("".join(texts(200)))
-    sizes = "--preset tiny --context 16 --batch-tokens 64 --validation-tokens 64 --sample-tokens 0"
-    train = ["lm", "train", "--data", "text.txt", *sizes.split(), "--out", "out", "--overwrite", "--steps"]
-    assert main([*train, "2"]) == 0
-    before = content(Path("out"))
-    process = command(*train, 100_000)
-    metrics = Path("out/replacement/metrics.jsonl")
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 2):
-        assert process.is_alive
-        time.sleep(0.05)
-    process.kill()
-    after = content(Path("out"))
-    assert {name: after.get(name) for name in before} == before
-    assert main(["generate", "out", "--prompt", "the", "--max-tokens", "3"]) == 0
-    assert main([*train[:-2], "--resume", "--steps", "2"]) == 2  # 100,000 were begun
-    assert "steps was 100000 and is now 2" in capsys.readouterr().err
-    assert main([*train, "2"]) == 0
-    assert content(Path("out")).keys() - {"lock", "lock.json"} == before.keys()
 
 
 def test_tokens_are_replaced_when_the_new_ones_are_complete(tmp_path, bytes_tokenizer, monkeypatch):

@@ -2,23 +2,17 @@
 
 import pytest
 import torch
+from small_models import stirred, text
 from transformers import DataCollatorWithFlattening
 
-from femixer.models import FEMConfig, FEMForCausalLM
+from femixer.models import FEMForCausalLM
 
 PRIORS = ("softmax", "linear", "gla", "aft", "ssm", "mamba")
 LENGTHS = (5, 1, 9, 3)
 
 
 def build(prior: str = "softmax") -> FEMForCausalLM:
-    torch.manual_seed(0)
-    model = FEMForCausalLM(
-        FEMConfig(vocab_size=31, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, prior=prior)
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    return model.eval()
+    return stirred(text(prior=prior))
 
 
 @pytest.fixture

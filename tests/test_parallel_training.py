@@ -1,17 +1,15 @@
 """`femixer lm train` with sequences and heads divided over processes, as its users run it."""
 
 import json
-import os
 import random
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from started import torchrun
 
 from femixer.cli import main
 
@@ -36,13 +34,6 @@ def alone(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def torchrun(processes: int, dies: int, args: list[str]) -> subprocess.CompletedProcess[str]:
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FEMIXER_BACKEND": "plain"}
-    script = [str(COMMAND), str(dies)]
-    return subprocess.run([*start, *script, *args], env=environment, capture_output=True, text=True, timeout=240)
-
-
 def assert_same_run(run: Path, alone: Path) -> None:
     texts = [(folder / "metrics.jsonl").read_text() for folder in (run, alone)]
     records = [[json.loads(line) for line in text.splitlines()] for text in texts]
@@ -61,7 +52,7 @@ def test_a_rank_that_dies_ends_all_and_is_named_and_one_process_goes_on(
     command: list[str], alone: Path, tmp_path: Path
 ) -> None:
     divided = ["--context-parallel", "2", "--tensor-parallel", "2", "--shard", "full", "--out", str(tmp_path / "run")]
-    done = torchrun(4, 3, [*command, *divided])
+    done = torchrun(4, COMMAND, 3, *command, *divided, FEMIXER_BACKEND="plain")
     assert done.returncode != 0
     assert re.search(r"rank +: 1 \(local_rank: 1\)\s+exitcode +: -9", done.stderr), done.stderr[-3000:]
     saved = tmp_path / "run" / "checkpoints" / "step-00000003" / "checkpoint.json"

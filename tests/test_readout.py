@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import EXACT, MASK, SEGMENTS, Variant, assert_close, noise, outcome, separately, streamed, tokens, variants
+from contract import EveryMixer
+from matrix import EXACT, Variant, assert_close, noise, outcome, tokens, variants
 from torch import Tensor
 
 from femixer import FreeEnergyMixer, posterior_mean
@@ -39,29 +40,9 @@ def test_outputs_and_gradients_are_the_definition_s(variant: Variant, causal: bo
     assert_close(outcome(m, m, x), outcome(m, lambda x: dense(m, x), x), EXACT)
 
 
-@variants("CLTG", "channel", "expcache")
-def test_streams_padding_and_segments_change_nothing(variant: Variant) -> None:
-    m = variant.build(**READOUT)
-    with torch.no_grad():
-        x = tokens()
-        whole = m(x)
-        assert_close({"y": streamed(m, x, [1, 11, 1, 10])}, {"y": whole}, EXACT)
-        assert_close({"y": m(x, segments=SEGMENTS)}, {"y": separately(m, x, SEGMENTS)}, EXACT)
-        x = tokens(4)
-        assert_close({"y": m(x, mask=MASK)}, {"y": dense(m, x, mask=MASK)}, EXACT)
-        assert_close({"y": streamed(m, x, [7, 1, 15], mask=MASK)}, {"y": dense(m, x, mask=MASK)}, EXACT)
-
-
-@variants("CLTG", "channel")
-def test_a_state_is_a_value_and_can_be_reordered(variant: Variant) -> None:
-    m, x = variant.build(**READOUT), tokens(3)
-    with torch.no_grad():
-        _, state = m(x[:, :9], return_state=True)
-        order = torch.tensor([2, 0, 0])
-        expected = m(x)[order, 9:]
-        for _ in range(2):
-            y, _ = m(x[order, 9:], state=state.rows(order), return_state=True)
-            assert_close({"y": y}, {"y": expected}, EXACT)
+@variants("CLTG", "channel", "expcache", **READOUT)
+class TestEveryPrior(EveryMixer):
+    """Streams, padding, segments, states: what every mixer keeps."""
 
 
 @variants("L", "channelL")

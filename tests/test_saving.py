@@ -1,24 +1,20 @@
 """Saved models: found by tools that never import femixer, and with a card that is never taken from its owner."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import small_models
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModel, AutoModelForImageClassification, PreTrainedTokenizerFast
+from small_models import images, word_tokenizer
+from started import python
+from transformers import AutoModel, AutoModelForImageClassification
 
 from femixer.models import (
     Card,
-    FEMConfig,
     FEMForCausalLM,
     FEMForecaster,
-    FEMForImageClassification,
     FEMImageProcessor,
-    FEMVisionConfig,
     FEMVisionModel,
     ForecastConfig,
     Forecaster,
@@ -48,9 +44,7 @@ print("RESULT", [model(torch.tensor([[3, 5, 7]])).logits.sum().item(), told, cla
 
 
 def text() -> FEMForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 31, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3}
-    return FEMForCausalLM(FEMConfig(**sizes, prior="gla", pad_token_id=0, eos_token_id=1)).eval()
+    return small_models.text(num_hidden_layers=1, prior="gla", pad_token_id=0, eos_token_id=1)
 
 
 def forecaster() -> FEMForecaster:
@@ -58,30 +52,15 @@ def forecaster() -> FEMForecaster:
     return FEMForecaster(ForecastConfig(channels=2, lookback=12, horizon=3, num_hidden_layers=1)).eval()
 
 
-def images(**fields: object) -> FEMForImageClassification:
-    torch.manual_seed(0)
-    sizes = {"image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 24, "num_hidden_layers": 1}
-    return FEMForImageClassification(FEMVisionConfig(**{**sizes, "num_labels": 3, **fields})).eval()
-
-
 def test_models_are_found_by_a_process_that_never_imports_femixer(tmp_path):
     model, pictures, series = text(), images(), forecaster()
     folders = [tmp_path / name for name in ("text", "images", "series", "again")]
     for each, folder in zip((model, pictures, series), folders, strict=False):
         each.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(31)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1").save_pretrained(folders[0])
+    word_tokenizer().save_pretrained(folders[0])
     FEMImageProcessor(image_size=8, num_channels=1, image_mean=(0.5,), image_std=(0.5,)).save_pretrained(folders[1])
     environment = {"HF_MODULES_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, *map(str, folders)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = python("-c", ELSEWHERE, *folders, timeout=600, **environment)
     found = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
     assert done.returncode == 0 and found, done.stderr[-3000:]
     total, told, classes, forecast = eval(found[0].removeprefix("RESULT"))
@@ -166,7 +145,7 @@ def test_images_are_given_numbers_and_show_their_embeddings(tmp_path):
 
 
 def test_a_readme_that_cannot_be_read_is_left_alone_and_stops_no_saving(tmp_path):
-    model = FEMForCausalLM(FEMConfig(vocab_size=7, hidden_size=8, num_hidden_layers=1, num_attention_heads=2))
+    model = text()
     (tmp_path / "README.md").write_bytes("größer".encode("latin-1"))
     model.save_pretrained(tmp_path)
     assert (tmp_path / "README.md").read_bytes() == "größer".encode("latin-1")

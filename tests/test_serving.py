@@ -14,21 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from small_models import of_bytes, saved
 
-pytest.importorskip("transformers")
-
-from femixer.models import FEMConfig, FEMForCausalLM
+from femixer.models import FEMForCausalLM
 from femixer.tasks.lm.data.tokenizer import byte_tokenizer
 
 ROOT = Path(__file__).parent.parent
 TOKENIZER = byte_tokenizer()
-
-
-def tiny() -> FEMForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 28}
-    return FEMForCausalLM(FEMConfig(vocab_size=257, max_position_embeddings=61, initializer_range=0.4, **sizes)).eval()
 
 
 def continued(model: FEMForCausalLM, **options: Any) -> str:
@@ -38,7 +30,10 @@ def continued(model: FEMForCausalLM, **options: Any) -> str:
 
 
 def test_generation_ends_at_stop_strings() -> None:
-    model, letters = tiny(), {"suppress_tokens": [n for n in range(257) if not TOKENIZER.decode([n]).isalnum()]}
+    model, letters = (
+        of_bytes(num_hidden_layers=1),
+        {"suppress_tokens": [n for n in range(257) if not TOKENIZER.decode([n]).isalnum()]},
+    )
     text = continued(model, **letters)
     stop = next(letter for letter in text[1:] if letter != text[0])
     stopped = continued(model, tokenizer=TOKENIZER, stop_strings=[stop], **letters)
@@ -68,9 +63,8 @@ def wait(address: str, server: subprocess.Popen[str], log: Path) -> None:
 def test_transformers_serve_answers_what_generate_does(tmp_path: Path) -> None:
     for package in ("fastapi", "uvicorn", "openai"):
         pytest.importorskip(package)
-    model = tiny()
-    model.save_pretrained(tmp_path / "model")
-    TOKENIZER.save_pretrained(tmp_path / "model")
+    model = of_bytes(num_hidden_layers=1)
+    saved(model, tmp_path / "model")
     (documented,) = re.findall(
         r"^(python -c .*) serve ", (ROOT / "docs/lm.md").read_text(encoding="utf-8"), re.MULTILINE
     )

@@ -5,29 +5,10 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
-from femixer.models import FEMConfig, FEMForCausalLM
+from small_models import stirred, text, word_tokenizer
 
 trl = pytest.importorskip("trl", reason="pip install trl")
 LENGTHS = (5, 2, 9, 3, 7, 4)
-
-
-def build(prior: str) -> FEMForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 31, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3}
-    model = FEMForCausalLM(FEMConfig(**sizes, prior=prior, pad_token_id=0, eos_token_id=1))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    return model
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(31)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0", eos_token="w1")
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*")
@@ -35,7 +16,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def test_the_loss_of_packed_documents_is_that_of_each_alone(prior, rows, tmp_path: Path):
     generator = torch.Generator().manual_seed(1)
     documents = [torch.randint(2, 31, (n,), generator=generator).tolist() for n in LENGTHS]
-    model = build(prior).eval()
+    model = stirred(text(prior=prior, pad_token_id=0, eos_token_id=1))
     with torch.no_grad():
         alone = [model(torch.tensor([d]), labels=torch.tensor([d])).loss.item() for d in documents]
     arguments = trl.SFTConfig(
@@ -54,7 +35,7 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone(prior, rows, tmp_pat
         gradient_checkpointing=False,
     )
     data = datasets.Dataset.from_dict({"input_ids": documents})
-    trainer = trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer())
+    trainer = trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=word_tokenizer())
     packed = trainer.train_dataset["seq_lengths"]
     assert len(packed) == 2 and sum(map(sum, packed)) == sum(LENGTHS)
     trainer.train()

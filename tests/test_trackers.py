@@ -4,26 +4,17 @@ import json
 from importlib.util import find_spec
 
 import pytest
-from tiny_run import ELABORATE, tiny_run
+from tiny_run import ELABORATE, Crash, crash_at, tiny_run
 
 from femixer.cli import main
 from femixer.training.journal import KINDS, Trackers
 from femixer.training.results import RunOptions
 
 
-class Crash(Exception):
-    """As if the process had died."""
-
-
-def crash(step):
-    if step == 5:
-        raise Crash
-
-
 def test_tensorboard_shows_each_step_once_even_after_a_crash(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with pytest.raises(Crash):
-        tiny_run(tmp_path, arguments=ELABORATE, each_batch=crash, track=("tensorboard",))
+        tiny_run(tmp_path, arguments=ELABORATE, each_batch=crash_at(5), track=("tensorboard",))
     run = (tmp_path / "trackers.json").read_text()
     tiny_run(tmp_path, arguments=ELABORATE, track=("tensorboard",), resume=True)
     assert (tmp_path / "trackers.json").read_text() == run

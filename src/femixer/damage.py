@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
@@ -131,17 +132,39 @@ def _check(value: Any, kind: Any, where: Any, name: str) -> None:
             raise Damaged(f"{place} is not allowed; expected a list")
         for number, one in enumerate(value):
             _check(one, kind[0], where, f"{name}[{number}]")
-    else:
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        if not any(fits(value, one) for one in kinds):
-            allowed = " or ".join(KINDS[type(None) if one is None else one] for one in kinds)
-            raise Damaged(f"{place} is not allowed; expected {allowed}")
+    elif not fits(value, kind):
+        raise Damaged(f"{place} is not allowed; expected {described(kind)}")
+
+
+def alternatives(kind: Any) -> tuple[Any, ...]:
+    """Those of `int | None`, or of (int, None)."""
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else kind if isinstance(kind, tuple) else (kind,)
+
+
+def described(kind: Any) -> str:
+    """A kind in words: those of `Fields`, and types as they are annotated."""
+    if len(kinds := alternatives(kind)) > 1:
+        return " or ".join(map(described, kinds))
+    if get_origin(kind) is Annotated:
+        return described(get_args(kind)[0])
+    if get_origin(kind) is list:
+        return f"a list ({described(*get_args(kind))} each)"
+    return KINDS.get(type(None) if kind is None else kind, "an object")
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of one kind; None is that of None."""
-    if kind is None:
-        return value is None
+    """Whether a value is of a kind; None is that of None."""
+    inner = get_args(kind)
+    if len(kinds := alternatives(kind)) > 1:
+        return any(fits(value, each) for each in kinds)
+    if get_origin(kind) is Annotated:
+        return fits(value, inner[0])
+    if get_origin(kind) is list:
+        return isinstance(value, list | tuple) and all(fits(each, *inner) for each in value)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
+    if kind is None or kind is Any:
+        return kind is Any or value is None
     if kind == "number":
         return isinstance(value, int | float) and not isinstance(value, bool)
     if kind is float:

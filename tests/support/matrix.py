@@ -63,6 +63,7 @@ class Variant:
     prior: str
     name: str
     options: dict[str, Any] = field(hash=False)
+    encodes, rounding = True, ROUNDING
 
     def build(
         self, dim: int = DIM, heads: int = HEADS, dtype: torch.dtype = torch.float64, **more: Any
@@ -80,9 +81,10 @@ def _variants(prior: str) -> Iterator[Variant]:
         yield Variant(prior, name, options)
 
 
-def variants(*names: str, priors: Sequence[str] = tuple(PRIORS)) -> pytest.MarkDecorator:
-    """Parametrize a test over all variants of all registered priors, or over those of these names."""
+def variants(*names: str, priors: Sequence[str] = tuple(PRIORS), **options: Any) -> pytest.MarkDecorator:
+    """Parametrize a test over all variants of all registered priors, or over those of these names; options: of each."""
     chosen = [v for prior in priors for v in _variants(prior) if not names or v.name in names]
+    chosen = [Variant(v.prior, v.name, {**v.options, **options}) for v in chosen]
     return pytest.mark.parametrize("variant", [pytest.param(v, id=f"{v.prior}-{v.name}") for v in chosen])
 
 

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -82,6 +83,18 @@ def carry_out(files: str, environment: dict[str, str], action: Callable[..., Any
     code = action(*args)
     if isinstance(code, int):
         sys.exit(code)
+
+
+def python(*args: object, timeout: float = 300, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A new interpreter with these arguments, and to its end; variables: of its environment besides ours."""
+    words, environment = [sys.executable, *map(str, args)], {**os.environ, **variables}
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def torchrun(processes: int, *args: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`torchrun ARGS`, in so many processes of one thread."""
+    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes)
+    return python(*start, *args, **{"OMP_NUM_THREADS": "1", **variables})
 
 
 def places(count: int) -> list[dict[str, str]]:

@@ -34,6 +34,20 @@ class Tiny:
     seed: int = 0
 
 
+class Crash(Exception):
+    """As if the process had died."""
+
+
+def crash_at(step: int) -> Callable[[int], None]:
+    """For `each_batch` of `tiny_run`."""
+
+    def each_batch(now: int) -> None:
+        if now == step:
+            raise Crash
+
+    return each_batch
+
+
 ELABORATE: dict[str, Any] = {
     "schedule": cosine(7, 2, 0.1),
     "clip": 0.1,

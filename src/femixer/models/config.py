@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from femixer import damage
 from femixer.models.block import check_budget, check_mixer
-from femixer.options import check
+from femixer.options import BelowOne, Positive, Rule, check, rules
 
 
 def check_types(config: Any) -> None:
@@ -23,10 +23,10 @@ def check_types(config: Any) -> None:
 
     transformers checks types too, but not those of classes whose annotations are texts, as ours are.
     """
-    for name, kind in declared(type(config)).items():
+    for name, kind in declared(config.__class__).items():
         value = getattr(config, name)
-        if not fits(value, kind):
-            raise ValueError(f"{name}={damage.shown(value)} is not allowed; choose {described(kind)}")
+        if not damage.fits(value, kind):
+            raise ValueError(f"{name}={damage.shown(value)} is not allowed; choose {damage.described(kind)}")
 
 
 # What fields are called in a mixer, or by other models of transformers.
@@ -53,36 +53,26 @@ def check_names(kind: Any, others: dict[str, Any]) -> None:
             raise ValueError(f"{name}={damage.shown(value)} is not a field of {kind.__name__}; choose {known}")
 
 
+def check_values(config: Any) -> None:
+    """As `check_types`, and for values that the rules of their types do not allow."""
+    check_types(config)
+    for name, kind in declared(config.__class__).items():
+        value = getattr(config, name)
+        for rule in rules(kind) if value is not None else ():
+            check(rule.fits(value), name, value, rule.allowed)
+
+
+@functools.cache
 def declared(kind: Any) -> dict[str, Any]:
     """Name -> type of the fields that a class of ours declares, or one that it comes from."""
     ours = [each for each in reversed(kind.__mro__) if each.__module__.startswith("femixer.")]
     return {name: known for each in ours for name, known in inspect.get_annotations(each, eval_str=True).items()}
 
 
-def fits(value: Any, kind: Any) -> bool:
-    origin, inner = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return True
-    if origin in (Union, types.UnionType):
-        return any(fits(value, each) for each in inner)
-    if origin is list:
-        return isinstance(value, list | tuple) and all(fits(each, inner[0]) for each in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
-    return damage.fits(value, kind)
-
-
-def described(kind: Any) -> str:
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return " or ".join(map(described, inner))
-    if origin is list:
-        return f"a list ({described(inner[0])} each)"
-    return damage.KINDS.get(kind, "an object")
-
-
 # Beyond any model: a larger number is a slip, and would be found out by what it takes to build.
 LARGEST, MOST_LAYERS = 2**31 - 1, 10_000
+Size = Annotated[int, Rule(f"a whole number from 1 to {LARGEST:,}", lambda x: 0 < x <= LARGEST)]
+Layers = Annotated[int, Rule(f"a whole number from 1 to {MOST_LAYERS:,}", lambda x: 0 < x <= MOST_LAYERS)]
 
 HEADS_STYLE = "fem_heads"  # of the mixers in a plan of tensor parallelism
 
@@ -100,7 +90,7 @@ class MixerConfig(PreTrainedConfig):
     prior: str | list[str] = "softmax"
     parts: str = "CLTG"
     budget: str = "attention"
-    value_dim: int | None = None  # width of a free energy mixer's values over all heads; None: the budget decides
+    value_dim: Size | None = None  # width of a free energy mixer's values over all heads; None: the budget decides
     start: str = "paper"  # of FreeEnergyMixer, or "prior"
     readout: str = "free_energy"  # of FreeEnergyMixer, or "posterior_mean"
     mixer_temperature: str = "learned"  # temperature of FreeEnergyMixer, or "fixed"; transformers has the short name
@@ -139,21 +129,21 @@ class FEMConfig(MixerConfig):
         "layers.*.mlp.down_proj": "rowwise",
     }
 
-    vocab_size: int = 32000
-    hidden_size: int = 512
-    num_hidden_layers: int = 8
-    num_attention_heads: int = 8
-    num_key_value_heads: int | None = None  # None: as many as num_attention_heads
-    intermediate_size: int | None = None  # width of SwiGLU; None: 8/3 hidden_size, up to a multiple of 256
+    vocab_size: Size = 32000
+    hidden_size: Size = 512
+    num_hidden_layers: Layers = 8
+    num_attention_heads: Size = 8
+    num_key_value_heads: Size | None = None  # None: as many as num_attention_heads
+    intermediate_size: Size | None = None  # width of SwiGLU; None: 8/3 hidden_size, up to a multiple of 256
     causal: bool = True
     rope: bool | None = None  # None: on where the prior has queries and keys
-    rope_base: float = 10000.0
-    window: int | None = None  # sliding window of the layers with the prior softmax or fox
+    rope_base: Positive = 10000.0
+    window: Size | None = None  # sliding window of the layers with the prior softmax or fox
     mixer_bias: bool = False
-    mixer_dropout: float = 0.0
-    classifier_dropout: float = 0.0  # before the head of a classifier
-    rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 4096
+    mixer_dropout: BelowOne = 0.0
+    classifier_dropout: BelowOne = 0.0  # before the head of a classifier
+    rms_norm_eps: Positive = 1e-6
+    max_position_embeddings: Size = 4096
     tie_word_embeddings: bool = False
     use_cache: bool = True
     pad_token_id: int | None = None
@@ -170,23 +160,10 @@ class FEMConfig(MixerConfig):
 
     def validate_architecture(self) -> None:
         """Called by transformers after a change: every layer must be possible."""
-        check_types(self)
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
-            size = getattr(self, name)
-            check(0 < size <= LARGEST, name, size, f"a whole number from 1 to {LARGEST:,}")
-        layers = self.num_hidden_layers
-        check(layers <= MOST_LAYERS, "num_hidden_layers", layers, f"a whole number from 1 to {MOST_LAYERS:,}")
+        check_values(self)
         for name in ("mixer", "prior"):
             if not getattr(self, name):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a name or a list of names")
-        for name in ("classifier_dropout", "mixer_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be at least 0 and below 1")
-        for name in ("rms_norm_eps", "rope_base"):
-            check(getattr(self, name) > 0, name, getattr(self, name), "a number above 0")
-        for name in ("window", "num_key_value_heads", "value_dim", "max_position_embeddings"):
-            size = getattr(self, name)
-            check(size is None or 0 < size <= LARGEST, name, size, f"a whole number from 1 to {LARGEST:,}")
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             for token in [tokens] if not isinstance(tokens := getattr(self, name), list) else tokens:
                 known = f"a token below vocab_size={self.vocab_size}, or None"

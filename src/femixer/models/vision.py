@@ -3,7 +3,6 @@ token or the mean."""
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +14,9 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from femixer.models.block import GELUMLP, FEMBlock, build_mixer, check_encoder, takes_rope
-from femixer.models.config import LARGEST, FEMConfig, MixerConfig, check_types
+from femixer.models.config import FEMConfig, Layers, MixerConfig, Size, check_types, check_values
 from femixer.models.language import FEMPreTrainedModel, check_arguments
-from femixer.options import check
+from femixer.options import BelowOne, Positive, check
 from femixer.priors import prior_class
 from femixer.rotary import Grid, on_grid
 
@@ -40,22 +39,22 @@ class FEMVisionConfig(MixerConfig):
 
     model_type = "fem_vision"
 
-    image_size: int = 224  # height and width of the training images; others may be read
-    patch_size: int = 16
-    num_channels: int = 3
-    hidden_size: int = 192
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 3
-    intermediate_size: int | None = None  # width of the MLP; None: 4 hidden_size
-    rope_base: float = 100.0  # of rotary positions; a grid has few rows, a text many tokens
+    image_size: Size = 224  # height and width of the training images; others may be read
+    patch_size: Size = 16
+    num_channels: Size = 3
+    hidden_size: Size = 192
+    num_hidden_layers: Layers = 12
+    num_attention_heads: Size = 3
+    intermediate_size: Size | None = None  # width of the MLP; None: 4 hidden_size
+    rope_base: Positive = 100.0  # of rotary positions; a grid has few rows, a text many tokens
     mixer_bias: bool = True
-    mixer_dropout: float = 0.0
+    mixer_dropout: BelowOne = 0.0
     pooling: str = "token"
     positions: str = "learned"
-    dropout: float = 0.0  # of the embedded patches and of both branches of a block
-    drop_path: float = 0.0  # chance of the last block's branches to be skipped, rising linearly from 0 at the first
-    layer_norm_eps: float = 1e-6
-    initializer_range: float = 0.02  # deviation of the starting weights of patches, MLPs and classes
+    dropout: BelowOne = 0.0  # of the embedded patches and of both branches of a block
+    drop_path: BelowOne = 0.0  # chance of the last block's branches to be skipped, rising linearly from 0 at the first
+    layer_norm_eps: Positive = 1e-6
+    initializer_range: Positive = 0.02  # deviation of the starting weights of patches, MLPs and classes
 
     def __post_init__(self, **kwargs: Any) -> None:
         check_types(self)
@@ -65,20 +64,13 @@ class FEMVisionConfig(MixerConfig):
 
     def validate_architecture(self) -> None:
         """Called by transformers after a change: every layer must be possible."""
-        check_types(self)
-        for name in ("image_size", "patch_size", "num_channels"):
-            size = getattr(self, name)
-            check(0 < size <= LARGEST, name, size, f"a whole number from 1 to {LARGEST:,}")
+        check_values(self)
         multiple = f"a multiple of patch_size={self.patch_size}"
         check(self.image_size % self.patch_size == 0, "image_size", self.image_size, multiple)
         problem = self.problem_type
         check(problem in (None, *PROBLEMS), "problem_type", problem, f"one of {', '.join(PROBLEMS)}, or None")
         check(self.pooling in POOLINGS, "pooling", self.pooling, f"one of {', '.join(POOLINGS)}")
         check(self.positions in POSITIONS, "positions", self.positions, f"one of {', '.join(POSITIONS)}")
-        for name in ("dropout", "drop_path", "mixer_dropout"):
-            check(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
-        for name in ("layer_norm_eps", "initializer_range"):
-            check(0 < getattr(self, name) < math.inf, name, getattr(self, name), "a number above 0")
         for mixer in [self.mixer] if isinstance(self.mixer, str) else self.mixer:
             check_encoder(mixer)
             if self.positions == "rotary" and not takes_rope(mixer):

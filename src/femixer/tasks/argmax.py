@@ -18,7 +18,7 @@ from torch.nn import functional
 from femixer.gates import inverse_temperature
 from femixer.kernels.softmax import softmax_read
 from femixer.optional import require
-from femixer.options import COUNT, NOT_NEGATIVE, POSITIVE, Rule, check, check_all, parse
+from femixer.options import Count, NotNegative, Positive, check, check_options, parse
 from femixer.reporting import Table, as_markdown
 from femixer.reporting.figures import figure, looks, plain_log, quiet
 from femixer.training import Fit, Part, Results, RunOptions, TrainOptions, adamw, generator, show_table, train
@@ -34,38 +34,37 @@ class Experiment:
 
     length: int = 128
     """Positions T of a sequence."""
-    channels: int = 128
+    channels: Count = 128
     """Channels D: values, queries and keys are this wide."""
-    heads: int = 2
+    heads: Count = 2
     """Heads; each has its own weights over positions."""
-    margin: float = 1.0
+    margin: Positive = 1.0
     """How far the winning value stands above the others."""
-    noise: float = 0.05
+    noise: Positive = 0.05
     """Standard deviation of the values."""
-    lr: float = 0.03
+    lr: Positive = 0.03
     """Learning rate of AdamW."""
-    weight_decay: float = 0.01
+    weight_decay: NotNegative = 0.01
     """Weight decay of the projection matrices; biases and temperatures have none."""
-    batch: int = 64
+    batch: Count = 64
     """Sequences per step."""
     fixed_data: int | None = None
     """Draw this many training sequences once and reuse them in a new order each time; the paper has 200000.
     By default every sequence is new."""
-    steps: int = 800
+    steps: Count = 800
     """Training steps."""
-    validation: int = 2000
+    validation: Count = 2000
     """Validation sequences."""
-    evaluate_every: int = 80
+    evaluate_every: Count = 80
     """Steps between two evaluations, each of which also saves a checkpoint."""
     seed: int = 0
     """Seed of the data and of the initial weights."""
 
     def validate(self) -> None:
         """Raise a ValueError that names the first value that makes no sense."""
-        check_all(self, COUNT, "channels", "heads", "batch", "steps", "validation", "evaluate_every")
-        check_all(self, POSITIVE, "margin", "noise", "lr")
-        check_all(self, NOT_NEGATIVE, "weight_decay")
-        check_all(self, Rule(f"a whole number of at least batch={self.batch}", lambda x: x >= self.batch), "fixed_data")
+        check_options(self)
+        enough = self.fixed_data is None or self.fixed_data >= self.batch
+        check(enough, "fixed_data", self.fixed_data, f"a whole number of at least batch={self.batch}")
         check(self.length > 1, "length", self.length, "a whole number above 1")
         check(self.channels % self.heads == 0, "heads", self.heads, f"a divisor of channels={self.channels}")
 

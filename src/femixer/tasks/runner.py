@@ -10,12 +10,24 @@ import shlex
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from femixer.damage import Fields
-from femixer.options import COUNT, WHOLE, Commands, check, check_all, dispatch, lacks_option, named, parse
+from femixer.options import (
+    Commands,
+    Count,
+    Whole,
+    check,
+    check_options,
+    dispatch,
+    expanded,
+    lacks_option,
+    named,
+    parse,
+    with_recipe,
+)
 from femixer.reporting import Cell, Table, as_markdown, write
 from femixer.reporting.figures import save
 from femixer.training import atomic, distributed, jobs, store
@@ -75,14 +87,13 @@ def report(out: Path, tables: Sequence[Table], figures: Mapping[str, Any] | None
 class Seeds:
     """Those of an experiment."""
 
-    seeds: int = 1
+    seeds: Count = 1
     """Number of seeds, counted up from --seed."""
-    seed: int = 0
+    seed: Whole = 0
     """The first seed."""
 
     def every_seed(self) -> range:
-        check_all(self, COUNT, "seeds")
-        check_all(self, WHOLE, "seed")
+        check_options(self)
         return range(self.seed, self.seed + self.seeds)
 
 
@@ -94,6 +105,8 @@ class Run(ABC):
     how: Jobs
     divides: ClassVar[bool] = False
     """Whether the processes that torchrun starts may share each job."""
+    groups: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """What the experiment's `models` may say besides names, and which models that stands for."""
 
     def jobs(self) -> Sequence[Job]:
         """Each once; a ValueError if one of them is not possible."""
@@ -114,7 +127,12 @@ class Run(ABC):
 
     @classmethod
     def parse(cls, args: Sequence[str], command: str) -> Self:
-        return parse(cls, args, command, cls())
+        default, args = with_recipe(cls(), args)
+        asked: Any = parse(cls, args, command, default)
+        if cls.groups:
+            models = expanded(asked.experiment.models, cls.groups)
+            asked = replace(asked, experiment=replace(asked.experiment, models=models))
+        return asked
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from femixer.options import check
 
 PARTIAL = ".partial"
 """Ending of names under which nothing finished is kept; whoever finds one may delete it."""
@@ -114,6 +116,14 @@ def commit(partial: Path, path: Path) -> None:
     else:
         os.replace(partial, path)
     sync(path.parent)
+
+
+def check_free(option: str, folder: Path, own: Collection[str] = (), instead: str = "") -> None:
+    """Raise a ValueError that names the option if a folder holds anything but files of these names and what was not
+    finished. instead: what else it might be, "a store, or "."""
+    strangers = sorted(path.name for path in folder.iterdir() if path.suffix != PARTIAL and path.name not in own)
+    holds = ", ".join(strangers[:3])
+    check(not strangers, option, str(folder), f"{instead}a new or empty folder (this one holds {holds})")
 
 
 def write(path: Path, text: str) -> None:

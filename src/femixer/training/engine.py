@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from femixer.optional import require
-from femixer.options import COUNT, check, check_all
+from femixer.options import Count, check, check_options
 from femixer.pieces import joined
 from femixer.training import distributed
 from femixer.training.distributed import Part
@@ -31,7 +31,7 @@ class EngineOptions:
 
     precision: Literal["no", "bf16"] = "no"
     """Mixed precision: bf16 multiplies matrices in bfloat16; weights and their updates stay float32."""
-    accumulate: int = 1
+    accumulate: Count = 1
     """Pieces into which a process splits its share of a batch: less memory, the same gradient."""
     shard: Literal["none", "full"] = "none"
     """Several processes (torchrun): none keeps a copy of the model in each (DDP);
@@ -40,9 +40,9 @@ class EngineOptions:
     """Compile the model with torch.compile."""
     checkpointing: bool = False
     """Gradient checkpointing: keep only the input of each block and recompute the rest; less memory, more time."""
-    context_parallel: int = 1
+    context_parallel: Count = 1
     """Processes that share each sequence (docs/scaling.md)."""
-    tensor_parallel: int = 1
+    tensor_parallel: Count = 1
     """Processes that share the heads and widths of each layer (docs/scaling.md)."""
 
     @property
@@ -57,10 +57,8 @@ class EngineOptions:
         return processes // self.copies
 
     def validate(self) -> None:
-        check_all(self, COUNT, "context_parallel", "tensor_parallel", "accumulate")
+        check_options(self)
         check(not (self.compile and self.copies > 1), "compile", True, f"False with {self.copies} processes per part")
-        check(self.precision in ("no", "bf16"), "precision", self.precision, "no or bf16")
-        check(self.shard in ("none", "full"), "shard", self.shard, "none or full")
 
 
 class Engine:

@@ -24,11 +24,11 @@ import torch
 from filelock import FileLock, Timeout
 
 from femixer.optional import require
-from femixer.options import arguments, check, check_threads, running
+from femixer.options import Count, NotNegative, arguments, check, check_options, check_threads, running
 from femixer.training import atomic, distributed
 from femixer.training.distributed import Interrupted, carried_out, cores
 from femixer.training.journal import terminal_bar
-from femixer.training.results import Record, RunOptions, holds_run, release
+from femixer.training.results import Record, RunOptions, give_up, holds_run, release
 from femixer.training.store import ERRORS, INDEX, JOBS, RUNNING, RUNS, Kind, Store
 
 
@@ -148,16 +148,13 @@ def locked(assignment: Assignment) -> Iterator[Path]:
     """The folder of a job's training run, while nobody else carries it out; filelock's Timeout if somebody does."""
     folder = place_of(assignment)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    path = folder.with_name(folder.name + ".lock")
-    lock = FileLock(path, timeout=0)
+    lock = FileLock(folder.with_name(folder.name + ".lock"), timeout=0)
     distributed.on_main(lambda: lock.acquire() and None)
     try:
         yield folder
     finally:
         if lock.is_locked:
-            with contextlib.suppress(PermissionError):  # Windows removes no file that is open
-                path.unlink(missing_ok=True)  # while it is held: afterwards it may be another's
-            lock.release()
+            give_up(lock)
 
 
 def place_of(assignment: Assignment) -> Path:
@@ -173,7 +170,7 @@ class JobEngine:
 
     engine: Literal["local", "ray"] = "local"
     """local: processes on this machine; ray: a Ray cluster, or Ray started on this machine."""
-    jobs: int | None = None
+    jobs: Count | None = None
     """Jobs at a time. By default one per CPU core, or one if there is a GPU; under Ray what its resources allow."""
     threads: int | None = 1
     """CPU threads of a job; None shares those of torch among --jobs."""
@@ -181,16 +178,13 @@ class JobEngine:
     """Where to train: auto takes a GPU that torch can use, if there is one."""
     address: str | None = None
     """Ray cluster: host:port, ray://host:port or auto, by default RAY_ADDRESS; without either one is started here."""
-    gpus: float = 0.0
+    gpus: NotNegative = 0.0
     """GPUs of a job under Ray; 0.25 puts four jobs on each."""
 
     def validate(self) -> None:
-        check(self.engine in ("local", "ray"), "engine", self.engine, "local or ray")
-        check(self.jobs is None or self.jobs > 0, "jobs", self.jobs, "a whole number above 0")
+        check_options(self)
         check_threads(self.threads)
-        check(self.device in ("auto", "cpu"), "device", self.device, "auto or cpu")
         check(self.address is None or self.engine == "ray", "address", self.address, "--engine ray too")
-        check(self.gpus >= 0, "gpus", self.gpus, "a number of at least 0")
         check(self.gpus == 0 or self.engine == "ray", "gpus", self.gpus, "--engine ray too")
 
     @property

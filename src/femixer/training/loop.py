@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from femixer.optional import require
-from femixer.options import check, check_positive
+from femixer.options import Count, Positive, check, check_options, check_positive
 from femixer.training import atomic, checkpoint, distributed
 from femixer.training.checkpoint import Position
 from femixer.training.distributed import Interrupted, Part, StopRequest
@@ -125,26 +125,22 @@ class Fit(Generic[Batch]):
 class TrainOptions:
     """How long a model is trained and how; what follows `seed` may be left out."""
 
-    steps: int
-    evaluate_every: int
+    steps: Count
+    evaluate_every: Count
     """Steps between two evaluations; there is one before the first step and one after the last, too."""
     seed: int
     """Of whatever the model itself draws (dropout, samples), anew for every step, so that resuming repeats it."""
     schedule: Schedule = constant
     """step -> factor of the optimizer's learning rates."""
-    clip: float | None = None
+    clip: Positive | None = None
     """Largest norm of all gradients together."""
-    log_every: int | None = None
+    log_every: Count | None = None
     """Steps between two training records in metrics.jsonl."""
     tokens: int | None = None
     """In one global batch, to show tokens per second."""
     engine: EngineOptions = field(default_factory=EngineOptions)
     blocks: Sequence[str] | None = None
     """Class names of what is sharded one by one, by default the model's `_no_split_modules`."""
-
-    def validate(self) -> None:
-        check_positive(steps=self.steps, evaluate_every=self.evaluate_every, log_every=self.log_every)
-        check(self.clip is None or self.clip > 0, "clip", self.clip, "a number above 0")
 
 
 def train(fit: Fit[Any], options: TrainOptions, results: Results) -> None:
@@ -156,7 +152,7 @@ def train(fit: Fit[Any], options: TrainOptions, results: Results) -> None:
     A run that was stopped, even by kill -9, and resumed with the same options ends with the same weights and records.
     Ctrl-C and SIGTERM, in any process, finish the step, save it and raise `Interrupted` in all of them.
     """
-    options.validate()
+    check_options(options)
     run, checkpoints = results.run, results.folder / CHECKPOINTS
     training = Trainer(fit, options)
     position = checkpoint.restore(checkpoints, fit.model, training.optimizer)

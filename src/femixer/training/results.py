@@ -32,14 +32,14 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from filelock import FileLock, Timeout
 
 from femixer.damage import Damaged, check_numbers, read_json, read_lines, read_text
 from femixer.optional import MissingExtra, require
-from femixer.options import COUNT, WHOLE, check, check_all, check_threads, has_option
+from femixer.options import Count, Whole, check, check_options, check_threads, has_option
 from femixer.training import atomic, distributed
 
 CONFIG, METRICS, CHECKPOINTS, FIGURE, TABLE = "config.json", "metrics.jsonl", "checkpoints", "figure.png", "table.md"
@@ -60,18 +60,16 @@ Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 class Saving:
     """What a run leaves on the way."""
 
-    keep: int = 2
+    keep: Whole = 2
     """Checkpoints to keep, the newest ones; 0 saves none, so that a stopped run starts over."""
-    save_every: int | None = None
+    save_every: Count | None = None
     """Steps between two checkpoints besides those that follow an evaluation."""
     track: tuple[Tracker, ...] = ()
     """Trackers that also receive the metrics (docs/training.md); each needs its package. Resumed runs continue."""
 
     def validate(self) -> None:
-        check_all(self, WHOLE, "keep")
-        check_all(self, COUNT, "save_every")
+        check_options(self)
         for name in self.track:
-            check(name in get_args(Tracker), "track", name, f"from {', '.join(get_args(Tracker))}")
             found = find_spec(name)
             if found is None or found.origin is None:  # a folder of that name is no package
                 raise MissingExtra(f"track={name!r} needs a package that is not installed: pip install {name}")
@@ -94,10 +92,9 @@ class RunOptions(Saving):
 
     def apply(self) -> None:
         """Check the options, set the number of threads, and connect to the other processes if torchrun started any."""
-        check(self.device in ("auto", "cpu"), "device", self.device, "auto or cpu")
+        self.validate()
         check_threads(self.threads)
         check(not (self.resume and self.overwrite), "resume", self.resume, "either --resume or --overwrite")
-        self.validate()
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         distributed.start(self.device)
@@ -332,22 +329,23 @@ def _run_in(folder: Path) -> Mapping[str, Any] | None:
             held = None
         if isinstance(held, dict) and "task" in held and isinstance(held.get("experiment"), dict):
             return held
-    own = (LOCK, HOLDER)
-    strangers = sorted(e.name for e in folder.iterdir() if e.suffix != atomic.PARTIAL and e.name not in own)
-    holds = ", ".join(strangers[:3])
-    check(not strangers, "out", str(folder), f"a new or empty folder (this one holds {holds})")
+    atomic.check_free("out", folder, (LOCK, HOLDER))
     return None
 
 
 def _check_same(held: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> None:
     was, now = (_stated({"task": c["task"], **c["experiment"]}) for c in (held, config))
-    names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
-    if names:
-        differences = ", ".join(f"{name} was {was.get(name)!r} and is now {now.get(name)!r}" for name in names)
+    if was != now:
         older = f"; without {folder}/ the older run is shown" if folder.name == atomic.NEW else ""
         raise ValueError(
-            f"out={str(folder)!r} holds a run with other options, which cannot be resumed: {differences}{older}"
+            f"out={str(folder)!r} holds a run with other options, which cannot be resumed: "
+            f"{differences(was, now)}{older}"
         )
+
+
+def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+    return ", ".join(f"{name} was {was.get(name)!r} and is now {now.get(name)!r}" for name in names)
 
 
 def _stated(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -407,9 +405,14 @@ def release(folder: Path) -> None:
     lock = _held.pop(folder, None)
     if lock is None:
         return
-    for name in (HOLDER, LOCK):  # while it is held: afterwards they may be another's
+    give_up(lock, folder / HOLDER)
+
+
+def give_up(lock: FileLock, *beside: Path) -> None:
+    """Release a lock that is held; its file goes with it, and what else says who had it."""
+    for path in (*beside, Path(lock.lock_file)):  # while it is held: afterwards they may be another's
         with contextlib.suppress(PermissionError):  # Windows removes no file that is open
-            (folder / name).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
     lock.release()
 
 

@@ -55,12 +55,9 @@ class Store:
         self.folder, self.kind = folder.resolve(), kind  # it travels to processes that are elsewhere
         check(not folder.exists() or folder.is_dir(), "out", str(folder), "a folder")
         if not (folder / INDEX).exists():
-            strangers = sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
-            # Another process may have made it a store just now.
-            ours = INDEX in strangers or all(name.endswith(atomic.PARTIAL) for name in strangers)
-            holds = ", ".join(strangers[:3])
-            check(ours, "out", str(folder), f"a store of results, or a new or empty folder (this one holds {holds})")
             folder.mkdir(parents=True, exist_ok=True)
+            own = (INDEX, JOBS, ERRORS, RUNNING, RUNS)  # another process may have made it a store just now
+            atomic.check_free("out", folder, own, "a store of results, or ")
             put(folder / INDEX, json.dumps({"format": kind.format}) + "\n")
         check_format(folder / INDEX, kind)
 

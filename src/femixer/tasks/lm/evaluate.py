@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from femixer.damage import check_fields, check_numbers
 from femixer.optional import require
-from femixer.options import COUNT, WHOLE, check, check_all, model_first, parse
+from femixer.options import Count, Whole, check, model_first, parse
 from femixer.reporting import Column, Table, as_markdown
 from femixer.tasks.lm import harness
 from femixer.tasks.lm.harness import SUITES, Catalog, Record, Request, metrics
@@ -184,13 +184,13 @@ class Evaluate:
     """Tasks, groups and tags of the harness, or of --include-path. femixer_example needs no download."""
     suite: str | None = None
     """A set of tasks with their shots: paper (those of the paper's table)."""
-    shots: int | None = None
+    shots: Whole | None = None
     """Examples before the question, for all --tasks; by default each task's own number."""
     include_path: tuple[Path, ...] = ()
     """Folders with tasks of your own: YAML files, with their data beside them."""
     limit: float | None = None
     """Use only the first N samples of each task, or this fraction if below 1: for trying out, not for reporting."""
-    batch_size: int = 8
+    batch_size: Count = 8
     """Sequences per forward pass."""
     max_length: int | None = None
     """Longest sequence in tokens; longer ones lose their beginning. By default the model's training context."""
@@ -205,9 +205,7 @@ class Evaluate:
         self.placement.validate()
         check(bool(self.tasks or self.suite), "tasks", self.tasks, "some --tasks or a --suite")
         check(self.suite is None or self.suite in SUITES, "suite", self.suite, f"one of {', '.join(SUITES)}")
-        check_all(self, WHOLE, "shots")
         check(self.shots is None or bool(self.tasks), "shots", self.shots, "some --tasks: a suite has its own shots")
-        check_all(self, COUNT, "batch_size")
         check(self.max_length is None or self.max_length > 1, "max_length", self.max_length, "a whole number above 1")
         whole = self.limit is None or 0 < self.limit < 1 or (self.limit >= 1 and self.limit == int(self.limit))
         check(whole, "limit", self.limit, "a whole number above 0, or a share below 1")

@@ -18,7 +18,7 @@ from femixer.models import Card, FEMForCausalLM, preset
 from femixer.models.files import without_bars
 from femixer.models.named import parameter_count
 from femixer.optional import require
-from femixer.options import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, as_typed, check, check_all
+from femixer.options import BelowOne, Count, NotNegative, Positive, Share, Whole, as_typed, check, check_options
 from femixer.parallel import own_tokens, parallelize, summed_over_cut
 from femixer.reporting import Column, Table, as_markdown
 from femixer.reporting.figures import BLUE, figure, plain_log, quiet
@@ -119,48 +119,44 @@ class Experiment:
     """Training options; with the text they determine the numbers of a run."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
-    context: int | None = None
+    context: Count | None = None
     """Tokens of a training sequence, by default the preset's."""
-    batch_tokens: int = 4096
+    batch_tokens: Count = 4096
     """Tokens of a batch, over all processes and accumulated pieces: a multiple of the context."""
-    steps: int | None = None
+    steps: Count | None = None
     """Batches to train on, by default 1000."""
-    tokens: int | None = None
+    tokens: Count | None = None
     """Tokens to train on, instead of --steps."""
-    lr: float = 2e-3
+    lr: Positive = 2e-3
     """Largest learning rate; it rises linearly, then falls like a cosine."""
-    min_lr_fraction: float = 0.1
+    min_lr_fraction: Share = 0.1
     """Share of the largest learning rate that is left at the end."""
     warmup_steps: int | None = None
     """Warm-up in batches, by default a twentieth of the run."""
     warmup_tokens: int | None = None
     """Warm-up in tokens, instead of --warmup-steps."""
-    weight_decay: float = 0.1
+    weight_decay: NotNegative = 0.1
     """Weight decay of matrices (AdamW)."""
-    clip: float | None = 1.0
+    clip: Positive | None = 1.0
     """Largest norm of the gradient."""
-    beta1: float = 0.9
+    beta1: BelowOne = 0.9
     """AdamW's beta1, the decay of its gradient average."""
-    beta2: float = 0.95
+    beta2: BelowOne = 0.95
     """AdamW's beta2, the decay of its average of squared gradients."""
     seed: int = 0
     """Seed of the weights, of the order of the text and of dropout."""
-    evaluate_every: int = 200
+    evaluate_every: Count = 200
     """Steps between two evaluations."""
-    validation_tokens: int | None = 65536
+    validation_tokens: Count | None = 65536
     """Tokens of the held-out text to evaluate on (rounded up to whole sequences); None takes all."""
     prompt: str = ""
     """Beginning of the texts that are sampled at every evaluation."""
-    sample_tokens: int = 128
+    sample_tokens: Whole = 128
     """Largest number of tokens of a sample, limited by the context; 0: no samples."""
 
     def validate(self) -> None:
         """Everything that can be known before the text is."""
-        check_all(self, POSITIVE, "batch_tokens", "lr", "evaluate_every", "context", "steps", "tokens", "clip")
-        check_all(self, POSITIVE, "validation_tokens")
-        check_all(self, BELOW_ONE, "beta1", "beta2")
-        check_all(self, SHARE, "min_lr_fraction")
-        check_all(self, NOT_NEGATIVE, "weight_decay", "sample_tokens")
+        check_options(self)
         for name in ("", "warmup_"):
             steps, tokens = getattr(self, name + "steps"), getattr(self, name + "tokens")
             either = f"either {name}steps or {name}tokens ({tokens}), and None for the other"

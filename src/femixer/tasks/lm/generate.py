@@ -20,7 +20,7 @@ from torch import Tensor
 
 from femixer.damage import Damaged, reading
 from femixer.optional import require
-from femixer.options import COUNT, NOT_NEGATIVE, Rule, check, check_all, model_first, parse
+from femixer.options import Count, NotNegative, Rule, check, check_all, check_options, model_first, parse
 from femixer.tasks.lm.data.sources import pieces
 from femixer.tasks.lm.model import Placement, check_positions, load
 from femixer.training.engine import free_bytes, gigabytes
@@ -306,15 +306,15 @@ tyro = require("tyro", "cli")
 class Sampling:
     """How the next token is chosen, and when to stop."""
 
-    max_tokens: int = 200
+    max_tokens: Count = 200
     """Most tokens to generate."""
-    temperature: float = 0.0
+    temperature: NotNegative = 0.0
     """0 takes the most probable token each time; above 0 tokens are sampled at this temperature."""
-    top_k: int | None = None
+    top_k: Count | None = None
     """Draw from this many most probable tokens only."""
     top_p: float | None = None
     """Draw only from the most probable tokens that have this probability together."""
-    beams: int = 1
+    beams: Count = 1
     """Beams of a beam search. Above 1 the text is shown when it is complete."""
     seed: int = 0
     """Seed of the drawing."""
@@ -322,8 +322,7 @@ class Sampling:
     """Do not stop at the end of the text, but after max-tokens only."""
 
     def validate(self) -> None:
-        check_all(self, COUNT, "max_tokens", "top_k", "beams")
-        check_all(self, NOT_NEGATIVE, "temperature")
+        check_options(self)
         check(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "a number above 0 and up to 1")
         if self.temperature == 0:
             check_all(self, Rule("a --temperature above 0 to draw tokens", lambda given: False), "top_k", "top_p")

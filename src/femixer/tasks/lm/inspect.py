@@ -14,7 +14,6 @@ mixer reads the mean (lambda = 0), without G the outer gate is 1, without C the 
 """
 
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,12 +26,13 @@ from torch import Tensor, nn
 from femixer.inspection.inspection import Layer, inspect_model, mixers_of
 from femixer.inspection.page import MEANS, channels_by_kl, check_size, means, write_page
 from femixer.optional import require
-from femixer.options import COUNT, Rule, check, check_all, model_first, parse
+from femixer.options import Count, Rule, Whole, check, check_all, model_first, parse
 from femixer.reporting import Column, Row, Table, as_markdown
 from femixer.reporting.figures import BLUE, GREY, figure, quiet, save
 from femixer.tasks.lm.data.tokenizer import labels
 from femixer.tasks.lm.model import Placement, check_positions, load
 from femixer.training import atomic
+from femixer.training.journal import counting
 from femixer.training.results import check_no_run, model_folder, name_of
 
 FIGURE, TABLE = "usage.png", "usage.md"
@@ -237,13 +237,13 @@ class Command:
     """File with the text to read; - is standard input."""
     out: Path = Path("results/inspect")
     """Results folder; what an earlier inspection left there is replaced."""
-    max_tokens: int = 128
+    max_tokens: Count = 128
     """Tokens of the text to read, from its beginning; page size and memory grow with their square."""
-    layers: tuple[int, ...] | None = None
+    layers: tuple[Whole, ...] | None = None
     """Layers to show, from 0; by default all."""
-    heads: tuple[int, ...] | None = None
+    heads: tuple[Whole, ...] | None = None
     """Heads to draw as figures; by default, in each layer, the one with the largest mean KL. The page has all."""
-    channels: tuple[int, ...] | None = None
+    channels: tuple[Whole, ...] | None = None
     """Channels to draw as figures, by default those with the largest mean KL.
     The page stores these alone where the prior differs per channel (aft, decay, ssm, mamba)."""
     query: int | None = None
@@ -253,12 +253,11 @@ class Command:
     usage.png: histograms of lambda, hidden temperature and KL by layer; usage.md: the loss without each part."""
 
     def validate(self) -> None:
-        check_all(self, COUNT, "max_tokens")
         if self.summary:
             none = Rule("None with --summary, which sums up all of them", lambda given: False)
             check_all(self, none, "layers", "heads", "channels", "query")
-        numbers = Rule("numbers of at least 0", lambda chosen: len(chosen) > 0 and min(chosen) >= 0)
-        check_all(self, numbers, "layers", "heads", "channels")
+        for name in ("layers", "heads", "channels"):
+            check(getattr(self, name) != (), name, (), "some numbers, or leave it out")
         check_no_run(self.out)
 
 
@@ -312,7 +311,7 @@ def run(command: Command, model: Any, tokenizer: Any, text: str) -> int:
         (new / FIGURES).mkdir()
         size = write_page(
             new / PAGE,
-            _drawn(command, new / FIGURES, _progress(layers, len(chosen)), tokens, rows),
+            _drawn(command, new / FIGURES, _counted(layers, len(chosen)), tokens, rows),
             tokens,
             model=name,
             text=text,
@@ -338,17 +337,12 @@ def _chosen(command: Command, model: Any) -> list[int]:
     return chosen
 
 
-def _progress(layers: Iterator[Layer], count: int) -> Iterator[Layer]:
-    """The layers, which are computed as they are taken: each is told before it is there, with the time left."""
-    done, began, left = 0, time.monotonic(), ""
-    print(f"layer 1 of {count}", file=sys.stderr, flush=True)
-    for layer in layers:
-        yield layer
-        if layer.inspection is not None:
-            done += 1
-            left = f", {(time.monotonic() - began) / done * (count - done):.0f} s left"
-            if done < count:
-                print(f"layer {done + 1} of {count}{left}", file=sys.stderr, flush=True)
+def _counted(layers: Iterator[Layer], count: int) -> Iterator[Layer]:
+    """The layers, which are computed as they are taken, with progress."""
+    with counting(count, "layers") as told:
+        for layer in layers:
+            yield layer
+            told(layer.inspection is not None)
 
 
 def _drawn(

@@ -7,7 +7,7 @@ tokenizer's files. `femixer lm train` keeps one as `model/` in its results folde
 
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from femixer.models import PRESETS, FEMConfig, FEMForCausalLM, preset
 from femixer.models.config import plain_refusals
 from femixer.models.named import Mixing, Rivals, parameter_count
 from femixer.optional import require
-from femixer.options import check, check_positive, parse
+from femixer.options import BelowOne, Count, check, check_options, parse
 from femixer.priors import PRIORS, parse_prior
+from femixer.reporting import Table, as_markdown
 from femixer.training.results import model_folder
 from femixer.training.seeding import seeded
 
@@ -49,7 +50,7 @@ class ModelOptions:
     """Key/value heads, by default as many as heads."""
     window: int | None = None
     """Sliding window of the layers with the prior softmax or fox."""
-    dropout: float = 0.0
+    dropout: BelowOne = 0.0
     """Dropout of the mixers' reads."""
     rivals: Rivals = field(default_factory=Rivals)
     tie_embeddings: bool = False
@@ -63,10 +64,10 @@ class ModelOptions:
 
     def config(self, context: int, **tokens: Any) -> FEMConfig:
         """tokens: vocab_size, bos_token_id and eos_token_id, once they are known."""
+        check_options(self)
         for name in ("mixer", "prior"):
             check(len(getattr(self, name)) > 0, name, getattr(self, name), "one name or several")
         check(self.preset in PRESETS, "preset", self.preset, f"one of {', '.join(PRESETS)}")
-        check(0 <= self.dropout < 1, "dropout", self.dropout, "a number from 0 to below 1")
         priors = [parse_prior(prior) for prior in self.prior]
         options: dict[str, dict[str, Any]] = {}
         for name, given in priors:
@@ -122,7 +123,7 @@ def build(config: FEMConfig, seed: int) -> FEMForCausalLM:
 class Presets:
     """The sizes of the presets, and the parameters that each prior gives them (all parts), against plain attention."""
 
-    vocab_size: int = 32000
+    vocab_size: Count = 32000
     """Tokens of the vocabulary."""
     parts: str = "CLTG"
     """Parts of the free energy mixer."""
@@ -130,20 +131,15 @@ class Presets:
 
 def presets(args: Sequence[str]) -> int:
     command = parse(Presets, args, "lm presets")
-    check_positive(vocab_size=command.vocab_size)
-    for line in preset_lines(command):
-        print(line, flush=True)
-    return 0
-
-
-def preset_lines(command: Presets) -> Iterator[str]:
-    yield f"| preset | width | layers | heads | context | plain attention | {' | '.join(PRIORS)} |"
-    yield "|---|" + "---:|" * (5 + len(PRIORS))
+    rows = []
     for name, sizes in PRESETS.items():
         plain = count(name, vocab_size=command.vocab_size, mixer="attention")
         priors = (count(name, vocab_size=command.vocab_size, prior=prior, parts=command.parts) for prior in PRIORS)
-        shown = " | ".join(f"{parameters / plain - 1:+.2%}" for parameters in priors)
-        yield f"| {name} | {' | '.join(map(str, sizes.values()))} | {plain:,} | {shown} |"
+        shown = (f"{parameters / plain - 1:+.2%}" for parameters in priors)
+        rows.append([name, *map(str, sizes.values()), f"{plain:,}", *shown])
+    columns = ("preset", "width", "layers", "heads", "context", "plain attention", *PRIORS)
+    print(as_markdown(Table.of(columns, rows)), end="")
+    return 0
 
 
 def count(name: str, **options: Any) -> int:

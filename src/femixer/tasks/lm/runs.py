@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from femixer.damage import check_fields, check_numbers, read_json
 from femixer.models import preset
-from femixer.options import COUNT, check, check_all, parse
+from femixer.options import Count, check, parse
 from femixer.reporting import Column, Group, Row, Score, Table, marked_columns
 from femixer.reporting.figures import GREY, banded, figure, looks, plain_log, quiet
 from femixer.tasks.lm import TASK
@@ -153,23 +153,18 @@ class Reach:
     results: tuple[Path, ...]
     """Results folders of `femixer lm compare`."""
     data: DataOptions = field(default_factory=DataOptions)
-    times: int = 4
+    times: Count = 4
     """Length of a sequence, in training lengths."""
-    repeat: int = 8
+    repeat: Count = 8
     """Preceding tokens that must recur for the next token to count as a repeat; 8 suits bytes."""
-    tokens: int | None = 65536
+    tokens: Count | None = 65536
     """Tokens of the held-out text to read (rounded up to whole sequences); None reads all."""
     out: Path = Path("results/lm-reach")
     """Folder of the files."""
 
-    def validate(self) -> None:
-        check_all(self, COUNT, "times", "repeat")
-        check(self.tokens is None or self.tokens > 0, "tokens", self.tokens, "a whole number above 0, or None")
-
 
 def reach(args: Sequence[str]) -> int:
     command = parse(Reach, args, "lm reach")
-    command.validate()
     check_no_run(command.out)
     shards = command.data.tokens()
     runs = [run for path in command.results for run in runs_on(shards, path)]

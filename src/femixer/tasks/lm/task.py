@@ -9,12 +9,14 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
 from femixer.models.named import NAMED, Rivals, parameter_count
 from femixer.optional import require
-from femixer.options import check, check_different, check_positive, expanded, parse, with_recipe
+from femixer.options import Count, check, check_different, check_options, parse, with_recipe
 from femixer.reporting import Row, Score, Table, marked
 from femixer.tasks.lm.data import DataOptions
 from femixer.tasks.lm.data.shards import Shards
@@ -59,6 +61,14 @@ SHOWN = (
     *("SMAttn", "SMAttn+C", "SMAttn+C,L", "SMAttn+C,L,T", "FEM-SM"),
     *("GLA", "FEM-GLA", "AFT", "FEM-AFT", "Mamba", "FEM-Mamba"),
 )
+ROWS: dict[str, tuple[str, ...]] = {
+    "340m": (
+        *("DiffTrans", "GatedDeltaNet", "DeltaNet", "SMAttn", "SMAttn+C", "SMAttn+C,L", "SMAttn+C,L,T", "FEM-SM"),
+        *("GLA", "FEM-GLA"),
+    ),
+    "1.3b": ("DeltaNet", "GSA", "RetNet", "HGRN", "HGRN2", "SMAttn", "FEM-SM", "GLA", "FEM-GLA"),
+}
+"""Size -> rows from top to bottom, by the names of `femixer.models.named`."""
 CUSTOM = "custom"
 """The model that --mixer, --prior and --parts describe."""
 
@@ -71,7 +81,7 @@ class Comparison:
     models: tuple[str, ...] = SHOWN
     """Models by the names of the paper's tables; paper: those of its table of language models; all: every one;
     custom: the one that --mixer, --prior and --parts describe."""
-    seeds: int = 3
+    seeds: Count = 3
     """Number of seeds per model, counted up from --seed. Equal seeds see the text in the same order."""
 
     def validate(self) -> None:
@@ -79,7 +89,7 @@ class Comparison:
         for name in ("mixer", "prior", "parts") if CUSTOM not in self.models else ():
             given = getattr(self.experiment.model, name)
             check(given == getattr(ModelOptions(), name), name, given, "--models ... custom too: it describes that one")
-        check(self.seeds > 0, "seeds", self.seeds, "a whole number above 0")
+        check_options(self)
         self.experiment.model.rivals.validate(*({"mixer": self.run(name).model.mixer} for name in self.models))
         self.experiment.model.mixing.validate(*(self.run(name).model.row for name in self.models))
         for name in self.models:
@@ -155,7 +165,8 @@ class LmRun(Run):
     """
 
     divides = True
-    comparison: Comparison = field(default_factory=lambda: Comparison(Experiment(evaluate_every=50, sample_tokens=0)))
+    groups = MappingProxyType({"all": tuple(MODELS), "paper": tuple(dict.fromkeys(chain(*ROWS.values())))})
+    experiment: Comparison = field(default_factory=lambda: Comparison(Experiment(evaluate_every=50, sample_tokens=0)))
     data: DataOptions = field(default_factory=DataOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     saving: Saving = field(default_factory=Saving)
@@ -164,7 +175,7 @@ class LmRun(Run):
     """Go on with a comparison that must be there; without it the same command does, too."""
 
     def jobs(self) -> list[LmJob]:
-        out, comparison = self.how.out, self.comparison
+        out, comparison = self.how.out, self.experiment
         check(not (self.resume and self.how.overwrite), "resume", True, "either --resume or --overwrite")
         check(not self.resume or (out / INDEX).exists(), "resume", True, f"a comparison to continue: {out} holds none")
         comparison.validate()
@@ -188,18 +199,10 @@ class LmRun(Run):
         ]
 
     def tables(self, records: Sequence[Record]) -> list[Table]:
-        return [table(self.comparison, records)]
+        return [table(self.experiment, records)]
 
     def figures(self, records: Sequence[Record]) -> dict[str, Any]:
         return {FIGURE: draw_curves(by_text(records))}
-
-    @classmethod
-    def parse(cls, args: Sequence[str], command: str) -> Self:
-        default, args = with_recipe(cls(), args)
-        asked = parse(cls, args, command, default)
-        rows = tuple(dict.fromkeys(name for rows in ROWS.values() for name in rows))
-        models = expanded(asked.comparison.models, {"all": tuple(MODELS), "paper": rows})
-        return replace(asked, comparison=replace(asked.comparison, models=models))
 
 
 def table(comparison: Comparison, records: Sequence[Record]) -> Table:
@@ -225,14 +228,6 @@ def table(comparison: Comparison, records: Sequence[Record]) -> Table:
 
 tyro = require("tyro", "cli")
 
-ROWS: dict[str, tuple[str, ...]] = {
-    "340m": (
-        *("DiffTrans", "GatedDeltaNet", "DeltaNet", "SMAttn", "SMAttn+C", "SMAttn+C,L", "SMAttn+C,L,T", "FEM-SM"),
-        *("GLA", "FEM-GLA"),
-    ),
-    "1.3b": ("DeltaNet", "GSA", "RetNet", "HGRN", "HGRN2", "SMAttn", "FEM-SM", "GLA", "FEM-GLA"),
-}
-"""Size -> rows from top to bottom, by the names of `femixer.models.named`."""
 GROUPS = {"340m": "340M parameters, 15B tokens", "1.3b": "1.3B parameters, 100B tokens"}
 
 
@@ -249,7 +244,7 @@ class Reproduce:
     """Row by its name, SMAttn+C,L for the paper's FEM-SM (-G,T)."""
     size: Literal["340m", "1.3b"] = "340m"
     """Part of the table: 340m (15B tokens) or 1.3b (100B tokens)."""
-    processes: int = 1
+    processes: Count = 1
     """Processes of the training, one for each GPU of this machine."""
     limit: float | None = None
     """Examples of each task, or their share: to see that all of it runs."""
@@ -259,9 +254,7 @@ class Reproduce:
     """Only print the three commands."""
 
     def validate(self) -> None:
-        check(self.size in ROWS, "size", self.size, f"one of {', '.join(ROWS)}")
         check(self.row in ROWS[self.size], "row", self.row, f"one of {', '.join(ROWS[self.size])} for {self.size}")
-        check_positive(processes=self.processes)
         world = int(os.environ.get("WORLD_SIZE", "1"))
         check(world == 1, "WORLD_SIZE", world, "1: --processes starts those of the training")
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from femixer.models.named import parameters_of
 from femixer.tasks.mad.data import IGNORE, sample
 from femixer.tasks.mad.model import build
+from femixer.tasks.mad.protocol import Protocol
 from femixer.training import (
     EngineOptions,
     Fit,
@@ -107,6 +108,21 @@ class MadJob(Job):
     precision: Literal["no", "bf16"] = "no"
     gates: Literal["own", "torch"] = "own"
     """How gates, decays and conditioners start: as their mixer says, or as torch starts all linear maps."""
+
+    @classmethod
+    def of(cls, how: Protocol, task: str, parameters: Mapping[str, Any], row: Mapping[str, Any], **own: Any) -> Self:
+        """As a protocol says; row: fields of FEMConfig besides the sizes, own: the fields of the job besides these."""
+        tokens = {"vocab_size": parameters["vocabulary"], "max_position_embeddings": parameters["length"]}
+        return cls(
+            task=task,
+            parameters=parameters,
+            fields={**how.sizes(), **row, **tokens},
+            batch=how.plan(task).batch,
+            validation=how.validation,
+            test=how.test,
+            precision=how.precision,
+            **own,
+        )
 
     @property
     def title(self) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from femixer.gates import raw_temperature
 from femixer.mixer import GATES, FreeEnergyMixer
 from femixer.models.named import baseline, fem
-from femixer.options import COUNT, POSITIVE, check_all, check_different
+from femixer.options import Count, Positive, check_different
 from femixer.projection import Projection
 from femixer.reporting import Column, Group, Score, Table
 from femixer.tasks.mad.data import IGNORE
@@ -288,43 +288,37 @@ class Experiment(Seeds):
     """Variants by name, run in this order."""
     tasks: tuple[str, ...] = TASKS
     """Tasks, in the setting of the protocol lite."""
-    seeds: int = 5
+    seeds: Count = 5
     """Number of seeds, counted up from --seed; each has other data and initial weights."""
-    lr: float = 2e-3
+    lr: Positive = 2e-3
     """Learning rate."""
-    steps: int = 4000
+    steps: Count = 4000
     """Training steps, unless it has learned before: two evaluations in a row above 0.95."""
-    evaluate_every: int = 100
+    evaluate_every: Count = 100
     """Steps between two evaluations."""
 
     def jobs(self) -> list[StudyJob]:
         """Variant by variant, all seeds of one before the next; a ValueError if one is not possible."""
         check_different(self, "variants", VARIANTS)
         check_different(self, "tasks", TASKS)
-        check_all(self, COUNT, "steps", "evaluate_every")
-        check_all(self, POSITIVE, "lr")
-        return [
-            self.job(name, task, seed) for name in self.variants for task in self.tasks for seed in self.every_seed()
-        ]
+        seeds = self.every_seed()
+        return [self.job(name, task, seed) for name in self.variants for task in self.tasks for seed in seeds]
 
     def job(self, name: str, task: str, seed: int) -> StudyJob:
         protocol, variant = PROTOCOLS["lite"], VARIANTS[name]
         (parameters,) = protocol.settings(task)
-        sizes = {"vocab_size": parameters["vocabulary"], "max_position_embeddings": parameters["length"]}
-        return StudyJob(
+        return StudyJob.of(
+            protocol,
+            task,
+            parameters,
+            variant.fields(),
             model=name,
-            task=task,
-            parameters=parameters,
             protocol="study",
             seed=seed,
             lr=self.lr,
             weight_decay=0.0,
-            fields={**protocol.sizes(), **variant.fields(), **sizes},
-            batch=protocol.plan(task).batch,
             steps=self.steps,
             evaluate_every=self.evaluate_every,
-            validation=protocol.validation,
-            test=protocol.test,
             gates="torch" if variant.maps == "torch" else "own",
             variant=asdict(variant),
         )

@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 
 from femixer.models.named import NAMED, Mixing, Rivals, parameters_of
-from femixer.options import COUNT, check, check_all, check_different, expanded, given, parse
+from femixer.options import Count, check, check_different, check_options, given
 from femixer.reporting import Table
 from femixer.tasks.mad.data import TASKS, sample
 from femixer.tasks.mad.fit import MadJob
@@ -43,9 +44,9 @@ class Experiment(Seeds):
     train: int | None = None
     """Training sequences."""
     rivals: Rivals = field(default_factory=Rivals)
-    batch: int | None = None
+    batch: Count | None = None
     """Sequences of a training step."""
-    steps: int | None = None
+    steps: Count | None = None
     """Training steps."""
     mixing: Mixing = field(default_factory=Mixing)
     precision: Literal["no", "bf16"] = "no"
@@ -56,8 +57,7 @@ class Experiment(Seeds):
         check_different(self, "models", NAMED)
         check_different(self, "tasks", TASKS)
         check(self.protocol in PROTOCOLS, "protocol", self.protocol, f"one of {', '.join(PROTOCOLS)}")
-        check(self.precision in ("no", "bf16"), "precision", self.precision, "no or bf16")
-        check_all(self, COUNT, "batch", "steps")
+        check_options(self)
         check(self.lr is None or (len(self.lr) > 0 and min(self.lr) > 0), "lr", self.lr, "numbers above 0")
         decay = self.weight_decay
         check(decay is None or (len(decay) > 0 and min(decay) >= 0), "weight_decay", decay, "numbers of at least 0")
@@ -76,7 +76,7 @@ class Experiment(Seeds):
         """Each once, whatever options make two settings the same."""
         protocol = self.changed()
         jobs = [
-            self.job(protocol, model, task, parameters, lr, weight_decay, seed)
+            self.job(protocol, model, task, parameters, lr=lr, weight_decay=weight_decay, seed=seed)
             for seed in self.every_seed()
             for task in self.tasks
             for parameters in protocol.settings(task)
@@ -86,40 +86,12 @@ class Experiment(Seeds):
         ]
         return [*{job.digest: job for job in jobs}.values()]
 
-    def job(
-        self,
-        protocol: Protocol,
-        model: str,
-        task: str,
-        parameters: Mapping[str, Any],
-        lr: float,
-        weight_decay: float,
-        seed: int,
-    ) -> MadJob:
-        steps = protocol.steps(task, parameters)
-        row = {
-            **protocol.sizes(),
-            **NAMED[model],
-            **self.mixing.fields(NAMED[model]),
-            "vocab_size": parameters["vocabulary"],
-            "max_position_embeddings": parameters["length"],
-        }
-        return MadJob(
-            model=model,
-            task=task,
-            parameters=parameters,
-            protocol=protocol.name,
-            seed=seed,
-            lr=lr,
-            weight_decay=weight_decay,
-            fields={**row, **self.rivals.fields(row)},
-            batch=protocol.plan(task).batch,
-            steps=steps,
-            evaluate_every=max(1, steps // protocol.evaluations),
-            validation=protocol.validation,
-            test=protocol.test,
-            precision=protocol.precision,
-        )
+    def job(self, protocol: Protocol, model: str, task: str, parameters: Mapping[str, Any], **tuned: Any) -> MadJob:
+        row, steps = NAMED[model], protocol.steps(task, parameters)
+        row = {**row, **self.mixing.fields(row), **self.rivals.fields(row)}
+        every = max(1, steps // protocol.evaluations)
+        named = {"model": model, "protocol": protocol.name, "steps": steps, "evaluate_every": every}
+        return MadJob.of(protocol, task, parameters, row, **named, **tuned)
 
     def changed(self) -> Protocol:
         """The protocol with what the options change, and a name that says so."""
@@ -142,6 +114,7 @@ class MadRun(Run):
     Finished jobs are in the store and are not repeated: the same command, given again, goes on.
     """
 
+    groups = MappingProxyType({"all": tuple(NAMED), "paper": tuple(FIGURES)})
     experiment: Experiment = field(default_factory=Experiment)
     how: Jobs = field(default_factory=lambda: Jobs(Path("results/mad")))
     select: Literal["validation", "test"] = "validation"
@@ -153,12 +126,6 @@ class MadRun(Run):
 
     def tables(self, records: Sequence[Record]) -> list[Table]:
         return [tabulate(records, self.select)]
-
-    @classmethod
-    def parse(cls, args: Sequence[str], command: str) -> Self:
-        asked = parse(cls, args, command, cls())
-        models = expanded(asked.experiment.models, {"all": tuple(NAMED), "paper": tuple(FIGURES)})
-        return replace(asked, experiment=replace(asked.experiment, models=models))
 
     @property
     def resumable(self) -> bool:

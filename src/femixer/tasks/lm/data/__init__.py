@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from femixer.options import check, check_positive, parse
+from femixer.options import Count, check, parse
 from femixer.reporting import Table, as_markdown
 from femixer.tasks.lm.data.building import prepare
 from femixer.tasks.lm.data.corpus import STANDARD_LIBRARY, Corpus, open_corpus
@@ -132,7 +132,7 @@ class TrainTokenizer:
     corpus: CorpusOptions = field(default_factory=CorpusOptions)
     vocab_size: int = 8192
     """Tokens: 256 bytes, the end of a text, and the merges."""
-    megabytes: int = 1000
+    megabytes: Count = 1000
     """Stop reading after this much text."""
 
 
@@ -141,7 +141,6 @@ def train_tokenizer(args: Sequence[str]) -> int:
     free = not command.out.exists() or (command.out.is_dir() and not any(command.out.iterdir()))
     check(free, "out", str(command.out), "a folder that does not exist yet")
     check(str(command.out) != BYTES, "out", BYTES, "another name: 'bytes' is the built-in tokenizer")
-    check_positive(megabytes=command.megabytes)
     reading = Counted(command.corpus.corpus(), command.megabytes * 10**6)
     tokenizer = train_bpe(reading, command.vocab_size, progress=sys.stderr.isatty())
     if not reading.bytes:

@@ -41,6 +41,7 @@ from femixer.tasks.lm.data.sources import PIECE, Document
 from femixer.training import atomic
 from femixer.training.distributed import carried_out, cores
 from femixer.training.journal import SECONDS_BETWEEN_LINES, terminal_bar
+from femixer.training.results import differences
 
 PartCounts = dict[str, Counts]
 
@@ -146,10 +147,8 @@ def alone(folder: Path) -> Iterator[None]:
 
 def check_ours(folder: Path) -> None:
     """Raise a ValueError if the folder holds anything but tokens."""
-    strangers = sorted(entry.name for entry in folder.iterdir() if entry.name not in ("lock", atomic.NEW))
-    if strangers and not (folder / INDEX).exists():
-        ours = all(name.endswith(atomic.PARTIAL) for name in strangers)
-        check(ours, "shards", str(folder), f"a new or empty folder (this one holds {', '.join(strangers[:3])})")
+    if not (folder / INDEX).exists():
+        atomic.check_free("shards", folder, ("lock", atomic.NEW))
 
 
 def claim(folder: Path, index: dict[str, Any]) -> dict[str, Any]:
@@ -160,11 +159,9 @@ def claim(folder: Path, index: dict[str, Any]) -> dict[str, Any]:
         return index
     if held["fingerprint"] != index["fingerprint"]:
         was, now = (flat(one["identity"]) for one in (held, index))
-        names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
-        differences = "; ".join(f"{name} was {was.get(name)} and is now {now.get(name)}" for name in names)
         raise ValueError(
-            f"shards={str(folder)!r} holds the tokens of other data ({differences}); --overwrite makes them anew, "
-            "or choose another folder"
+            f"shards={str(folder)!r} holds the tokens of other data ({differences(was, now)}); "
+            "--overwrite makes them anew, or choose another folder"
         )
     return held
 
