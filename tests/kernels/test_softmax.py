@@ -460,7 +460,7 @@ def test_decaying_scores_in_pieces_are_the_definition(repeats: int, monkeypatch:
     def pieces(q: Tensor, k: Tensor, seen: Any, last_first: bool = False) -> Any:
         return visibility._decayed(q, k.shape[1], seen, last_first)
 
-    monkeypatch.setattr("femixer.kernels.softmax.one_pass.pieces", pieces)
+    monkeypatch.setattr("femixer.kernels.softmax.plain.pieces", pieces)
     monkeypatch.setattr(visibility, "DECAY_ELEMENTS", 2 * 4 * 3_000)
     torch.manual_seed(0)
     length, heads, groups = 131, 4, 4 // repeats
