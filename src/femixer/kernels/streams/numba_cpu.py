@@ -17,7 +17,7 @@ from torch import Tensor
 
 from femixer.kernels import streams as torch_streams
 from femixer.kernels.numba_kernel import inline, job, kernel, strided, u64
-from femixer.kernels.numba_math import ask_for, exp_less32, f32, log_plus32
+from femixer.kernels.numba_math import exp_less32, f32, log_plus32
 from femixer.kernels.streams import FAR_BELOW, NARROW, SMALL_BETA, Range, Shift, least_sum
 
 # What the kernels compare with: the least total, the nats of a narrow channel, the least beta of others, and how far
@@ -26,8 +26,6 @@ LIMITS = np.array([least_sum(torch.float32), NARROW, SMALL_BETA, FAR_BELOW], dty
 _NO_HEADS = np.empty((0, 0), dtype=np.bool_)
 # Tokens of a task.
 TOKENS = 32
-# Memory is asked for this many tokens ahead: the processor does not foresee reads that are often far apart.
-AHEAD = 8
 
 
 def value_range(v: Tensor, beta: Tensor, segments: Tensor | None) -> tuple[Range, Shift]:
@@ -116,7 +114,6 @@ def span_of(b, first, v, at, length, bottom, top):  # type: ignore[no-untyped-de
     high[:] = f32(-np.inf)
     for t in range(first, min(first + TOKENS, length)):
         for h in range(heads):
-            _fetch(v, at, 0, b, t, h, n)
             start = _start(at, 0, b, t, h)
             _widen(v[start : start + u64(n)], low[h], high[h])
 
@@ -141,7 +138,6 @@ def streams_of(b, first, v, at, beta, top, base, out):  # type: ignore[no-untype
     n, y = u64(top.shape[2]), out.reshape(-1)
     for t in range(first, min(first + TOKENS, out.shape[1])):
         for h in range(out.shape[2]):
-            _fetch(v, at, 0, b, t, h, n)
             start, to = _start(at, 0, b, t, h), _row(out, b, t, h)
             for d in range(n):
                 y[to + d] = v[start + d]
@@ -210,16 +206,10 @@ def undo(to_mean, to_free, mean, free, at, beta, top, base, apart, inner, sums, 
 def _undo(b, first, to_mean, to_free, mean, free, at, beta, top, base, apart, inner, sums, d_beta):  # type: ignore[no-untyped-def]
     n, x, y, repeats = u64(top.shape[2]), inner.reshape(-1), sums.reshape(-1), inner.shape[2] // top.shape[1]
     below = np.empty(top.shape[2], dtype=f32)
-    spread = at[3, 1] != inner.shape[2] * top.shape[2]  # some heads of many
     d_beta[:] = f32(0.0)
     for t in range(first, min(first + TOKENS, inner.shape[1])):
         for h in range(inner.shape[2]):
             to, g = _row(inner, b, t, h), h // repeats
-            if spread:
-                _fetch(to_mean, at, 0, b, t, h, n)
-                _fetch(to_free, at, 1, b, t, h, n)
-                _fetch(mean, at, 2, b, t, h, n)
-                _fetch(free, at, 3, b, t, h, n)
             from_mean, from_free = _start(at, 2, b, t, h), _start(at, 3, b, t, h)
             by_mean, by_free = _start(at, 0, b, t, h), _start(at, 1, b, t, h)
             for d in range(n):
@@ -257,9 +247,6 @@ def through_tokens(b, first, to_streams, streams, v, at, beta, top, base, d_v, d
     d_beta[:] = f32(0.0)
     for t in range(first, min(first + TOKENS, d_v.shape[1])):
         for h in range(d_v.shape[2]):
-            _fetch(to_streams, at, 0, b, t, h, n + n)
-            _fetch(streams, at, 1, b, t, h, n + n)
-            _fetch(v, at, 2, b, t, h, n)
             by, of, start = _start(at, 0, b, t, h), _start(at, 1, b, t, h), _start(at, 2, b, t, h)
             for d in range(n):
                 weighted[d] = to_streams[by + n + d] * (streams[of + n + d] + base[b, h, d])
@@ -273,14 +260,6 @@ def through_tokens(b, first, to_streams, streams, v, at, beta, top, base, d_v, d
 def _start(at, line, b, t, h):  # type: ignore[no-untyped-def]
     """Where a token's head begins in memory."""
     return u64(b * at[line, 0] + t * at[line, 1] + h * at[line, 2])
-
-
-@inline
-def _fetch(x, at, line, b, t, h, n):  # type: ignore[no-untyped-def]
-    """Ask for n channels of the same head of a token to come."""
-    ahead = _start(at, line, b, t + AHEAD, h)
-    for i in range(ahead, ahead + u64(n), u64(16)):  # lines of 64 bytes
-        ask_for(x, i)
 
 
 @inline
