@@ -45,7 +45,7 @@ def forward(*arguments: Any, steps: Any = torch_streams) -> tuple[Tensor, ...]:
     batch, _, heads, _ = q.shape
     span = shift = None
     if beta is not None:
-        span, shift = steps.value_range(v, beta, seen.segments_k)
+        span, shift = torch_streams.value_range(v, beta, seen.segments_k)
     streams = steps.value_streams(v, beta, shift)
     key_width, value_width = widths(q.device, q.shape[-1], streams.shape[-1])
     qh, kh = heads_first(q, heads, key_width), heads_first(k, heads, key_width)

@@ -15,7 +15,6 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from femixer.kernels import streams as torch_streams
 from femixer.kernels.numba_kernel import inline, job, kernel, strided, u64
 from femixer.kernels.numba_math import exp_less32, f32, log_plus32
 from femixer.kernels.streams import FAR_BELOW, NARROW, SMALL_BETA, Range, Shift, least_sum
@@ -26,14 +25,6 @@ LIMITS = np.array([least_sum(torch.float32), NARROW, SMALL_BETA, FAR_BELOW], dty
 _NO_HEADS = np.empty((0, 0), dtype=np.bool_)
 # Tokens of a task.
 TOKENS = 32
-
-
-def value_range(v: Tensor, beta: Tensor, segments: Tensor | None) -> tuple[Range, Shift]:
-    if segments is not None:
-        return torch_streams.value_range(v, beta, segments)
-    bottom, top, base = v.new_empty(3, v.shape[0], *v.shape[2:])
-    span(*strided(v), v.shape[1], beta, NARROW, bottom, top, base)
-    return Range(bottom[:, None], top[:, None]), Shift(top[:, None], base[:, None])
 
 
 def value_streams(v: Tensor, beta: Tensor | None, shift: Shift | None) -> Tensor:
@@ -76,53 +67,6 @@ def undo_streams(to_streams: Tensor, given: Tensor, v: Tensor, beta: Tensor, shi
 def stretches(length):  # type: ignore[no-untyped-def]
     """Tasks of a sequence."""
     return -(-length // TOKENS)
-
-
-@kernel
-def span(v, at, length, beta, narrow, bottom, top, base):  # type: ignore[no-untyped-def]
-    """Least and largest value of each channel [B, G, D], and 1 where they are at most `narrow` nats apart, else 0."""
-    batch, groups, channels = top.shape
-    tasks = stretches(length)
-    low = np.empty((batch, tasks, groups, channels), dtype=f32)
-    high = np.empty((batch, tasks, groups, channels), dtype=f32)
-    for task in prange(batch * tasks):
-        b, part = task // tasks, task % tasks
-        span_of(b, part * TOKENS, v, at, length, low[b, part], high[b, part])
-    for b in range(batch):
-        unite(low[b], high[b], beta, f32(narrow), bottom[b], top[b], base[b])
-
-
-@job
-def unite(low, high, beta, narrow, bottom, top, base):  # type: ignore[no-untyped-def]
-    for g in range(top.shape[0]):
-        for d in range(top.shape[1]):
-            bottom[g, d], top[g, d] = low[0, g, d], high[0, g, d]
-        for part in range(1, low.shape[0]):
-            _widen(low[part, g], bottom[g], top[g])
-            _widen(high[part, g], bottom[g], top[g])
-        for d in range(top.shape[1]):
-            base[g, d] = f32(1.0) if beta[g, d] * (top[g, d] - bottom[g, d]) <= narrow else f32(0.0)
-
-
-@job
-def span_of(b, first, v, at, length, bottom, top):  # type: ignore[no-untyped-def]
-    heads, n = top.shape
-    if at[0, 2] == n:  # heads lie side by side too
-        heads, n = 1, heads * n
-    low, high = bottom.reshape(heads, n), top.reshape(heads, n)
-    low[:] = f32(np.inf)
-    high[:] = f32(-np.inf)
-    for t in range(first, min(first + TOKENS, length)):
-        for h in range(heads):
-            start = _start(at, 0, b, t, h)
-            _widen(v[start : start + u64(n)], low[h], high[h])
-
-
-@job
-def _widen(x, low, high):  # type: ignore[no-untyped-def]
-    for i in range(u64(x.size)):
-        low[i] = min(low[i], x[i])
-        high[i] = max(high[i], x[i])
 
 
 @kernel
