@@ -17,7 +17,7 @@ from torch import Tensor
 from femixer.kernels.decayed_linear.numba_loops_chunked import backward_chunks, forward_chunks
 from femixer.kernels.decayed_linear.numba_loops_tokens import backward_tokens, forward_tokens
 from femixer.kernels.marks import NO_MARKS
-from femixer.kernels.numba_kernel import kernel, strided
+from femixer.kernels.numba_kernel import kernel
 from femixer.kernels.streams import least_log
 
 FLOATS, STATES, FILLED = (torch.float32, torch.float64), ("sums", "top"), True
@@ -76,21 +76,18 @@ def _outputs(given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _operands(given: Inputs) -> list[Any]:
-    """What the loops by products read; empty tensors for what is not there."""
+    """What the loops read; empty tensors for what is not there."""
     q, k, gate, v, beta, marks, *_ = given
     gate = v.new_empty(0, 0, 0, 0) if gate is None else gate
     beta = v.new_empty(0, 0) if beta is None else beta
-    return [*strided(q, k, v), (*q.shape, *v.shape[2:]), gate, beta, NO_MARKS if marks is None else marks]
+    return [q, k, gate, v, beta, NO_MARKS if marks is None else marks]
 
 
-def _token_operands(given: Inputs) -> list[Any]:
-    """The same for the loops by tokens."""
-    q, k, gate, v, beta, marks, sums, top, *_ = given
-    gate = v.new_empty(0, 0, 0, 0) if gate is None else gate
-    beta = v.new_empty(0, 0) if beta is None else beta
-    sums = v.new_empty(0, 0, 0, 0, dtype=torch.float64) if sums is None else sums
-    top = v.new_empty(0, 0, 0, dtype=torch.float64) if top is None else top
-    return [q, k, gate, v, beta, NO_MARKS if marks is None else marks, sums, top]
+def _state(given: Inputs) -> list[Tensor]:
+    """What the loops by tokens read besides."""
+    wide = {"dtype": torch.float64}
+    sums = given.v.new_empty(0, 0, 0, 0, **wide) if given.sums is None else given.sums
+    return [sums, given.v.new_empty(0, 0, 0, **wide) if given.top is None else given.top]
 
 
 def _read_tokens(given: Inputs, results: tuple[Tensor, ...], heads: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +96,7 @@ def _read_tokens(given: Inputs, results: tuple[Tensor, ...], heads: Tensor) -> t
     columns = width + 1 if given.beta is None else 2 * width + 1
     last = torch.empty(batch, groups, given.k.shape[3], columns, dtype=torch.float64)
     last_top = torch.empty(batch, groups, width, dtype=torch.float64)
-    tokens_forward(*_token_operands(given), given.exclusive, heads, *results, last, last_top)
+    tokens_forward(*_operands(given), *_state(given), given.exclusive, heads, *results, last, last_top)
     return (last, last_top) if given.keep else (last.new_empty(0), last.new_empty(0))
 
 
@@ -123,7 +120,7 @@ def backward(
     if not given.chunked or bool(again.any()):
         to_last = to_last if given.keep else d_beta.new_empty(0, 0, 0, 0)
         gradients = to_mean, to_free, to_log, to_last, d_q, d_k, d_gate, d_v, d_beta, d_sums
-        tokens_backward(*_token_operands(given), given.exclusive, again, *gradients)
+        tokens_backward(*_operands(given), *_state(given), given.exclusive, again, *gradients)
     return (
         d_q,
         d_k,
@@ -153,24 +150,24 @@ def _fold(x: Tensor, repeats: int) -> Tensor:
 
 
 @kernel
-def products_forward(q, k, v, at, shape, gate, beta, marks, exclusive, least, mean, free, log_total, doubts):  # type: ignore[no-untyped-def]
-    for index in prange(shape[0] * shape[2]):
+def products_forward(q, k, gate, v, beta, marks, exclusive, least, mean, free, log_total, doubts):  # type: ignore[no-untyped-def]
+    for index in prange(q.shape[0] * q.shape[2]):
         forward_chunks(
-            index // shape[2], index % shape[2], q, k, v, at, shape, gate, beta, marks, exclusive, least,
+            index // q.shape[2], index % q.shape[2], q, k, gate, v, beta, marks, exclusive, least,
             mean, free, log_total, doubts,
         )  # fmt: skip
 
 
 @kernel
 def products_backward(  # type: ignore[no-untyped-def]
-    q, k, v, at, shape, gate, beta, marks, exclusive, mean, free, log_total, left_out, to_mean, to_free, to_log,
+    q, k, gate, v, beta, marks, exclusive, mean, free, log_total, left_out, to_mean, to_free, to_log,
     d_q, d_k, d_gate, d_v, d_beta,
 ):  # fmt: skip
     """Gradients of heads that are left_out [B, H] are not written."""
-    for index in prange(shape[0] * shape[2]):
-        if not left_out[index // shape[2], index % shape[2]]:
+    for index in prange(q.shape[0] * q.shape[2]):
+        if not left_out[index // q.shape[2], index % q.shape[2]]:
             backward_chunks(
-                index // shape[2], index % shape[2], q, k, v, at, shape, gate, beta, marks, exclusive,
+                index // q.shape[2], index % q.shape[2], q, k, gate, v, beta, marks, exclusive,
                 mean, free, log_total, to_mean, to_free, to_log, d_q, d_k, d_gate, d_v, d_beta,
             )  # fmt: skip
 
