@@ -18,9 +18,10 @@ from femixer.kernels.decayed_linear.numba_loops_chunked import backward_chunks, 
 from femixer.kernels.decayed_linear.numba_loops_tokens import backward_tokens, forward_tokens
 from femixer.kernels.marks import NO_MARKS
 from femixer.kernels.numba_kernel import kernel
+from femixer.kernels.operator import filled
 from femixer.kernels.streams import least_log
 
-FLOATS, STATES, FILLED = (torch.float32, torch.float64), ("sums", "top"), True
+FLOATS, STATES = (torch.float32, torch.float64), ("sums", "top")
 # Sums of exponentials below these may have lost terms.
 LEAST = {dtype: math.exp(least_log(dtype)) for dtype in FLOATS}
 EVERY_HEAD = torch.empty(0, 0, dtype=torch.bool)
@@ -101,11 +102,11 @@ def _read_tokens(given: Inputs, results: tuple[Tensor, ...], heads: Tensor) -> t
 
 
 def backward(
-    grads: tuple[Tensor, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
+    grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     given = Inputs(*arguments)
     q, k, gate, v, beta, _, sums, *_ = given
-    to_mean, to_free, to_log, to_last, *_ = grads
+    to_mean, to_free, to_log, to_last, *_ = filled(grads[:5], results)
     mean, free, log_total, *_, exact = results
     again = exact[:, :: given.repeats] if given.chunked else EVERY_HEAD
     d_sums = v.new_empty((0, 0, 0, 0) if sums is None else sums.shape, dtype=torch.float64)
