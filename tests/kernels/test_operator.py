@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import femixer
 from femixer.kernels import check
-from femixer.kernels.operator import OPERATORS, Operator, _without_remade
+from femixer.kernels.operator import OPERATORS, Operator, _gradients, _without_remade
 from femixer.kernels.rotary import rotate
 from femixer.kernels.softplus import softplus
 
@@ -304,6 +304,25 @@ def test_a_backend_takes_one_float_type_throughout(given: dict[str, Any], why: s
     backend = SimpleNamespace(FLOATS=(torch.float32, torch.float64), STATES=("bias",), ANY=given.pop("any", ()))
     tensors = {name: torch.ones(0 if dtype is None else 3, dtype=dtype) for name, dtype in given.items()}
     assert OPERATOR.refusal(backend, (*map(tensors.get, ("x", "weight", "bias")), *OTHERS)) == why
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_gradients_that_nobody_used_are_none_or_filled(filled: bool) -> None:
+    """Of the results that people see; internal ones have none."""
+    given: list[tuple[Tensor | None, ...]] = []
+    backend = SimpleNamespace(backward=lambda grads, *_: given.append(grads))
+    if filled:
+        backend.FILLED = True
+    results = OPERATOR(X, WEIGHT, BIAS, *OTHERS)
+    arguments = X, WEIGHT, BIAS, *OTHERS
+    _gradients(OPERATOR, backend, (torch.ones_like(results[0]), None, None), arguments, results, (True,) * 3)
+    (found,) = given
+    assert found[0].sum() == results[0].numel()
+    if filled:
+        assert len(found) == 2
+        assert torch.equal(found[1], torch.zeros_like(results[1]))
+    else:
+        assert found[1:] == (None, None)
 
 
 def test_a_function_takes_its_arguments_by_place_and_name_and_says_what_is_wrong() -> None:

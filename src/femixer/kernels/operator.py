@@ -8,13 +8,14 @@ A backend is a module with
     arguments of any type                                                                     (optional)
     refuse(*arguments) -> why it cannot serve these arguments otherwise, or None              (optional)
 
-`grads` has None for a result that nobody used (see `filled`). `needed` says of each argument whether its gradient is
-wanted. Without `backward` the forward pass is run again with gradients, so nothing but the arguments is kept; with
-READS_RESULTS = False they alone are kept too, and a slice says which results are kept. READS_ARGUMENTS names the
-arguments that `backward` reads if not all (it gets None for the others). With REMADE = True, or REMADE(*arguments), the
-results take so little to compute that other operators keep the arguments instead of them, where they can. With
-DIFFERENTIABLE = True autograd records the forward pass itself, which then needs no internal results. A plain forward is
-made of torch's operations only, none of them in place on an argument: compilers and torch.func see through it.
+`grads` has None for a result that nobody used (see `filled`), or zeros with FILLED = True, for a backend that keeps all
+results. `needed` says of each argument whether its gradient is wanted. Without `backward` the forward pass is run again
+with gradients, so nothing but the arguments is kept; with READS_RESULTS = False they alone are kept too, and a slice
+says which results are kept. READS_ARGUMENTS names the arguments that `backward` reads if not all (it gets None for the
+others). With REMADE = True, or REMADE(*arguments), the results take so little to compute that other operators keep the
+arguments instead of them, where they can. With DIFFERENTIABLE = True autograd records the forward pass itself, which
+then needs no internal results. A plain forward is made of torch's operations only, none of them in place on an
+argument: compilers and torch.func see through it.
 """
 
 from __future__ import annotations
@@ -274,6 +275,8 @@ def _gradients(
         return (None,) * len(operator.tensors)
     backward = getattr(backend, "backward", None)
     if backward is not None:
+        if getattr(backend, "FILLED", False):
+            grads = tuple(filled(grads[: len(grads) - operator.internal], results))
         return backward(grads, arguments, results, needed)
     with torch.enable_grad():
         again, inputs = list(arguments), []

@@ -18,9 +18,8 @@ from torch import Tensor
 from femixer.kernels.marks import NO_MARKS, PADDING, START
 from femixer.kernels.numba_kernel import inline, job, kernel, u64
 from femixer.kernels.numba_math import exp, largest, log
-from femixer.kernels.operator import filled
 
-FLOATS, STATES = (torch.float32, torch.float64), ("state",)
+FLOATS, STATES, FILLED = (torch.float32, torch.float64), ("state",), True
 # Beyond these log odds a share is kept as a logarithm only: float32 exponentials end there.
 DISTANT, TINY = 80.0, 1e-290
 # Exponents above this would overflow float32.
@@ -55,11 +54,11 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def backward(
-    grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
+    grads: tuple[Tensor, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     key, gate, v, beta, *_ = arguments
     given = _complete(arguments)
-    to_mean, to_free, to_log, to_last = filled(grads[:4], results)
+    to_mean, to_free, to_log, to_last, *_ = grads
     mean, free, log_total = results[:3]
     if beta is None:
         free, to_free = _like(v, None), _like(v, None)

@@ -18,10 +18,9 @@ from femixer.kernels.decayed_linear.numba_loops_chunked import backward_chunks, 
 from femixer.kernels.decayed_linear.numba_loops_tokens import backward_tokens, forward_tokens
 from femixer.kernels.marks import NO_MARKS
 from femixer.kernels.numba_kernel import kernel
-from femixer.kernels.operator import filled
 from femixer.kernels.streams import least_log
 
-FLOATS, STATES = (torch.float32, torch.float64), ("sums", "top")
+FLOATS, STATES, FILLED = (torch.float32, torch.float64), ("sums", "top"), True
 # Sums of exponentials below these may have lost terms.
 LEAST = {dtype: math.exp(least_log(dtype)) for dtype in FLOATS}
 EVERY_HEAD = torch.empty(0, 0, dtype=torch.bool)
@@ -102,22 +101,21 @@ def _read_tokens(given: Inputs, results: tuple[Tensor, ...], heads: Tensor) -> t
 
 
 def backward(
-    grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
+    grads: tuple[Tensor, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     given = Inputs(*arguments)
     q, k, gate, v, beta, _, sums, *_ = given
-    to_mean, to_free, to_log, to_last, *_ = filled(grads[:5], results)
+    to_mean, to_free, to_log, to_last, *_ = grads
     mean, free, log_total, *_, exact = results
     again = exact[:, :: given.repeats] if given.chunked else EVERY_HEAD
     d_sums = v.new_empty((0, 0, 0, 0) if sums is None else sums.shape, dtype=torch.float64)
-    d_beta = v.new_zeros(v.shape[0], *v.shape[2:], dtype=torch.float64)
     if given.chunked:
         read = mean, free, log_total, exact, to_mean, to_free, to_log
-        d_q, d_k, d_gate, d_v, by_head = _product_gradients(given, read)
-        d_beta += by_head
+        d_q, d_k, d_gate, d_v, d_beta = _product_gradients(given, read)
     else:
         d_q, d_k, d_v = (v.new_empty(x.shape) for x in (q, k, v))
         d_gate = v.new_empty((0, 0, 0, 0) if gate is None else gate.shape)
+        d_beta = v.new_zeros(v.shape[0], *v.shape[2:], dtype=torch.float64)
     if not given.chunked or bool(again.any()):
         to_last = to_last if given.keep else d_beta.new_empty(0, 0, 0, 0)
         gradients = to_mean, to_free, to_log, to_last, d_q, d_k, d_gate, d_v, d_beta, d_sums
@@ -141,8 +139,8 @@ def _product_gradients(given: Inputs, read: tuple[Tensor, ...]) -> tuple[Tensor,
     d_gate = v.new_zeros(*q.shape[:3] if given.gate is not None else (0, 0, 0))
     d_beta = v.new_zeros(q.shape[0], q.shape[2], v.shape[3])
     products_backward(*_operands(given), given.exclusive, *read, d_q, d_k, d_gate, d_v, d_beta)
-    d_gate, d_beta = d_gate[..., None], d_beta[:, None]
-    return d_q, _fold(d_k, repeats), _fold(d_gate, repeats), _fold(d_v, repeats), _fold(d_beta, repeats)[:, 0]
+    d_beta = _fold(d_beta[:, None].double(), repeats)[:, 0]
+    return d_q, _fold(d_k, repeats), _fold(d_gate[..., None], repeats), _fold(d_v, repeats), d_beta
 
 
 def _fold(x: Tensor, repeats: int) -> Tensor:

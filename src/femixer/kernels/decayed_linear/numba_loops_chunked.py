@@ -94,9 +94,8 @@ def _load(size, source, b, h, start, marks, target, width):  # type: ignore[no-u
     for t in range(min(size, length - start)):
         if _is_padding(marks, b, start + t):
             continue
-        row = source[b, start + t, h]
         for i in range(n):
-            target[t * width + i] = row[i]
+            target[t * width + i] = source[b, start + t, h, i]
 
 
 @job
@@ -117,13 +116,12 @@ def _shift(v, beta, marks, b, g, top, base):  # type: ignore[no-untyped-def]
     n, cold = u64(top.size), 0
     bottom = np.full(top.size, math.inf, top.dtype)
     top[:] = -math.inf
-    for t in range(v.shape[1]):
+    for t in range(u64(v.shape[1])):
         if _is_padding(marks, b, t):
             continue
-        row = v[b, t, g]
         for i in range(n):
-            bottom[i] = min(bottom[i], row[i])
-            top[i] = max(top[i], row[i])
+            bottom[i] = min(bottom[i], v[b, t, g, i])
+            top[i] = max(top[i], v[b, t, g, i])
     for i in range(n):
         if top[i] < bottom[i]:  # nothing but padding
             top[i], bottom[i] = 0.0, 0.0

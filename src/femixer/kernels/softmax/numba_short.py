@@ -18,7 +18,7 @@ from femixer.kernels.numba_kernel import inline, job, kernel
 from femixer.kernels.numba_math import exp, exp32, f32, log
 
 LANES = 32
-# In a channel that spans more nats than this a weight that underflows may count, by its value: its head is read again.
+# Sums of exponentials below exp(-NATS) may have lost terms: their head is read again.
 NATS = 60.0
 # Exponentials of float32 arguments will do for a channel that spans at most this many times its temperature: then
 # F = log(.) / beta has the digits.
@@ -26,24 +26,21 @@ TIMES = 50.0
 
 
 @kernel
-def forward(q, k, v, beta, segments_q, segments_k, causal, scale, mean, free, log_z, wide):  # type: ignore[no-untyped-def]
-    """mean, free [B, T, H, D] and log_z [B, T, H]; wide [B, H] where F is not good. beta [G, D] and the segments [B, T]
-    and [B, S] may be empty: none."""
+def forward(q, k, v, beta, segments_q, segments_k, causal, scale, mean, free, log_z, again):  # type: ignore[no-untyped-def]
+    """mean, free [B, T, H, D] and log_z [B, T, H]; again [B, H]: where F is not good. beta [G, D] and the segments
+    [B, T] and [B, S] may be empty: none."""
     for task in prange(-(-q.shape[0] * q.shape[2] // LANES)):
-        _forward(task * LANES, q, k, v, beta, segments_q, segments_k, causal, scale, mean, free, log_z, wide)
+        _forward(task * LANES, q, k, v, beta, segments_q, segments_k, causal, scale, mean, free, log_z, again)
 
 
 @job
-def _forward(first, q, k, v, beta, segments_q, segments_k, causal, scale, mean, free, log_z, wide):  # type: ignore[no-untyped-def]
+def _forward(first, q, k, v, beta, segments_q, segments_k, causal, scale, mean, free, log_z, again):  # type: ignore[no-untyped-def]
     length, keys, depth, lanes = q.shape[1], k.shape[1], v.shape[3], _lanes(first, q)
     kt, vt, inverse = _loaded(first, lanes, q, k, v, beta)
     top, span = np.empty((depth, LANES)), np.empty((depth, LANES))
     et = np.empty((keys if beta.size else 0, depth, LANES))
     if beta.size:
         _exponentials(vt, inverse, top, span, et)
-        for lane in range(lanes):
-            b, h = _place(first + lane, q)
-            wide[b, h] = span[:, lane].max() > NATS
     query, s = np.empty((q.shape[3], LANES), dtype=f32), np.empty((keys, LANES), dtype=f32)
     highest, total, average, partial = np.empty(LANES, dtype=f32), np.empty(LANES), np.empty(LANES), np.empty(LANES)
     for t in range(length):
@@ -66,10 +63,11 @@ def _forward(first, q, k, v, beta, segments_q, segments_k, causal, scale, mean, 
                     # Rounding may put F below the mean; a row that sees nothing has neither.
                     if total[lane] == 0:
                         free[b, t, h, d] = 0.0
-                    elif partial[lane] < average[lane] or np.isnan(average[lane]):
-                        free[b, t, h, d] = average[lane]
-                    else:
-                        free[b, t, h, d] = partial[lane]
+                        continue
+                    if inverse[d, lane] * (top[d, lane] - partial[lane]) > NATS:
+                        again[b, h] = True
+                    lost = partial[lane] < average[lane] or np.isnan(average[lane])
+                    free[b, t, h, d] = average[lane] if lost else partial[lane]
 
 
 @kernel

@@ -77,7 +77,8 @@ def forward(*arguments: Any, steps: Any = torch_streams) -> tuple[Tensor, ...]:
 
 
 class Part(NamedTuple):
-    """Some heads of a read and their results; the gradient of the log-normalizers where somebody reads them."""
+    """Some heads of a read, their results, and the gradients of these: that of the log-normalizers where somebody reads
+    them."""
 
     q: Tensor
     k: Tensor
@@ -88,15 +89,18 @@ class Part(NamedTuple):
     log_z: Tensor
     again: Tensor | None
     shift: Shift | None
-    to_log_z: Tensor | None = None
+    to_mean: Tensor
+    to_free: Tensor
+    to_log_z: Tensor | None
 
     def at(self, heads: slice, groups: slice) -> Part:
-        beta, free, shift = self.beta, self.free, self.shift
+        beta, shift, free, to_free = self.beta, self.shift, self.free, self.to_free
         if beta is not None and shift is not None:
-            beta, free, shift = beta[groups], free[:, :, heads], shift.at(groups)
+            beta, shift, free, to_free = beta[groups], shift.at(groups), free[:, :, heads], to_free[:, :, heads]
+        q, mean, to_mean = (x[:, :, heads] for x in (self.q, self.mean, self.to_mean))
         again, to_log_z = (None if x is None else x[:, heads] for x in (self.again, self.to_log_z))
-        q, k, v, mean = self.q[:, :, heads], self.k[:, :, groups], self.v[:, :, groups], self.mean[:, :, heads]
-        return Part(q, k, v, beta, mean, free, self.log_z[:, heads], again, shift, to_log_z)
+        k, v, log_z = self.k[:, :, groups], self.v[:, :, groups], self.log_z[:, heads]
+        return Part(q, k, v, beta, mean, free, log_z, again, shift, to_mean, to_free, to_log_z)
 
 
 def backward(
@@ -124,33 +128,32 @@ def backward(
             # A padding row's F is zero, which may lie anywhere to the others; at top nothing over- or underflows.
             free = torch.where(padding, shift.per_head(q.shape[2] // k.shape[2]).top, free)
     to_log_z = grads[2] if len(grads) > 2 else None
-    part = Part(q, k, v, beta, mean, free, log_z, again if some else None, shift, to_log_z)
+    apart = again if some else None
+    part = Part(q, k, v, beta, mean, free, log_z, apart, shift, grad_mean, grad_free, to_log_z)
     if some and bool(again.all()):
         dbeta = None if beta is None else torch.zeros_like(beta)
         found = Gradients(_zeros(q), _zeros(k), _zeros(v), dbeta, _zeros(bias) if bias_grad else None)
+    elif together:
+        found = _one_pass_backward(part, seen, scale, bias_grad, steps)
     else:
-        through = _one_pass_backward if together else _by_heads
-        found = through(part, grad_mean, grad_free, seen, scale, bias_grad, steps)
+        found = _by_heads(part, seen, scale, steps)
     if some:
         exact.add_gradients(found, again, (q, k, v, beta), seen, scale, (grad_mean, grad_free, to_log_z))
     return *found, None, None
 
 
-def _by_heads(
-    part: Part, grad_mean: Tensor, grad_free: Tensor, seen: Visibility, scale: float, bias_grad: bool, steps: Any
-) -> Gradients:
+def _by_heads(part: Part, seen: Visibility, scale: float, steps: Any) -> Gradients:
     """A few heads at a time, where it pays."""
     slices = _head_slices(part.q, part.k)
     if len(slices) < 2:
-        return _one_pass_backward(part, grad_mean, grad_free, seen, scale, bias_grad, steps)
+        return _one_pass_backward(part, seen, scale, False, steps)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (part.q, part.k, part.v))
     dbeta = None if part.beta is None else torch.empty_like(part.beta)
     for heads, groups in slices:
-        to_free = grad_free if part.beta is None else grad_free[:, :, heads]
-        given = part.at(heads, groups), grad_mean[:, :, heads], to_free, seen, scale, False, steps
-        dq[:, :, heads], dk[:, :, groups], dv[:, :, groups], to_beta, _ = _one_pass_backward(*given)
-        if dbeta is not None and to_beta is not None:
-            dbeta[groups] = to_beta
+        found = _one_pass_backward(part.at(heads, groups), seen, scale, False, steps)
+        dq[:, :, heads], dk[:, :, groups], dv[:, :, groups] = found.q, found.k, found.v
+        if dbeta is not None and found.beta is not None:
+            dbeta[groups] = found.beta
     return Gradients(dq, dk, dv, dbeta, None)
 
 
@@ -167,16 +170,15 @@ def _head_slices(q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
     return [(slice(s * repeats, (s + together) * repeats), slice(s, s + together)) for s in starts]
 
 
-def _one_pass_backward(
-    part: Part, grad_mean: Tensor, grad_free: Tensor, seen: Visibility, scale: float, bias_grad: bool, steps: Any
-) -> Gradients:
+def _one_pass_backward(part: Part, seen: Visibility, scale: float, bias_grad: bool, steps: Any) -> Gradients:
     """From the heads that were read in one pass."""
     q, k, v, beta = part[:4]
     heads, groups, d = q.shape[2], *v.shape[2:]
     streams = steps.value_streams(v, beta, part.shift)
-    inner, sums, dbeta = grad_mean, part.mean, None
+    inner, sums, dbeta = part.to_mean, part.mean, None
     if beta is not None:
-        inner, sums, dbeta = steps.undo_read(grad_mean, grad_free, part.mean, part.free, beta, part.shift, part.again)
+        read = part.to_mean, part.to_free, part.mean, part.free
+        inner, sums, dbeta = steps.undo_read(*read, beta, part.shift, part.again)
     if part.to_log_z is not None:
         # dlog Z / dscores is p: the gradient of a channel of zeros whose read is taken to be -to_log_z.
         to_log_z = part.to_log_z.transpose(1, 2)[..., None]

@@ -20,9 +20,8 @@ from femixer.baselines.kernels.selective_scan import ROWS, kept_states
 from femixer.kernels.marks import NO_MARKS, PADDING, START
 from femixer.kernels.numba_kernel import MATH, job, kernel
 from femixer.kernels.numba_math import exp32
-from femixer.kernels.operator import filled
 
-FLOATS, ANY = (torch.float32, torch.float64), ("state",)
+FLOATS, ANY, FILLED = (torch.float32, torch.float64), ("state",), True
 LANES = 64  # channels that one thread works on at a time
 
 
@@ -35,10 +34,10 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def backward(
-    grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
+    grads: tuple[Tensor, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     rate, step, write, read, x, marks, state = arguments
-    to_y, to_last = filled(grads[:2], results)
+    to_y, to_last = grads
     d_step, d_x, d_state = x.new_empty(*x.shape), x.new_empty(*x.shape), to_last.new_empty(*to_last.shape)
     d_rate = x.new_empty(x.shape[0], *rate.shape, dtype=torch.float64)
     shares = [x.new_empty(x.shape[0], -(-x.shape[2] // LANES), *write.shape[1:]) for _ in range(2)]
