@@ -85,9 +85,8 @@ def _operands(given: Inputs) -> list[Any]:
 
 def _state(given: Inputs) -> list[Tensor]:
     """What the loops by tokens read besides."""
-    wide = {"dtype": torch.float64}
-    sums = given.v.new_empty(0, 0, 0, 0, **wide) if given.sums is None else given.sums
-    return [sums, given.v.new_empty(0, 0, 0, **wide) if given.top is None else given.top]
+    sums = torch.empty(0, 0, 0, 0, dtype=torch.float64) if given.sums is None else given.sums
+    return [sums, torch.empty(0, 0, 0, dtype=torch.float64) if given.top is None else given.top]
 
 
 def _read_tokens(given: Inputs, results: tuple[Tensor, ...], heads: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from femixer.kernels.operator import filled
 from femixer.kernels.softmax import exact, numba_short, plain
 from femixer.kernels.softmax.visibility import Visibility
 from femixer.kernels.streams import numba_cpu as streams
 
-FLOATS, ANY, FILLED = (torch.float32,), ("bias",), True
+FLOATS, ANY = (torch.float32,), ("bias",)
 # Longer sequences, or wider heads, are faster by matrix products: so many keys, channels, and keys times channels at
 # most. Without the short way a layer of 8 to 42 tokens in heads of 4 to 16 channels, as forecasters have, takes 16 to
 # 43 % longer and its training step 7 to 28 %. At 48 tokens of 8 channels both are even; at 64 tokens the short way is 3
@@ -42,7 +43,7 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def backward(
-    grads: tuple[Tensor, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
+    grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     q, k, v, beta, *visible, scale = arguments
     seen = Visibility(*visible)
@@ -50,7 +51,7 @@ def backward(
         return plain.backward(grads, arguments, results, needed, steps=streams)
     mean, log_z, again = results[0], results[2].transpose(1, 2), results[3]
     heads, groups = q.shape[2], k.shape[2]
-    to_mean, to_free = grads
+    to_mean, to_free = filled(grads[:2], results)
     by_mean, by_free = to_mean, q.new_empty((0,) * 4) if beta is None else to_free
     if some := bool(again.any()):
         by_mean, by_free = (x.masked_fill(again[:, None, :, None], 0) for x in (to_mean, to_free))

@@ -43,6 +43,7 @@ def _forward(first, q, k, v, beta, segments_q, segments_k, causal, scale, mean, 
         _exponentials(vt, inverse, top, span, et)
     query, s = np.empty((q.shape[3], LANES), dtype=f32), np.empty((keys, LANES), dtype=f32)
     highest, total, average, partial = np.empty(LANES, dtype=f32), np.empty(LANES), np.empty(LANES), np.empty(LANES)
+    lowest = np.zeros(LANES)
     for t in range(length):
         n = keys - length + t + 1 if causal else keys
         _scores(first, lanes, t, q, kt, segments_q, segments_k, scale, n, query, s, highest)
@@ -54,8 +55,7 @@ def _forward(first, q, k, v, beta, segments_q, segments_k, causal, scale, mean, 
             _sum(s, vt, d, n, total, average)
             if beta.size:
                 _sum(s, et, d, n, total, partial)
-                for lane in range(partial.size):
-                    partial[lane] = top[d, lane] + log(_normal(partial[lane])) / inverse[d, lane]
+                _logarithm(top[d], inverse[d], total, partial, lowest)
             for lane in range(lanes):
                 b, h = _place(first + lane, q)
                 mean[b, t, h, d] = average[lane]
@@ -63,11 +63,13 @@ def _forward(first, q, k, v, beta, segments_q, segments_k, causal, scale, mean, 
                     # Rounding may put F below the mean; a row that sees nothing has neither.
                     if total[lane] == 0:
                         free[b, t, h, d] = 0.0
-                        continue
-                    if inverse[d, lane] * (top[d, lane] - partial[lane]) > NATS:
-                        again[b, h] = True
-                    lost = partial[lane] < average[lane] or np.isnan(average[lane])
-                    free[b, t, h, d] = average[lane] if lost else partial[lane]
+                    elif partial[lane] < average[lane] or np.isnan(average[lane]):
+                        free[b, t, h, d] = average[lane]
+                    else:
+                        free[b, t, h, d] = partial[lane]
+    for lane in range(lanes):
+        b, h = _place(first + lane, q)
+        again[b, h] = lowest[lane] < -NATS
 
 
 @kernel
@@ -254,6 +256,15 @@ def _sum(s, x, d, n, total, out):  # type: ignore[no-untyped-def]
             out[lane] += s[i, lane] * x[i, d, lane]
     for lane in range(total.size):
         out[lane] = out[lane] / total[lane] if total[lane] != 0 else 0.0
+
+
+@job
+def _logarithm(top, beta, total, partial, lowest):  # type: ignore[no-untyped-def]
+    """top + log(partial) / beta in place; lowest: the least logarithm so far where something is seen."""
+    for lane in range(top.size):
+        nats = log(_normal(partial[lane]))
+        lowest[lane] = min(lowest[lane], nats if total[lane] != 0 else 0.0)
+        partial[lane] = top[lane] + nats / beta[lane]
 
 
 @inline

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from femixer.kernels import streams as torch_streams
+from femixer.kernels.operator import filled
 from femixer.kernels.softmax import decays, exact
 from femixer.kernels.softmax.attention import Attended, attend, attend_backward, fold, heads_first, widths
 from femixer.kernels.softmax.decays import Sums
@@ -36,7 +37,6 @@ from femixer.kernels.streams import Shift, readable
 
 # Sequences up to this length are read backwards in one call for all heads.
 SHORT = 256
-FILLED = True
 
 
 def forward(*arguments: Any, steps: Any = torch_streams) -> tuple[Tensor, ...]:
@@ -104,7 +104,7 @@ class Part(NamedTuple):
 
 
 def backward(
-    grads: tuple[Tensor, ...],
+    grads: tuple[Tensor | None, ...],
     arguments: tuple[Any, ...],
     results: tuple[Tensor, ...],
     needed: tuple[bool, ...],
@@ -115,7 +115,7 @@ def backward(
     q, k, v, beta, bias, segments_q, segments_k, causal, window, scale = arguments
     mean, free, log_z, again, top, base = results
     seen = Visibility(bias, segments_q, segments_k, causal, window)
-    grad_mean, grad_free, *rest = grads
+    grad_mean, grad_free = filled(grads[:2], results)
     bias_grad = bias is not None and needed[4]
     shift = None if beta is None else Shift(top, base)
     some = readable(again) and bool(again.any())
@@ -127,7 +127,7 @@ def backward(
             grad_free = grad_free.masked_fill(padding, 0)
             # A padding row's F is zero, which may lie anywhere to the others; at top nothing over- or underflows.
             free = torch.where(padding, shift.per_head(q.shape[2] // k.shape[2]).top, free)
-    to_log_z = rest[0] if rest else None
+    to_log_z = grads[2] if len(grads) > 2 else None
     apart = again if some else None
     part = Part(q, k, v, beta, mean, free, log_z, apart, shift, grad_mean, grad_free, to_log_z)
     if some and bool(again.all()):
