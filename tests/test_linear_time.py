@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 from linear_time import CASES, DIM, EVERY_CASE, HEADS, WIDTH, Case, gates_as_given, values
-from matrix import noise, oracle, outcome, stir, tokens
+from matrix import assert_gradient, noise, oracle, outcome, stir, tokens
 from torch import Tensor
 
 from femixer.layout import Layout
@@ -262,14 +262,8 @@ class TestGradients:
     def test_gradients_with_extreme_gates_are_those_of_the_definition(
         self, case: Case, kind: str, gates: str, causal: bool
     ):
-        """Relative to the gradient, and to the terms of order v / beta whose difference it is."""
-        eps = torch.finfo(torch.float32).eps
         for channel, name, actual, expected, size, beta in self.gradients(case, kind, gates, causal):
-            error, scale = (actual - expected).abs().max().item(), expected.abs().max().item()
-            tolerance = max(1e-4, 8 * eps * (beta * size).max().item())
-            terms = {"v": 1.0, "beta": self.LENGTH * (size / beta).max().item()}.get(name, size.max().item())
-            allowed = tolerance * scale + 8 * eps * max(1.0, terms)
-            assert error <= allowed, f"d {name}, channel {channel}: {error:.1e} of {scale:.1e}, allowed {allowed:.1e}"
+            assert_gradient(f"{name}, channel {channel}", actual, expected, size, beta, self.LENGTH)
 
 
 class TestExtremeTokens:

@@ -132,14 +132,6 @@ class TestEncoder:
         return Layout(None, torch.arange(self.LENGTH)[None])
 
     @EVERY_CASE
-    def test_weights_of_the_reversed_sequence_are_mirrored(self, case: Case):
-        prior = stir(case.without_rope(causal=False, dtype=torch.float64)).prior
-        inputs, layout = self.random_inputs(prior), self.layout()
-        p = prior.over_tokens(prior.weights(inputs, layout))
-        mirrored = prior.over_tokens(prior.weights({name: x.flip(1) for name, x in inputs.items()}, layout))
-        assert_close({"p": mirrored.flip(2, 3)}, {"p": p}, 1e-12)
-
-    @EVERY_CASE
     def test_the_read_weighs_every_token_once(self, case: Case):
         """The mean of a value that is 1 at one token and 0 elsewhere is that token's weight."""
         m = stir(case.without_rope(causal=False, dtype=torch.float64))
@@ -224,9 +216,6 @@ class TestOptions:
             ("linear", {"prior_options": {"decay": "head"}}, ["decay='head'", "prior='linear'", "rope_base"]),
             ("linear", {"window": 5}, ["window=5", "prior='linear'", "rope_base"]),
             ("gla", {"window": 5}, ["window=5", "prior='gla'", "decay", "rope_base"]),
-            ("aft", {"window": 5}, ["window=5", "prior='aft'"]),
-            ("aft", {"rope": True}, ["rope=True", "prior='aft'", "queries and keys"]),
-            ("decay", {"rope": True}, ["rope=True", "prior='decay'", "queries and keys"]),
             ("aft", {"kv_heads": 1}, ["kv_heads=1", "prior='aft'", "queries and keys"]),
             ("decay", {"kv_heads": 1}, ["kv_heads=1", "prior='decay'", "queries and keys"]),
             ("gla", {"prior_options": {"decay": "both"}}, ["decay='both'", "head", "channel"]),

@@ -183,6 +183,17 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], toleran
             assert error <= allowed, f"{name}: differs by {error:.2e}, allowed {allowed:.2e}"
 
 
+def assert_gradient(name: str, actual: Tensor, expected: Tensor, size: Tensor, beta: Tensor, length: int) -> None:
+    """In float32 relative to the gradient, and to the terms of order v / beta whose difference it is. size: largest |v|
+    of what each temperature reads."""
+    eps = torch.finfo(torch.float32).eps
+    error, scale = (actual - expected).abs().max().item(), expected.abs().max().item()
+    tolerance = max(1e-4, 8 * eps * (beta * size).max().item())
+    terms = {"v": 1.0, "beta": length * (size / beta).max().item()}.get(name.split(",")[0], size.max().item())
+    allowed = tolerance * scale + 8 * eps * max(1.0, terms)
+    assert error <= allowed, f"d {name}: {error:.1e} of {scale:.1e}, allowed {allowed:.1e}"
+
+
 def reads_of(p: Tensor, v: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The definition: mean and free energy [B, T, H, D] of v [B, S, G, D] under p [B, H, T, S] or [B, H, T, S, D]."""
     repeats = p.shape[1] // v.shape[2]

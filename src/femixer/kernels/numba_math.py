@@ -11,7 +11,6 @@ import math
 from typing import Any
 
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic, overload
 
@@ -50,24 +49,6 @@ _float_of = _bitcast(types.int32, types.float32)
 _bits32_of = _bitcast(types.float32, types.int32)
 _double_of = _bitcast(types.int64, types.float64)
 _bits_of = _bitcast(types.float64, types.int64)
-
-
-def _fetching(typing_context, x, i):  # type: ignore[no-untyped-def]
-    """Ask for the memory around x[i], which need not exist."""
-
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        array = context.make_array(signature.args[0])(context, builder, args[0])
-        pointer = builder.bitcast(builder.gep(array.data, [args[1]]), ir.IntType(8).as_pointer())
-        word = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [pointer.type, word, word, word])
-        ask = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind)
-        builder.call(ask, [pointer, word(0), word(3), word(1)])  # to read, to keep close, data
-        return context.get_dummy_value()
-
-    return types.void(x, i), generate
-
-
-ask_for: Any = intrinsic(_fetching)
 
 
 f32 = np.float32

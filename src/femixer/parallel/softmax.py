@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed
 
-from femixer.kernels import streams
-from femixer.kernels.softmax import one_pass, softmax_read
+from femixer.kernels.softmax import plain, softmax_read
 from femixer.kernels.softmax.visibility import Visibility
 from femixer.layout import Layout
 from femixer.parallel.cut import Cut, Passing
@@ -93,8 +92,8 @@ def _meetings(
                 of_queries = _with_keys(cut.one_of_folded(segment, number), of_keys)
             seen = Visibility(None, of_queries, of_keys, causal and there == place, None)
             scale = q.shape[-1] ** -0.5
-            results = one_pass.forward(queries, keys, values, beta, seen, scale, streams)
-            yield _Meeting(number, other, (queries, keys, values, beta, *seen, scale), results)
+            arguments = queries, keys, values, beta, *seen, scale
+            yield _Meeting(number, other, arguments, plain.forward(*arguments))
 
 
 def _with_keys(queries: Tensor, keys: Tensor) -> Tensor:
@@ -149,7 +148,7 @@ class _Ring(torch.autograd.Function):
             for meeting in _meetings(q, beta, segment, here, source, cut, ctx.causal):
                 grads, direct = read.of_stretch(cut, meeting.number).to(meeting.partial())
                 grads = tuple(x.to(q.dtype) for x in grads)
-                found: Any = one_pass.backward(grads, meeting.arguments, meeting.results, (True,) * 10, streams)
+                found: Any = plain.backward(grads, meeting.arguments, meeting.results, (True,) * 10)
                 cut.one_of_folded(dq, meeting.number).add_(found[0])
                 for target, grad in zip(travelling, found[1:3], strict=True):
                     cut.one_of_folded(target, meeting.other).add_(grad)

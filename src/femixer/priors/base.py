@@ -169,6 +169,15 @@ class Prior(nn.Module):
         """
         raise TypeError(f"{type(self).__name__} must define weights()")
 
+    def visible(self, layout: Layout, rows: Tensor) -> Tensor:
+        """bool [B or 1, rows, index]: which entries a row may read."""
+        length = layout.position.shape[1]
+        key = torch.arange(length, device=rows.device)
+        seen = torch.ones(1, len(rows), length, dtype=torch.bool, device=rows.device)
+        if layout.segment is not None:
+            seen = (layout.segment[:, rows, None] == layout.segment[:, None]) & (layout.segment[:, rows, None] >= 0)
+        return seen & (key <= rows[:, None]) if self.causal else seen
+
     def over_index(self, v: Tensor) -> Tensor:
         """The values [B, T, G, D] arranged along the index of `weights`: [B, index, G, D]."""
         return v
@@ -260,15 +269,6 @@ class DirectedPrior(Prior):
         if not self.normalize:
             return scores.exp()
         return scores.softmax(3).masked_fill(~seen, 0)
-
-    def visible(self, layout: Layout, rows: Tensor) -> Tensor:
-        """bool [B or 1, rows, index]: which entries a row may read."""
-        length = layout.position.shape[1]
-        key = torch.arange(length, device=rows.device)
-        seen = torch.ones(1, len(rows), length, dtype=torch.bool, device=rows.device)
-        if layout.segment is not None:
-            seen = (layout.segment[:, rows, None] == layout.segment[:, None]) & (layout.segment[:, rows, None] >= 0)
-        return seen & (key <= rows[:, None]) if self.causal else seen
 
 
 def decay_between(gate: Tensor, rows: Tensor) -> Tensor:

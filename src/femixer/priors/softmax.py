@@ -171,7 +171,7 @@ class SoftmaxPrior(Prior):
             keys, values = cache.keys.tensor.transpose(1, 2), cache.stream.values.transpose(1, 2)
             # Nothing ahead is read, so the sums before a token are not used.
             decays = None if cache.sums is None else cache.sums.tensor[..., 0].repeat(1, 1, 2)
-            mean, free = softmax_read(q, keys, values, beta, decays=decays, **self._visible_in(cache, layout, q.dtype))
+            mean, free = softmax_read(q, keys, values, beta, decays=decays, **self._visible(layout, q.dtype, cache))
         return mean, free, self._forget(cache)
 
     def gated_read(
@@ -207,25 +207,17 @@ class SoftmaxPrior(Prior):
         beta = None if beta is None else beta.to(torch.promote_types(v.dtype, torch.float32))
         return q, k, v.to(dtype), beta
 
-    def _visible(self, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
-        """Window, segments and score bias: which keys a query may read, apart from causality, within a layout."""
-        segments = None if layout.segment is None else (layout.segment, layout.segment)
-        return {
-            "window": self.window,
-            "segments": segments,
-            "bias": self._bias(layout.position, layout.position, dtype),
-        }
-
-    def _visible_in(self, cache: Cache, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
-        """The same for queries of a layout whose tokens are the last ones of a cache."""
-        length = layout.position.shape[1]
-        segments = None if cache.segment is None else (cache.segment[:, -length:], cache.segment)
-        bias = None if cache.position is None else self._bias(layout.position, cache.position, dtype)
+    def _visible(self, layout: Layout, dtype: torch.dtype, cache: Cache | None = None) -> dict[str, Any]:
+        """Window, segments and score bias: which keys a query of the layout may read, apart from causality. They are
+        the layout's, or those of a cache whose last tokens are the layout's."""
+        segment, position = layout[:2] if cache is None else (cache.segment, cache.position)
+        segments = None if segment is None else (segment[:, -layout.position.shape[1] :], segment)
+        bias = None if position is None else self._bias(layout.position, position, dtype)
         return {"window": self.window, "segments": segments, "bias": bias}
 
     def _visible_to_one(self, cache: Cache, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
         """The same for the last token alone, with the decays since earlier tokens as its bias."""
-        visible = self._visible_in(cache, layout, dtype)
+        visible = self._visible(layout, dtype, cache)
         if cache.sums is not None:
             until = cache.sums.tensor[..., 0]
             visible["bias"] = (until[..., -1:] - until)[:, :, None].to(dtype)
@@ -323,19 +315,18 @@ class SoftmaxPrior(Prior):
         decay = self.log_decays(inputs, layout)
         if decay is not None:
             scores = scores + decay_between(decay.to(dtype), rows).permute(0, 3, 1, 2)
-        key = torch.arange(length, device=q.device)
-        seen = torch.ones(1, len(rows), length, dtype=torch.bool, device=q.device)
-        rank = key[None]
-        if layout.segment is not None:
-            segment = layout.segment
-            seen = (segment[:, rows, None] == segment[:, None]) & (segment[:, rows, None] >= 0)
-            rank = (segment >= 0).cumsum(1)
-        if self.causal:
-            seen = seen & (key <= rows[:, None])
-        if self.window is not None:
-            seen = seen & ((rank[:, rows, None] - rank[:, None]).abs() < self.window)
+        seen = self.visible(layout, rows)
         scores = scores.masked_fill(~seen[:, None], -torch.inf)
         return scores.softmax(-1).masked_fill(~seen[:, None], 0)
+
+    def visible(self, layout: Layout, rows: Tensor) -> Tensor:
+        seen = super().visible(layout, rows)
+        if self.window is None:
+            return seen
+        rank = torch.arange(seen.shape[2], device=rows.device)[None]
+        if layout.segment is not None:
+            rank = (layout.segment >= 0).cumsum(1)
+        return seen & ((rank[:, rows, None] - rank[:, None]).abs() < self.window)
 
 
 def _sums(decay: Tensor, layout: Layout) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from femixer.kernels.check import Tolerance
@@ -84,86 +85,53 @@ TOLERANCES = {torch.float32: Tolerance(1e-5, 1e-3)}
 
 
 def definition(*arguments: Any) -> tuple[Tensor, ...]:
-    """All pairs of tokens in float64, weights as logarithms."""
+    """Token by token in float64, with sums of exponentials as logarithms."""
     q, k, gate, v, beta, marks, sums, top, exclusive, keep = arguments
-    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))  # [B, H or G, T, ...]
-    top = None if top is None else top.detach()  # a constant
-    (batch, groups, length, width), heads = v.shape, q.shape[1]
-    gate = torch.zeros_like(k) if gate is None else gate.double().transpose(1, 2).expand_as(k)
+    (batch, length, groups, width), channels, repeats = v.shape, k.shape[3], q.shape[2] // v.shape[2]
     marks = v.new_zeros(batch, length, dtype=torch.int8) if marks is None else marks
-    real, segment = ~is_padding(marks)[:, None], is_start(marks).cumsum(1)[:, None]  # [B, 1, T]
-    gate, k, v = (torch.where(real[..., None], x, 0) for x in (gate, k, v))
-    reach = gate.cumsum(2)
-    z = torch.zeros_like(v) if beta is None else beta.double()[:, None] * v
-    if sums is None or top is None:
-        sums = v.new_zeros(batch, groups, k.shape[3], width + 1 if beta is None else 2 * width + 1)
-        top = v.new_full((batch, groups, width), -torch.inf)
+    real, start = ~is_padding(marks)[..., None, None], is_start(marks)[..., None, None, None]
+    gate = torch.zeros_like(k) if gate is None else gate.expand_as(k)
+    q, k, gate, v = (torch.where(real, x.double(), 0) for x in (q, k, gate, v))
+    temperature = v.new_ones(groups, width) if beta is None else beta.double()
+    top = v.new_full((batch, groups, width), -torch.inf) if top is None else top.detach()  # a constant
+    state = v.new_zeros(batch, groups, channels, 2 * width + 1) if sums is None else sums.double()
+    # Sums of (v, 1), and logarithms of those of exp(beta v).
+    linear, log_exps = state[..., : width + 1], _log(state[..., width + 1 :]) + top.clamp(min=NOTHING)[:, :, None]
+    if beta is None:
+        log_exps = v.new_full((batch, groups, channels, width), NOTHING)
+    reads = []
+    for t in range(length):
+        decay, key = gate[:, t, ..., None], k[:, t, ..., None]
+        linear = torch.where(start[:, t], 0, linear) * decay.exp()
+        log_exps = torch.where(start[:, t], NOTHING, log_exps) + decay
+        before = linear, log_exps
+        linear = linear + key * F.pad(v[:, t], (0, 1), value=1.0)[:, :, None]
+        log_exps = torch.logaddexp(log_exps, _log(key) + (temperature * v[:, t])[:, :, None])
+        seen = before if exclusive else (linear, log_exps)
+        sums_seen, logs_seen = (x.repeat_interleave(repeats, 1) for x in seen)
+        read = (q[:, t, :, None] @ sums_seen)[:, :, 0]
+        nothing = read[..., -1:] <= 0
+        total = torch.where(nothing, 1, read[..., -1:])
+        energy = (_log(q[:, t, ..., None]) + logs_seen).logsumexp(2) - total.log()
+        mean, free = read[..., :-1] / total, energy / temperature.repeat_interleave(repeats, 0)
+        values = (mean, free, total.log())
+        reads.append([torch.where(nothing, x, y) for x, y in zip((0, 0, -torch.inf), values, strict=True)])
+    nothing = q.new_empty(0)
+    mean, free, log_total = (torch.stack(x, 1) for x in zip(*reads, strict=True))
+    results = mean, q.new_empty(0, 0, 0, 0) if beta is None else free, log_total[..., 0]
+    if not keep or beta is None:
+        return *results, *((linear, top) if keep else (nothing, nothing)), nothing
+    largest = log_exps.detach().amax(2).clamp(min=NOTHING / 2)
+    sums = torch.cat([linear, (log_exps - largest[:, :, None]).exp()], -1)
+    return *results, sums, torch.where(largest > NOTHING / 2, largest, -torch.inf), nothing
 
-    # Weights of the past and of every token, [B, H, T, 1 + T], as logarithms.
-    repeated = heads // groups
-    kh, vh, zh, rh, sh, th = (x.repeat_interleave(repeated, 1) for x in (k, v, z, reach, sums.double(), top))
-    seen = torch.ones(length, length, dtype=torch.bool, device=v.device).tril(-1 if exclusive else 0)
-    seen = seen & (segment[..., :, None] == segment[..., None, :]) & real[..., None, :] & real[..., :, None]
-    decay = torch.where(seen[..., None], rh[:, :, :, None] - rh[:, :, None], 0)  # [B, H, t, i, E]
-    slowest = decay.detach().amax(-1)
-    weight = torch.einsum("bhte,bhtie,bhie->bhti", q, (decay - slowest[..., None]).exp(), kh)
-    log_weight = _log(torch.where(seen, weight, 0)) + slowest
-    continued = (real & (segment == 0)).to(q.dtype)[..., None]
-    slow = rh.detach().amax(-1, keepdim=True)
-    past = (q * (rh - slow).exp() * continued) @ sh  # [B, H, T, W], times exp(slow)
 
-    every = torch.cat([_log(past[..., width : width + 1]) + slow, log_weight], -1)
-    there = (every > -torch.inf).any(-1, keepdim=True)
-    log_total = torch.where(there, every, 0).logsumexp(-1, keepdim=True)
-    mean = (past[..., :width] * (slow - log_total).exp() + (log_weight - log_total).exp() @ vh) * there
-    free = v.new_empty(0, 0, 0, 0)
-    if beta is not None:
-        before = _log(past[..., width + 1 :]) + slow + torch.where(th > -torch.inf, th, 0)[:, :, None]
-        terms = torch.cat([before[..., None, :], log_weight[..., None] + zh[:, :, None]], -2)  # [B, H, t, 1 + i, D]
-        energy = torch.where(there[..., None], terms, 0).logsumexp(-2) - log_total
-        free = (energy / beta.double().repeat_interleave(repeated, 0)[:, None] * there).transpose(1, 2)
-    results = mean.transpose(1, 2), free, torch.where(there, log_total, -torch.inf)[..., 0].transpose(1, 2)
-    if not keep:
-        return *results, q.new_empty(0), q.new_empty(0), q.new_empty(0)
-    if not length:
-        return *results, sums, top, q.new_empty(0)
-    last = real & (segment == segment[..., -1:])
-    before = sums.double() * (segment[..., -1:] == 0)[..., None]
-    return *results, *_state(k, v, z, reach, last, before, top, beta), q.new_empty(0)
+# The logarithm of nothing, where an infinity would make NaN of a difference.
+NOTHING = -1e30
 
 
 def _log(x: Tensor) -> Tensor:
-    return torch.where(x > 0, torch.where(x > 0, x, 1).log(), -torch.inf)
-
-
-def _state(
-    k: Tensor,
-    v: Tensor,
-    z: Tensor,
-    reach: Tensor,
-    last: Tensor,
-    sums: Tensor,
-    top: Tensor,
-    beta: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Sums over the tokens of the `last` segment [B, 1, T], and those before them."""
-    width = v.shape[3]
-    keys = k * (reach[:, :, -1:] - reach).exp() * last[..., None]
-    kept = reach[:, :, -1].exp()
-    if beta is None:
-        streams = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-        return keys.mT @ streams + kept[..., None] * sums, top
-    highest = torch.maximum(top, torch.where(last[..., None], z, -torch.inf).amax(2)).detach()
-    shift = torch.where(highest > -torch.inf, highest, 0)
-    streams = torch.cat([v, torch.ones_like(v[..., :1]), (z - shift[:, :, None]).clamp(max=0).exp()], -1)
-    before = torch.cat([sums[..., : width + 1], sums[..., width + 1 :] * (top - shift).exp()[:, :, None]], -1)
-    after = keys.mT @ streams + kept[..., None] * before
-    largest = after[..., width + 1 :].detach().amax(2)
-    scale = torch.where(largest > 0, largest, 1)
-    return (
-        torch.cat([after[..., : width + 1], after[..., width + 1 :] / scale[:, :, None]], -1),
-        torch.where(largest > 0, shift + scale.log(), -torch.inf),
-    )
+    return torch.where(x > 0, torch.where(x > 0, x, 1).log(), NOTHING)
 
 
 def examples() -> dict[str, tuple[Any, ...]]:

@@ -6,8 +6,7 @@ where that shift leaves too little; such heads are counted as doubtful, and `num
 One head of one sequence at a time, in chunks: all that a chunk needs stays in the cache. Its matrices are flat, row by
 row, with zeros for tokens that are missing in the last chunk and for channels up to a multiple of four.
 
-Arrays: q [B, T, H, E], k [B, T, G, E] and v [B, T, G, D] are given as their memory and the lines of `at` with their
-strides (arrays.strided), shape = (B, T, H, E, G, D); gate [B, T, G, 1]; beta [G, D]; marks [B, T]; mean, free
+Arrays: q [B, T, H, E]; k [B, T, G, E]; gate [B, T, G, 1]; v [B, T, G, D]; beta [G, D]; marks [B, T]; mean, free
 [B, T, H, D]; log_total [B, T, H]. Empty arrays stand for nothing. In a chunk x [C, W] are the streams v and
 exp(beta (v - top)) - base side by side; base [D] is 1 in channels so narrow that the rounding of weights then cancels,
 else 0.
@@ -29,8 +28,6 @@ WIPE = -1000.0  # a log decay that leaves nothing, and yet can be summed without
 ONE, FOUR = u64(1), u64(4)
 # Where the first factor of a product is not zero.
 ALL, LOWER, UPPER = range(3)
-# Lines of `at`.
-Q, K, V = range(3)
 
 
 @job
@@ -90,15 +87,15 @@ def _is_padding(marks, b, t):  # type: ignore[no-untyped-def]
 
 
 @job
-def _load(size, source, at, line, b, h, start, length, n, marks, target, width):  # type: ignore[no-untyped-def]
-    """A chunk of n channels of a head; padding is zero."""
+def _load(size, source, b, h, start, marks, target, width):  # type: ignore[no-untyped-def]
+    """A chunk of a head; padding is zero."""
+    n, length = u64(source.shape[3]), u64(source.shape[1])
     target[:] = 0.0
     for t in range(min(size, length - start)):
         if _is_padding(marks, b, start + t):
             continue
-        first = u64(b * at[line, 0] + np.int64(start + t) * at[line, 1] + h * at[line, 2])
         for i in range(n):
-            target[t * width + i] = source[first + i]
+            target[t * width + i] = source[b, start + t, h, i]
 
 
 @job
@@ -113,19 +110,18 @@ def _store(size, source, b, h, start, marks, target, width):  # type: ignore[no-
 
 
 @job
-def _shift(v, at, beta, marks, b, g, length, top, base):  # type: ignore[no-untyped-def]
+def _shift(v, beta, marks, b, g, top, base):  # type: ignore[no-untyped-def]
     """Fill top and base [D]: the largest value of each channel that is not padding, and 1 in narrow channels. -> how
     many channels have too small a temperature for float32."""
     n, cold = u64(top.size), 0
     bottom = np.full(top.size, math.inf, top.dtype)
     top[:] = -math.inf
-    for t in range(length):
+    for t in range(u64(v.shape[1])):
         if _is_padding(marks, b, t):
             continue
-        first = u64(b * at[V, 0] + np.int64(t) * at[V, 1] + g * at[V, 2])
         for i in range(n):
-            bottom[i] = min(bottom[i], v[first + i])
-            top[i] = max(top[i], v[first + i])
+            bottom[i] = min(bottom[i], v[b, t, g, i])
+            top[i] = max(top[i], v[b, t, g, i])
     for i in range(n):
         if top[i] < bottom[i]:  # nothing but padding
             top[i], bottom[i] = 0.0, 0.0
@@ -136,9 +132,9 @@ def _shift(v, at, beta, marks, b, g, length, top, base):  # type: ignore[no-unty
 
 
 @job
-def _load_streams(size, v, at, beta, top, base, b, g, start, length, n, marks, x, width):  # type: ignore[no-untyped-def]
-    zero = v.dtype.type(0.0)
-    _load(size, v, at, V, b, g, start, length, n, marks, x, width)
+def _load_streams(size, v, beta, top, base, b, g, start, marks, x, width):  # type: ignore[no-untyped-def]
+    zero, n, length = v.dtype.type(0.0), u64(v.shape[3]), u64(v.shape[1])
+    _load(size, v, b, g, start, marks, x, width)
     for t in range(min(size, length - start) if beta.size else u64(0)):
         row = t * width
         for i in range(n):
@@ -191,16 +187,16 @@ def _weigh(size, scores, decay, gated, exclusive):  # type: ignore[no-untyped-de
 
 @job
 def forward_chunks(  # type: ignore[no-untyped-def]
-    b, h, q, k, v, at, shape, gate, beta, marks, exclusive, least, mean, free, log_total, doubts
+    b, h, q, k, gate, v, beta, marks, exclusive, least, mean, free, log_total, doubts
 ):  # fmt: skip
     """doubts [B, H]: how many numbers overflow, have a sum below `least`, or an F far below top for its size."""
-    length, g, channels, d = u64(shape[1]), h // (shape[2] // shape[4]), u64(shape[3]), u64(shape[5])
+    length, d, g = u64(q.shape[1]), v.shape[3], h // (q.shape[2] // k.shape[2])
     gated = gate.size > 0 or marks.size > 0
-    top, base = np.zeros(shape[5], q.dtype), np.zeros(shape[5], q.dtype)
+    top, base = np.zeros(d, q.dtype), np.zeros(d, q.dtype)
     if beta.size:
-        doubts[b, h] += _shift(v, at, beta, marks, b, g, length, top, base)
-    size = min(CHUNK, _up_to_four(shape[1]))
-    depth, width = _up_to_four(shape[3]), _up_to_four(shape[5] * 2 if beta.size else shape[5])
+        doubts[b, h] += _shift(v, beta, marks, b, g, top, base)
+    size = min(CHUNK, _up_to_four(length))
+    depth, width = _up_to_four(q.shape[3]), _up_to_four(d * 2 if beta.size else d)
     query, key, turned = _matrices(size, depth, q)
     x, y, _ = _matrices(size, width, q)
     scores, decay, _ = _matrices(size, size, q)
@@ -209,9 +205,9 @@ def forward_chunks(  # type: ignore[no-untyped-def]
     state, written = np.zeros(depth * width, q.dtype), np.zeros(depth * width, q.dtype)
     states, totals = np.zeros(depth * width), np.zeros(depth)
     for start in range(u64(0), length, size):
-        _load(size, q, at, Q, b, h, start, length, channels, marks, query, depth)
-        _load(size, k, at, K, b, g, start, length, channels, marks, key, depth)
-        _load_streams(size, v, at, beta, top, base, b, g, start, length, d, marks, x, width)
+        _load(size, q, b, h, start, marks, query, depth)
+        _load(size, k, b, g, start, marks, key, depth)
+        _load_streams(size, v, beta, top, base, b, g, start, marks, x, width)
         if gated:
             _decays(size, gate, marks, b, g, start, length, decay, into, out)
         _transpose(key, size, depth, turned)
@@ -282,17 +278,17 @@ def _finish(y, at, inverse, beta, top, base, least, b, t, h, g, mean, free):  # 
 
 @job
 def backward_chunks(  # type: ignore[no-untyped-def]
-    b, h, q, k, v, at, shape, gate, beta, marks, exclusive, mean, free, log_total, to_mean, to_free, to_log,
+    b, h, q, k, gate, v, beta, marks, exclusive, mean, free, log_total, to_mean, to_free, to_log,
     d_q, d_k, d_gate, d_v, d_beta,
 ):  # fmt: skip
     """d_q, d_k [B, T, H, E], d_gate [B, T, H], d_v [B, T, H, D], d_beta [B, H, D], zero before."""
-    length, g, channels, d = u64(shape[1]), h // (shape[2] // shape[4]), u64(shape[3]), u64(shape[5])
+    length, d, g = u64(q.shape[1]), v.shape[3], h // (q.shape[2] // k.shape[2])
     gated = gate.size > 0 or marks.size > 0
-    top, base = np.zeros(shape[5], q.dtype), np.zeros(shape[5], q.dtype)
+    top, base = np.zeros(d, q.dtype), np.zeros(d, q.dtype)
     if beta.size:
-        _shift(v, at, beta, marks, b, g, length, top, base)
-    size = min(CHUNK, _up_to_four(shape[1]))
-    depth, width = _up_to_four(shape[3]), _up_to_four(shape[5] * 2 if beta.size else shape[5])
+        _shift(v, beta, marks, b, g, top, base)
+    size = min(CHUNK, _up_to_four(length))
+    depth, width = _up_to_four(q.shape[3]), _up_to_four(d * 2 if beta.size else d)
     query, key, turned = _matrices(size, depth, q)
     past, future, _ = _matrices(size, depth, q)
     x, n, d_x = _matrices(size, width, q)
@@ -305,8 +301,8 @@ def backward_chunks(  # type: ignore[no-untyped-def]
     states, totals = np.zeros((chunks + 1, width * depth), q.dtype), np.zeros((chunks + 1, depth), q.dtype)
     for c in range(chunks):
         start, state, total = u64(c) * size, states[c + 1], totals[c + 1]
-        _load(size, k, at, K, b, g, start, length, channels, marks, key, depth)
-        _load_streams(size, v, at, beta, top, base, b, g, start, length, d, marks, x, width)
+        _load(size, k, b, g, start, marks, key, depth)
+        _load_streams(size, v, beta, top, base, b, g, start, marks, x, width)
         if gated:
             _decays(size, gate, marks, b, g, start, length, decay, into, out)
             _scale_rows(size, key, out, depth)
@@ -318,9 +314,9 @@ def backward_chunks(  # type: ignore[no-untyped-def]
     back_total = np.zeros(depth, q.dtype)
     for c in range(chunks - 1, -1, -1):
         start, state, total = u64(c) * size, states[c], totals[c]
-        _load(size, q, at, Q, b, h, start, length, channels, marks, query, depth)
-        _load(size, k, at, K, b, g, start, length, channels, marks, key, depth)
-        _load_streams(size, v, at, beta, top, base, b, g, start, length, d, marks, x, width)
+        _load(size, q, b, h, start, marks, query, depth)
+        _load(size, k, b, g, start, marks, key, depth)
+        _load_streams(size, v, beta, top, base, b, g, start, marks, x, width)
         if gated:
             _decays(size, gate, marks, b, g, start, length, decay, into, out)
         whole = into[size - ONE]

@@ -10,7 +10,7 @@ E key width, D value width.  q [N, n, E], k [N, m, E], v [N, m, D], beta [N, D],
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -192,7 +192,7 @@ class Gradients(NamedTuple):
     k: Tensor
     v: Tensor
     beta: Tensor | None
-    bias: Tensor | Sums | None
+    bias: Any
 
 
 def gradients(s: Sequences, grad_mean: Tensor, grad_free: Tensor | None, grad_log_z: Tensor | None = None) -> Gradients:
@@ -334,3 +334,36 @@ def selections(
                 rows = (seen.segments_q[b] == segment).nonzero()[:, 0]
                 keys = (seen.segments_k[b] == segment).nonzero()[:, 0]
                 yield selection(torch.full_like(head, b), head, rows, keys)
+
+
+Arguments = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+def read_again(free: Tensor, again: Tensor, arguments: Arguments, seen: Visibility, scale: float) -> None:
+    """Put the free energies of the heads `again` [B, H] in their places. arguments: q, k, v, beta."""
+    for each in selections(again, *arguments, seen, scale):
+        each.put(free, free_energy(each.sequences))
+
+
+def add_gradients(
+    found: Gradients,
+    again: Tensor,
+    arguments: Arguments,
+    seen: Visibility,
+    scale: float,
+    grads: tuple[Tensor, Tensor, Tensor | None],
+) -> None:
+    """Put their gradients in their places, or add them. grads: of mean and free energy [B, T, H, D], and of
+    log-normalizers [B, H, T]."""
+    to_mean, to_free, to_log_z = grads
+    for each in selections(again, *arguments, seen, scale):
+        free_grad = None if each.sequences.beta is None else each.take(to_free)
+        log_z_grad = None if to_log_z is None else each.take(to_log_z.transpose(1, 2)[..., None])
+        result = gradients(each.sequences, each.take(to_mean), free_grad, log_z_grad)
+        each.put(found.q, result.q)
+        each.add_keys(found.k, result.k)
+        each.add_keys(found.v, result.v)
+        if found.beta is not None and result.beta is not None:
+            found.beta.index_add_(0, each.group, result.beta.to(found.beta.dtype))
+        if found.bias is not None and result.bias is not None:
+            each.put_bias(found.bias, result.bias)

@@ -18,22 +18,23 @@ from femixer.kernels.numba_kernel import inline, job, kernel
 from femixer.kernels.numba_math import exp, exp32, f32, log
 
 LANES = 32
-# Exponentials of float32 arguments will do for a channel that spans at most this many nats, and this many times its
-# temperature: F = log(.) / beta then has the digits. In wider ones a weight that underflows may count, by its value:
-# those are summed in log space.
-NATS, TIMES = 60.0, 50.0
+# Sums of exponentials below exp(-NATS) may have lost terms: their head is read again.
+NATS = 60.0
+# Exponentials of float32 arguments will do for a channel that spans at most this many times its temperature: then
+# F = log(.) / beta has the digits.
+TIMES = 50.0
 
 
 @kernel
-def forward(q, k, v, beta, segments_q, segments_k, causal, scale, mean, free, log_z):  # type: ignore[no-untyped-def]
-    """mean, free [B, T, H, D] and log_z [B, T, H]. beta [G, D] and the segments [B, T] and
-    [B, S] may be empty: none."""
+def forward(q, k, v, beta, segments_q, segments_k, causal, scale, mean, free, log_z, again):  # type: ignore[no-untyped-def]
+    """mean, free [B, T, H, D] and log_z [B, T, H]; again [B, H]: where F is not good. beta [G, D] and the segments
+    [B, T] and [B, S] may be empty: none."""
     for task in prange(-(-q.shape[0] * q.shape[2] // LANES)):
-        _forward(task * LANES, q, k, v, beta, segments_q, segments_k, causal, scale, mean, free, log_z)
+        _forward(task * LANES, q, k, v, beta, segments_q, segments_k, causal, scale, mean, free, log_z, again)
 
 
 @job
-def _forward(first, q, k, v, beta, segments_q, segments_k, causal, scale, mean, free, log_z):  # type: ignore[no-untyped-def]
+def _forward(first, q, k, v, beta, segments_q, segments_k, causal, scale, mean, free, log_z, again):  # type: ignore[no-untyped-def]
     length, keys, depth, lanes = q.shape[1], k.shape[1], v.shape[3], _lanes(first, q)
     kt, vt, inverse = _loaded(first, lanes, q, k, v, beta)
     top, span = np.empty((depth, LANES)), np.empty((depth, LANES))
@@ -41,13 +42,11 @@ def _forward(first, q, k, v, beta, segments_q, segments_k, causal, scale, mean, 
     if beta.size:
         _exponentials(vt, inverse, top, span, et)
     query, s = np.empty((q.shape[3], LANES), dtype=f32), np.empty((keys, LANES), dtype=f32)
-    scores = np.empty((keys if beta.size and _is_wide(span) else 0, LANES), dtype=f32)
     highest, total, average, partial = np.empty(LANES, dtype=f32), np.empty(LANES), np.empty(LANES), np.empty(LANES)
+    lowest = np.zeros(LANES)
     for t in range(length):
         n = keys - length + t + 1 if causal else keys
         _scores(first, lanes, t, q, kt, segments_q, segments_k, scale, n, query, s, highest)
-        if scores.size:
-            scores[:n] = s[:n]
         _weigh(s, highest, n, total)
         for lane in range(lanes):
             b, h = _place(first + lane, q)
@@ -56,14 +55,11 @@ def _forward(first, q, k, v, beta, segments_q, segments_k, causal, scale, mean, 
             _sum(s, vt, d, n, total, average)
             if beta.size:
                 _sum(s, et, d, n, total, partial)
-                _logarithm(top[d], inverse[d], partial)
+                _logarithm(top[d], inverse[d], total, partial, lowest)
             for lane in range(lanes):
                 b, h = _place(first + lane, q)
                 mean[b, t, h, d] = average[lane]
                 if beta.size:
-                    if span[d, lane] > NATS and total[lane] > 0:
-                        log_total = highest[lane] + math.log(total[lane])
-                        partial[lane] = _apart(scores, vt, d, lane, n, inverse[d, lane], log_total)
                     # Rounding may put F below the mean; a row that sees nothing has neither.
                     if total[lane] == 0:
                         free[b, t, h, d] = 0.0
@@ -71,6 +67,9 @@ def _forward(first, q, k, v, beta, segments_q, segments_k, causal, scale, mean, 
                         free[b, t, h, d] = average[lane]
                     else:
                         free[b, t, h, d] = partial[lane]
+    for lane in range(lanes):
+        b, h = _place(first + lane, q)
+        again[b, h] = lowest[lane] < -NATS
 
 
 @kernel
@@ -97,9 +96,6 @@ def _backward(  # type: ignore[no-untyped-def]
         _exponentials(vt, inverse, top, span, et)
     query, p = np.empty((width, LANES), dtype=f32), np.empty((keys, LANES), dtype=f32)
     slope, highest = np.empty((keys, LANES)), np.empty(LANES, dtype=f32)
-    # In log space: the scores again, and gradients of scores that are not relative to their weights.
-    wide_keys = keys if beta.size and _is_wide(span) else 0
-    scores, apart = np.empty((wide_keys, LANES), dtype=f32), np.empty((wide_keys, LANES))
     dk, dv = np.zeros((keys, width, LANES), dtype=f32), np.zeros((keys, depth, LANES))
     # Of one channel: gradient and value of the mean, gradient of F (and by beta), F, what scales its exponentials.
     g_mean, mu, g_free = np.zeros(LANES), np.zeros(LANES), np.zeros(LANES)
@@ -108,9 +104,6 @@ def _backward(  # type: ignore[no-untyped-def]
     for t in range(length):
         n = keys - length + t + 1 if causal else keys
         _scores(first, lanes, t, q, kt, segments_q, segments_k, scale, n, query, p, highest)
-        if scores.size:
-            scores[:n] = p[:n]
-            apart[:n] = 0.0
         for lane in range(lanes):
             b, h = _place(first + lane, q)
             # A row that sees nothing has scores of -inf, and so no weights.
@@ -118,33 +111,22 @@ def _backward(  # type: ignore[no-untyped-def]
         _weigh(p, highest, n, total)
         slope[:n] = 0.0
         for d in range(depth):
-            wide = False
             for lane in range(lanes):
                 b, h = _place(first + lane, q)
                 g_mean[lane], mu[lane] = to_mean[b, t, h, d], mean[b, t, h, d]
                 if beta.size:
                     g_free[lane] = to_free[b, t, h, d]
-                    wide = wide or span[d, lane] > NATS
             _through_mean(p, vt, d, n, g_mean, mu, slope, dv)
             if not beta.size:
                 continue
             # F again, with the digits that its float32 lost: exp(beta F) is what the posterior is divided by.
-            if not wide:
-                _sum(p, et, d, n, total, factor)
-                for lane in range(f.size):
-                    f[lane] = top[d, lane] + log(_normal(factor[lane])) / inverse[d, lane]
-                    factor[lane] = 1.0 / _normal(factor[lane])
-                    share[lane] = g_free[lane] / inverse[d, lane]
-                _through_free(p, vt, et, d, n, g_free, share, f, factor, slope, dv, dbeta[d])
-                continue
-            for lane in range(lanes):
-                if total[lane] == 0:
-                    continue
-                log_total = highest[lane] + math.log(total[lane])
-                energy = _apart(scores, vt, d, lane, n, inverse[d, lane], log_total)
-                given = d, lane, n, g_free[lane], energy, inverse[d, lane], log_total
-                _through_free_apart(scores, vt, given, apart, dv, dbeta)
-        _to_scores(p, slope, apart, kt, query, scale, n, dq, dk)
+            _sum(p, et, d, n, total, factor)
+            for lane in range(f.size):
+                f[lane] = top[d, lane] + log(_normal(factor[lane])) / inverse[d, lane]
+                factor[lane] = 1.0 / _normal(factor[lane])
+                share[lane] = g_free[lane] / inverse[d, lane]
+            _through_free(p, vt, et, d, n, g_free, share, f, factor, slope, dv, dbeta[d])
+        _to_scores(p, slope, kt, query, scale, n, dq, dk)
         for lane in range(lanes):
             b, h = _place(first + lane, q)
             for e in range(width):
@@ -208,7 +190,7 @@ def _exponentials(vt, inverse, top, span, et):  # type: ignore[no-untyped-def]
         exact = False
         for lane in range(bottom.size):
             span[d, lane] = inverse[d, lane] * (top[d, lane] - bottom[lane])
-            exact = exact or span[d, lane] > min(NATS, TIMES * inverse[d, lane])
+            exact = exact or span[d, lane] > TIMES * inverse[d, lane]
         for i in range(vt.shape[0]):
             if exact:
                 for lane in range(bottom.size):
@@ -277,37 +259,18 @@ def _sum(s, x, d, n, total, out):  # type: ignore[no-untyped-def]
 
 
 @job
-def _logarithm(top, beta, partial):  # type: ignore[no-untyped-def]
-    """top + log(partial) / beta; what underflowed is read apart."""
+def _logarithm(top, beta, total, partial, lowest):  # type: ignore[no-untyped-def]
+    """top + log(partial) / beta in place; lowest: the least logarithm so far where something is seen."""
     for lane in range(top.size):
-        partial[lane] = top[lane] + log(_normal(partial[lane])) / beta[lane]
+        nats = log(_normal(partial[lane]))
+        lowest[lane] = min(lowest[lane], nats if total[lane] != 0 else 0.0)
+        partial[lane] = top[lane] + nats / beta[lane]
 
 
 @inline
 def _normal(x):  # type: ignore[no-untyped-def]
     """x, but not so small that it has no logarithm."""
     return 1e-300 if x < 1e-300 else x
-
-
-@job
-def _is_wide(span):  # type: ignore[no-untyped-def]
-    for d in range(span.shape[0]):
-        for lane in range(span.shape[1]):
-            if span[d, lane] > NATS:
-                return True
-    return False
-
-
-@job
-def _apart(scores, vt, d, lane, n, beta, log_total):  # type: ignore[no-untyped-def]
-    """The free energy in log space: log(sum_i exp(score_i + beta v_i)) less log_total, divided by beta."""
-    top = -np.inf
-    for i in range(n):
-        top = max(top, scores[i, lane] + beta * vt[i, d, lane])
-    partial = 0.0
-    for i in range(n):
-        partial += math.exp(scores[i, lane] + beta * vt[i, d, lane] - top)
-    return (top + math.log(partial) - log_total) / beta
 
 
 @job
@@ -333,28 +296,11 @@ def _through_free(p, vt, et, d, n, g_free, share, f, factor, slope, dv, dbeta): 
 
 
 @job
-def _through_free_apart(scores, vt, given, apart, dv, dbeta):  # type: ignore[no-untyped-def]
-    """The same with posterior and prior from their logarithms; what goes to the scores is whole, not relative to p."""
-    d, lane, n, g_free, f, beta, log_total = given
-    for i in range(n):
-        log_p = scores[i, lane] - log_total
-        posterior = math.exp(log_p + beta * (vt[i, d, lane] - f))
-        apart[i, lane] += g_free / beta * (posterior - math.exp(log_p))
-        if posterior > 0:  # a value that nobody sees may be anything
-            dv[i, d, lane] += posterior * g_free
-            dbeta[d, lane] += posterior * g_free * (vt[i, d, lane] - f)
-
-
-@job
-def _to_scores(p, slope, apart, kt, query, scale, n, dq, dk):  # type: ignore[no-untyped-def]
+def _to_scores(p, slope, kt, query, scale, n, dq, dk):  # type: ignore[no-untyped-def]
     """From the scores to q and k; `query` already has the scale."""
     for i in range(n):
         for lane in range(slope.shape[1]):
             p[i, lane] = f32(p[i, lane] * slope[i, lane])
-    if apart.size:
-        for i in range(n):
-            for lane in range(slope.shape[1]):
-                p[i, lane] += f32(apart[i, lane])
     fours = n - n % 4
     for e in range(kt.shape[1]):
         for lane in range(slope.shape[1]):

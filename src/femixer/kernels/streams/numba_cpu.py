@@ -15,9 +15,8 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from femixer.kernels import streams as torch_streams
 from femixer.kernels.numba_kernel import inline, job, kernel, strided, u64
-from femixer.kernels.numba_math import ask_for, exp_less32, f32, log_plus32
+from femixer.kernels.numba_math import exp_less32, f32, log_plus32
 from femixer.kernels.streams import FAR_BELOW, NARROW, SMALL_BETA, Range, Shift, least_sum
 
 # What the kernels compare with: the least total, the nats of a narrow channel, the least beta of others, and how far
@@ -26,16 +25,6 @@ LIMITS = np.array([least_sum(torch.float32), NARROW, SMALL_BETA, FAR_BELOW], dty
 _NO_HEADS = np.empty((0, 0), dtype=np.bool_)
 # Tokens of a task.
 TOKENS = 32
-# Memory is asked for this many tokens ahead: the processor does not foresee reads that are often far apart.
-AHEAD = 8
-
-
-def value_range(v: Tensor, beta: Tensor, segments: Tensor | None) -> tuple[Range, Shift]:
-    if segments is not None:
-        return torch_streams.value_range(v, beta, segments)
-    bottom, top, base = v.new_empty(3, v.shape[0], *v.shape[2:])
-    span(*strided(v), v.shape[1], beta, NARROW, bottom, top, base)
-    return Range(bottom[:, None], top[:, None]), Shift(top[:, None], base[:, None])
 
 
 def value_streams(v: Tensor, beta: Tensor | None, shift: Shift | None) -> Tensor:
@@ -81,54 +70,6 @@ def stretches(length):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def span(v, at, length, beta, narrow, bottom, top, base):  # type: ignore[no-untyped-def]
-    """Least and largest value of each channel [B, G, D], and 1 where they are at most `narrow` nats apart, else 0."""
-    batch, groups, channels = top.shape
-    tasks = stretches(length)
-    low = np.empty((batch, tasks, groups, channels), dtype=f32)
-    high = np.empty((batch, tasks, groups, channels), dtype=f32)
-    for task in prange(batch * tasks):
-        b, part = task // tasks, task % tasks
-        span_of(b, part * TOKENS, v, at, length, low[b, part], high[b, part])
-    for b in range(batch):
-        unite(low[b], high[b], beta, f32(narrow), bottom[b], top[b], base[b])
-
-
-@job
-def unite(low, high, beta, narrow, bottom, top, base):  # type: ignore[no-untyped-def]
-    for g in range(top.shape[0]):
-        for d in range(top.shape[1]):
-            bottom[g, d], top[g, d] = low[0, g, d], high[0, g, d]
-        for part in range(1, low.shape[0]):
-            _widen(low[part, g], bottom[g], top[g])
-            _widen(high[part, g], bottom[g], top[g])
-        for d in range(top.shape[1]):
-            base[g, d] = f32(1.0) if beta[g, d] * (top[g, d] - bottom[g, d]) <= narrow else f32(0.0)
-
-
-@job
-def span_of(b, first, v, at, length, bottom, top):  # type: ignore[no-untyped-def]
-    heads, n = top.shape
-    if at[0, 2] == n:  # heads lie side by side too
-        heads, n = 1, heads * n
-    low, high = bottom.reshape(heads, n), top.reshape(heads, n)
-    low[:] = f32(np.inf)
-    high[:] = f32(-np.inf)
-    for t in range(first, min(first + TOKENS, length)):
-        for h in range(heads):
-            _fetch(v, at, 0, b, t, h, n)
-            start = _start(at, 0, b, t, h)
-            _widen(v[start : start + u64(n)], low[h], high[h])
-
-
-@job
-def _widen(x, low, high):  # type: ignore[no-untyped-def]
-    for i in range(u64(x.size)):
-        low[i] = min(low[i], x[i])
-        high[i] = max(high[i], x[i])
-
-
-@kernel
 def streams(v, at, beta, top, base, out):  # type: ignore[no-untyped-def]
     """out [B, S, G, 2 D] = v | exp(beta min(v - top, 0)) - base."""
     per_sequence = stretches(out.shape[1])
@@ -141,7 +82,6 @@ def streams_of(b, first, v, at, beta, top, base, out):  # type: ignore[no-untype
     n, y = u64(top.shape[2]), out.reshape(-1)
     for t in range(first, min(first + TOKENS, out.shape[1])):
         for h in range(out.shape[2]):
-            _fetch(v, at, 0, b, t, h, n)
             start, to = _start(at, 0, b, t, h), _row(out, b, t, h)
             for d in range(n):
                 y[to + d] = v[start + d]
@@ -210,16 +150,10 @@ def undo(to_mean, to_free, mean, free, at, beta, top, base, apart, inner, sums, 
 def _undo(b, first, to_mean, to_free, mean, free, at, beta, top, base, apart, inner, sums, d_beta):  # type: ignore[no-untyped-def]
     n, x, y, repeats = u64(top.shape[2]), inner.reshape(-1), sums.reshape(-1), inner.shape[2] // top.shape[1]
     below = np.empty(top.shape[2], dtype=f32)
-    spread = at[3, 1] != inner.shape[2] * top.shape[2]  # some heads of many
     d_beta[:] = f32(0.0)
     for t in range(first, min(first + TOKENS, inner.shape[1])):
         for h in range(inner.shape[2]):
             to, g = _row(inner, b, t, h), h // repeats
-            if spread:
-                _fetch(to_mean, at, 0, b, t, h, n)
-                _fetch(to_free, at, 1, b, t, h, n)
-                _fetch(mean, at, 2, b, t, h, n)
-                _fetch(free, at, 3, b, t, h, n)
             from_mean, from_free = _start(at, 2, b, t, h), _start(at, 3, b, t, h)
             by_mean, by_free = _start(at, 0, b, t, h), _start(at, 1, b, t, h)
             for d in range(n):
@@ -257,9 +191,6 @@ def through_tokens(b, first, to_streams, streams, v, at, beta, top, base, d_v, d
     d_beta[:] = f32(0.0)
     for t in range(first, min(first + TOKENS, d_v.shape[1])):
         for h in range(d_v.shape[2]):
-            _fetch(to_streams, at, 0, b, t, h, n + n)
-            _fetch(streams, at, 1, b, t, h, n + n)
-            _fetch(v, at, 2, b, t, h, n)
             by, of, start = _start(at, 0, b, t, h), _start(at, 1, b, t, h), _start(at, 2, b, t, h)
             for d in range(n):
                 weighted[d] = to_streams[by + n + d] * (streams[of + n + d] + base[b, h, d])
@@ -273,14 +204,6 @@ def through_tokens(b, first, to_streams, streams, v, at, beta, top, base, d_v, d
 def _start(at, line, b, t, h):  # type: ignore[no-untyped-def]
     """Where a token's head begins in memory."""
     return u64(b * at[line, 0] + t * at[line, 1] + h * at[line, 2])
-
-
-@inline
-def _fetch(x, at, line, b, t, h, n):  # type: ignore[no-untyped-def]
-    """Ask for n channels of the same head of a token to come."""
-    ahead = _start(at, line, b, t + AHEAD, h)
-    for i in range(ahead, ahead + u64(n), u64(16)):  # lines of 64 bytes
-        ask_for(x, i)
 
 
 @inline
