@@ -244,8 +244,9 @@ def test_what_the_kernels_do_not_serve_is_said() -> None:
 
 
 def test_an_older_triton_leaves_it_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def __init__(self: Any, first: Any, last: Any = None, step: Any = None, num_stages: Any = None) -> None: ...
-
-    monkeypatch.setattr("triton.language.range.__init__", __init__)
-    with use_backend("triton"), pytest.raises(dispatch.BackendError, match=r"decayed_linear: it needs triton 3\.5 or"):
+    monkeypatch.setattr(dispatch, "version", lambda package: "3.6.1")
+    dispatch.older_triton.cache_clear()
+    why = r"decayed_linear: triton 3\.6\.1 is too old, it must be 3\.7 or later"
+    with use_backend("triton"), pytest.raises(dispatch.BackendError, match=why):
         decayed_linear_read(*meta(5, 1))
+    dispatch.older_triton.cache_clear()

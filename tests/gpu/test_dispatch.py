@@ -26,6 +26,7 @@ def nothing_remembered() -> Iterator[None]:
     """What was found out about triton and about the GPU is kept for the process."""
     yield
     dispatch._no_triton.cache_clear()
+    dispatch.older_triton.cache_clear()
     dispatch.too_old_a_gpu.cache_clear()
 
 
@@ -91,6 +92,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
         return versions[package]
 
     dispatch._no_triton.cache_clear()
+    dispatch.older_triton.cache_clear()
     monkeypatch.setattr(dispatch, "version", version)
     capability(monkeypatch, (9, 0))
 
@@ -99,8 +101,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
     ("versions", "why"),
     [
         ({}, r"triton is not installed: pip install 'femixer\[gpu\]'"),
-        ({"triton": "2.3.1"}, "triton 2.3.1 is too old, it must be 3.2 or later"),
-        ({"pytorch-triton-rocm": "3.1.0+gitabc"}, r"triton 3.1.0\+gitabc is too old, it must be 3.2 or later"),
+        ({"triton": "3.2.0"}, "triton 3.2.0 is too old, it must be 3.3 or later"),
+        ({"pytorch-triton-rocm": "3.1.0+gitabc"}, r"triton 3.1.0\+gitabc is too old, it must be 3.3 or later"),
     ],
 )
 def test_without_a_triton_that_is_new_enough(
@@ -112,7 +114,7 @@ def test_without_a_triton_that_is_new_enough(
         femixer.use_backend("triton")
 
 
-@pytest.mark.parametrize("versions", [{"triton": "3.2.0"}, {"pytorch-triton-rocm": "3.3.1"}, {"triton": "4.0.dev1"}])
+@pytest.mark.parametrize("versions", [{"triton": "3.3.0"}, {"pytorch-triton-rocm": "3.3.1"}, {"triton": "4.0.dev1"}])
 def test_a_triton_that_is_new_enough_by_any_name(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, versions)
     assert dispatch.unavailable("triton") is None

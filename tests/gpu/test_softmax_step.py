@@ -56,6 +56,14 @@ def test_a_cache_with_exponentials_is_refused() -> None:
     assert why == "caches with exponentials are kept on a CPU only"
 
 
+def test_no_sequences_are_no_launches() -> None:
+    cache = torch.empty(0, 2, 7, 5), torch.empty(0, 2, 7, 3), torch.empty(0, 2, 1, 3)
+    token = torch.empty(0, 1, 2, 5), torch.empty(0, 1, 2, 3)
+    with use_backend("triton"), recorded() as launches:
+        mean, *_ = softmax_step(torch.empty(0, 1, 4, 5), token, cache, torch.ones(2, 3), 7)
+    assert mean.shape == (0, 1, 4, 3) and not launches
+
+
 def test_launches_do_not_depend_on_the_length() -> None:
     def empty(*shape: int) -> Tensor:
         return torch.empty(*shape, device="meta")

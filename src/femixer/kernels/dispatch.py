@@ -125,7 +125,7 @@ if hasattr(os, "register_at_fork"):
 
 
 # Kernels are written for this version of Triton and later ones, and for GPUs of this generation (A100) and later.
-OLDEST_TRITON = (3, 2)
+OLDEST_TRITON = (3, 3)
 OLDEST_CAPABILITY = (8, 0)
 ROCM = ("gfx942", "gfx950")
 # What Triton is called in torch's builds for GPUs.
@@ -134,15 +134,23 @@ TRITON_PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-ro
 
 @functools.cache
 def _no_triton() -> str | None:
-    found = triton_version()
-    if found is None:
-        return "triton is not installed: pip install 'femixer[gpu]'"
-    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < OLDEST_TRITON:
-        return f"triton {found} is too old, it must be {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]} or later"
+    if (why := older_triton(OLDEST_TRITON)) is not None:
+        return why
     try:
         importlib.import_module("triton.language")
     except Exception as error:
         return f"triton does not work here ({error})"
+    return None
+
+
+@functools.cache
+def older_triton(oldest: tuple[int, int]) -> str | None:
+    """Why the Triton that is installed does not do where this one is needed, or None."""
+    found = triton_version()
+    if found is None:
+        return "triton is not installed: pip install 'femixer[gpu]'"
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < oldest:
+        return f"triton {found} is too old, it must be {oldest[0]}.{oldest[1]} or later"
     return None
 
 

@@ -260,6 +260,8 @@ def query_gradients(
                     flows = load_rows(FLOWS, c * C, G * E, t < tl.where(r > 0, length, 0), E, KEYS, e)
                     tl.debug_barrier()
                     store_rows(FLOWS, c * C, G * E, inside, flows + q * to_q, E, KEYS, e)
+            if W > 1:
+                tl.debug_barrier()
             if STATE:
                 if goes_on > 0:
                     total_n += _state_gradients(

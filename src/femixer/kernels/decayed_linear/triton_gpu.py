@@ -3,7 +3,6 @@ backward, one for a single token. See triton_states.py, triton_forward.py and tr
 
 from __future__ import annotations
 
-from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +15,11 @@ from femixer.kernels.decayed_linear.triton_chunks import KEYS
 from femixer.kernels.decayed_linear.triton_forward import read, read_again, step
 from femixer.kernels.decayed_linear.triton_keys import key_gradients
 from femixer.kernels.decayed_linear.triton_states import carry, carry_back, sum_stretches
+from femixer.kernels.dispatch import older_triton
 from femixer.kernels.triton_launch import all_registers, launch, target_of
 
+# Loops there know `disable_licm`, and its compiler takes sums along tokens (that of 3.5 and 3.6 ends the process).
+OLDEST_TRITON = (3, 7)
 WIDEST = 128
 # Value channels at a time.
 VALUES = 16
@@ -57,8 +59,8 @@ class Inputs(NamedTuple):
 
 def refuse(*arguments: Any) -> str | None:
     given = Inputs(*arguments)
-    if "disable_licm" not in signature(triton.language.range.__init__).parameters:
-        return "it needs triton 3.5 or later"
+    if (why := older_triton(OLDEST_TRITON)) is not None:
+        return why
     kinds = {x.dtype for x in (given.q, given.k, given.gate, given.v) if x is not None}
     if not kinds <= set(KINDS):
         return f"it takes float32, bfloat16 and float16, not {', '.join(sorted(map(str, kinds)))}"

@@ -94,7 +94,7 @@ def _launch(kernel: Any, given: list[Tensor | None], results: list[Tensor | None
 @triton.jit
 def _place(row, column, by_token, by_head, heads):
     token = (row // heads).to(tl.int64)
-    return token[:, None] * by_token + (row % heads)[:, None] * by_head + column[None, :]
+    return token[:, None] * by_token + (row % heads).to(tl.int64)[:, None] * by_head + column[None, :]
 
 
 @triton.jit(do_not_specialize=["rows", "heads"])

@@ -100,7 +100,7 @@ def _rotate(
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """angles: how many tokens have angles of their own; those of the first sequence serve all if they are fewer."""
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     # fmt: off
     if head < HEADS:
         _rotate_head(Q + head * q_head, QSeen + head * q_seen_head, ToQ + head * WIDTH, Cos, Sin,

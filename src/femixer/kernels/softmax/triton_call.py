@@ -55,6 +55,8 @@ def refuse(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, seen: Visibilit
     for x in (q, k, v, *gates):
         if x is not None and x.shape[1] * x.stride(1) >= 2**31:
             return f"a sequence spans {x.shape[1] * x.stride(1)} numbers, fewer than {2**31} are served"
+    if (read := q.shape[1] * q.shape[2] * v.shape[3]) >= 2**31:
+        return f"the read of a sequence has {read} numbers, fewer than {2**31} are served"
     for x in (seen.segments_q, seen.segments_k):
         if x is not None and x.dtype not in INTEGERS:
             return f"segments are integers, not {x.dtype}"

@@ -189,6 +189,7 @@ def flagged_log_z(FLAGS, LOG_Z, row, T):
 @triton.jit
 def add(places, more, inside):
     before = tl.load(places, mask=inside, other=0).to(tl.float32)
+    tl.debug_barrier()  # whoever holds a copy has read it before it is written
     tl.store(places, before + more, mask=inside)
 
 
@@ -274,6 +275,7 @@ def flagged_rows(
             inside = (log_z < INF)[:, None] & (channel < width)[None, :]
             total = tl.where(inside & (total > 0), total, 1.0)
             by_total = load_chunk(to_total, row, T, width, first, width, 1) / total
+            tl.debug_barrier()  # whoever holds a copy has read it before it is written
             tl.store(to_total + row.to(tl.int64)[:, None] * width + channel[None, :], by_total, mask=inside)
             beta = tl.load(betas + channel, mask=channel < width, other=1).to(tl.float32)[None, :]
             to_beta = tl.where(inside, by_total * total * (above / total - tl.log(total) / beta), 0.0)

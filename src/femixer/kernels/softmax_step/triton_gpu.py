@@ -56,7 +56,7 @@ def forward(
     block = KEYS
     near = length if window is None or segments_k is not None else min(window, length)
     start = (length - near) // block
-    splits = min(-(-PROGRAMS // (batch * groups)), -(-near // LEAST_KEYS))
+    splits = min(-(-PROGRAMS // max(1, batch * groups)), -(-near // LEAST_KEYS))
     blocks = -(-(-(-length // block) - start) // splits)
     splits = -(-(-(-length // block) - start) // blocks)
     tops, log_max, weight, means, totals = _sums(q, splits, groups, width, beta is not None)
@@ -145,7 +145,7 @@ def read_splits(
     each = tl.arange(0, HEADS)
     head = group * repeats + each
     wide, channel = tl.arange(0, KEY_WIDTH), tl.arange(0, WIDTH)
-    queries = Q + batch.to(tl.int64) * q_b + head[:, None] * q_h + wide[None, :]
+    queries = Q + batch.to(tl.int64) * q_b + head.to(tl.int64)[:, None] * q_h + wide[None, :]
     q = tl.load(queries, mask=(each < repeats)[:, None] & (wide < key_width)[None, :], other=0)
     keys = KEY_CACHE + batch.to(tl.int64) * key_b + group.to(tl.int64) * key_g
     values = DATA_CACHE + batch.to(tl.int64) * data_b + group.to(tl.int64) * data_g
@@ -155,8 +155,10 @@ def read_splits(
     new_key = tl.zeros([KEY_WIDTH], tl.float32)
     new_value = tl.zeros([WIDTH], tl.float32)
     if WRITE:
-        new_key = tl.load(K + batch.to(tl.int64) * k_b + group * k_g + wide, mask=wide < key_width, other=0)
-        new_value = tl.load(V + batch.to(tl.int64) * v_b + group * v_g + channel, mask=channel < width, other=0)
+        K += batch.to(tl.int64) * k_b + group.to(tl.int64) * k_g
+        V += batch.to(tl.int64) * v_b + group.to(tl.int64) * v_g
+        new_key = tl.load(K + wide, mask=wide < key_width, other=0)
+        new_value = tl.load(V + channel, mask=channel < width, other=0)
         if split == splits - 1:
             at = (S - 1).to(tl.int64)
             tl.store(keys + at * key_width + wide, new_key, mask=wide < key_width)
@@ -169,13 +171,14 @@ def read_splits(
     top = tl.full([WIDTH], -INF, tl.float32)
     mean = tl.zeros([HEADS, WIDTH], tl.float32)
     total = tl.zeros([HEADS, WIDTH], tl.float32)
+    held = S - 1 if WRITE else S  # in the cache: the new token may not be there yet
     for block in range(start + split * blocks, start + split * blocks + blocks):
         key = block * KEYS + tl.arange(0, KEYS)
         seen = visible(
             tl.zeros([1], tl.int32) + S - 1, key, SEG_Q, SEG_K, RANK, S - 1, 1, S, window, True, WINDOW, SEGMENTS
         )
-        k = load_tile(keys, key, S, key_width, key_width, 1, KEY_WIDTH)
-        v = load_tile(values, key, S, width, width, 1, WIDTH)
+        k = load_tile(keys, key, held, key_width, key_width, 1, KEY_WIDTH)
+        v = load_tile(values, key, held, width, width, 1, WIDTH)
         if WRITE:
             newest = (key == S - 1)[:, None]
             k = tl.where(newest, new_key[None, :], k)

@@ -55,7 +55,7 @@ def slopes(
         unseen = below + log_total < LOG_TINY
         to_mean += tl.where(unseen, to_free, 0.0)
         to_free = tl.where(unseen, 0.0, to_free)
-        d2 = to_free / beta * tl.exp(-tl.where(unseen, 0.0, below)) * inverse
+        d2 = to_free / beta * tl.exp(-tl.where(unseen, 0.0, below + log_total))
         to_beta = -to_free * below / (beta * beta)
     d1 = to_mean * inverse
     d0 = (to_total - to_mean * mean - to_free / beta) * inverse
