@@ -26,7 +26,6 @@ def nothing_remembered() -> Iterator[None]:
     """What was found out about triton and about the GPU is kept for the process."""
     yield
     dispatch._no_triton.cache_clear()
-    dispatch.older_triton.cache_clear()
     dispatch.too_old_a_gpu.cache_clear()
 
 
@@ -92,7 +91,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
         return versions[package]
 
     dispatch._no_triton.cache_clear()
-    dispatch.older_triton.cache_clear()
     monkeypatch.setattr(dispatch, "version", version)
     capability(monkeypatch, (9, 0))
 

@@ -158,3 +158,16 @@ def test_launches_do_not_depend_on_the_length(operator: Operator, length: int) -
 def test_what_it_does_not_serve_is_named(operator: Operator) -> None:
     arguments = check.cast(few_tokens(operator, next(iter(check.page(operator).examples()))), torch.float64)
     assert "not torch.float64" in str(dispatch.refusal(operator, "triton", arguments))
+
+
+def test_gradients_of_free_energies_far_below_the_top_are_finite() -> None:
+    """Large weights of small values, after a large value that nobody reads: exp(90) alone is not a number."""
+    v = torch.tensor([90.0, 0.0, 0.5]).view(1, 3, 1)
+    amount = torch.tensor([0.0, 150.0, 150.0]).view(1, 3, 1)
+    nothing = torch.zeros(1, 3, 1, 1, dtype=torch.float64), torch.full((1, 1), -torch.inf, dtype=torch.float64)
+    rate, step = torch.full((1, 1), -1e-4), torch.ones(1, 3, 1)
+    inputs = [x.requires_grad_() for x in (rate, step, amount, v)]
+    with use_backend("triton"):
+        mean, free, *_ = SPACES(rate, step, amount, amount, None, None, v, torch.ones(1), None, *nothing, False)
+    assert torch.allclose(free[0, 1:, 0], torch.tensor([0.0, 0.2809]), atol=1e-3)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(free.sum() + mean.sum(), inputs))

@@ -134,23 +134,15 @@ TRITON_PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-ro
 
 @functools.cache
 def _no_triton() -> str | None:
-    if (why := older_triton(OLDEST_TRITON)) is not None:
-        return why
+    found = triton_version()
+    if found is None:
+        return "triton is not installed: pip install 'femixer[gpu]'"
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < OLDEST_TRITON:
+        return f"triton {found} is too old, it must be {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]} or later"
     try:
         importlib.import_module("triton.language")
     except Exception as error:
         return f"triton does not work here ({error})"
-    return None
-
-
-@functools.cache
-def older_triton(oldest: tuple[int, int]) -> str | None:
-    """Why the Triton that is installed does not do where this one is needed, or None."""
-    found = triton_version()
-    if found is None:
-        return "triton is not installed: pip install 'femixer[gpu]'"
-    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < oldest:
-        return f"triton {found} is too old, it must be {oldest[0]}.{oldest[1]} or later"
     return None
 
 

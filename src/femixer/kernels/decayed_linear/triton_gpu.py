@@ -15,11 +15,10 @@ from femixer.kernels.decayed_linear.triton_chunks import KEYS
 from femixer.kernels.decayed_linear.triton_forward import read, read_again, step
 from femixer.kernels.decayed_linear.triton_keys import key_gradients
 from femixer.kernels.decayed_linear.triton_states import carry, carry_back, sum_stretches
-from femixer.kernels.dispatch import older_triton
 from femixer.kernels.triton_launch import all_registers, launch, target_of
 
 # Loops there know `disable_licm`, and its compiler takes sums along tokens (that of 3.5 and 3.6 ends the process).
-OLDEST_TRITON = (3, 7)
+OLDEST, VERSION = (3, 7), tuple(map(int, triton.__version__.split(".")[:2]))
 WIDEST = 128
 # Value channels at a time.
 VALUES = 16
@@ -59,8 +58,8 @@ class Inputs(NamedTuple):
 
 def refuse(*arguments: Any) -> str | None:
     given = Inputs(*arguments)
-    if (why := older_triton(OLDEST_TRITON)) is not None:
-        return why
+    if VERSION < OLDEST:
+        return f"it needs triton {OLDEST[0]}.{OLDEST[1]} or later, not {triton.__version__}"
     kinds = {x.dtype for x in (given.q, given.k, given.gate, given.v) if x is not None}
     if not kinds <= set(KINDS):
         return f"it takes float32, bfloat16 and float16, not {', '.join(sorted(map(str, kinds)))}"

@@ -50,12 +50,12 @@ def slopes(
     if FREE and BY_FREE:
         to_free = tl.load(G_FREE + here, mask=shown, other=0.0).to(tl.float32)
         free = tl.load(FREE_ENERGY + here, mask=shown, other=0.0).to(tl.float32)
-        # y2 = y0 exp(beta F - top); where it was beyond sight F is the mean, and so is its gradient.
+        # y2 = y0 exp(beta F - top); where it, or its part of y0, is beyond sight the gradient is that of the mean.
         below = beta * free - top
-        unseen = below + log_total < LOG_TINY
+        unseen = below + tl.minimum(log_total, 0.0) < LOG_TINY
         to_mean += tl.where(unseen, to_free, 0.0)
         to_free = tl.where(unseen, 0.0, to_free)
-        d2 = to_free / beta * tl.exp(-tl.where(unseen, 0.0, below + log_total))
+        d2 = to_free / beta * tl.exp(-tl.where(unseen, 0.0, below)) * inverse
         to_beta = -to_free * below / (beta * beta)
     d1 = to_mean * inverse
     d0 = (to_total - to_mean * mean - to_free / beta) * inverse
