@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,38 @@ def test_what_is_wrong_is_named_and_the_exit_code_is_one(
     assert line.startswith("wrong: rms_norm on plain (cpu), example 'rows', float32: ") and what in line
     assert "rms_norm on numba" not in shown
     assert " failed" in shown.splitlines()[-1]
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's kernels as on a GPU, but interpreted; bfloat16 is wrong there."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(doctor, "columns", lambda: [doctor.Column("triton", "cpu")])
+    monkeypatch.setattr(doctor, "HALF", (torch.float16,))
+
+
+def test_what_only_a_gpu_shows_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    on_a_gpu(monkeypatch)
+    assert main(["doctor", "--operators", "rms_norm"]) == 0
+    shown = capsys.readouterr().out
+    assert "Largest errors in half precision" in shown and "float16, triton" in shown and "All right" in shown
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("noise", "what"),
+    [
+        (lambda y: y + 1e-7 * torch.rand_like(y), "differs from run to run"),
+        (lambda y: y + 0 * torch.empty_like(y), "not a number where new memory is"),
+    ],
+)
+def test_races_and_new_memory_are_found(
+    noise: Any, what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_a_gpu(monkeypatch)
+    broken = SimpleNamespace(forward=lambda *given: (noise(plain.forward(*given)[0]),), DIFFERENTIABLE=True)
+    monkeypatch.setitem(OPERATOR.implementations, "triton", broken)
+    assert main(["doctor", "--operators", "rms_norm"]) == 1
+    assert what in capsys.readouterr().out
 
 
 def test_an_operator_that_a_backend_leaves_to_torch_says_why(

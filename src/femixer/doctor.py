@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
+import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
@@ -23,6 +26,7 @@ from femixer.training.journal import counting
 PACKAGES = ("femixer.kernels", "femixer.baselines.kernels")
 VERSIONS = ("torch", "numpy", "numba", "triton", "transformers", "femixer")
 FLOATS = (torch.float32, torch.float64)
+HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,8 @@ def main(args: Sequence[str]) -> int:
     wrong = examine(cases)
     for text in wrong:
         print(text)
+    if (table := half_precision(cases)) is not None:
+        reporting.show(table)
     seconds = time.perf_counter() - start
     count = f"{len(cases)} checks of {len(chosen)} operator{'s' * (len(chosen) > 1)} in {seconds:.1f} s"
     print(f"{len(wrong)} of {count} failed" if wrong else f"All right: {count}")
@@ -148,7 +154,7 @@ def _refusals(
 
 def examine(cases: Sequence[Case]) -> list[str]:
     """What is wrong, in one line each."""
-    wrong = []
+    wrong: list[str] = []
     with counting(len(cases), "checks") as told:
         for case in cases:
             allowed = check.tolerance(case.operator, case.dtype)
@@ -156,6 +162,8 @@ def examine(cases: Sequence[Case]) -> list[str]:
                 errors = check.compare(case.operator, case.column.backend, case.arguments, case.dtype)
                 found = [("results", errors.results, allowed.results)]
                 found += [(f"gradient of {name}", e, allowed.gradients) for name, e in errors.gradients.items()]
+                if case.column.backend == "triton":
+                    wrong += _unrepeated(case)
                 # Written as `not <=` so that NaN is wrong.
                 wrong += [
                     f"wrong: {case}: {what} off by {e:.1e}, allowed {a:.0e}" for what, e, a in found if not e <= a
@@ -164,6 +172,50 @@ def examine(cases: Sequence[Case]) -> list[str]:
                 wrong.append(f"wrong: {case}: {type(problem).__name__}: {problem}")
             told(1)
     return wrong
+
+
+def _unrepeated(case: Case) -> Iterator[str]:
+    """What races between threads and memory that nobody wrote do to a case: only a GPU shows them."""
+    with _repeatable():
+        first, second = (check.compare(case.operator, "triton", case.arguments, case.dtype) for _ in range(2))
+    if first != second:
+        yield f"wrong: {case}: differs from run to run with deterministic algorithms"
+    if not math.isfinite(first.worst):
+        yield f"wrong: {case}: not a number where new memory is"
+
+
+@contextmanager
+def _repeatable() -> Iterator[None]:
+    """Deterministic algorithms; torch then fills new memory with NaN."""
+    asked, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(asked, warn_only=warned)
+
+
+def half_precision(cases: Sequence[Case]) -> reporting.Table | None:
+    """The largest errors of Triton's kernels in half precision beside plain torch's. They are told, not judged: nobody
+    knows those of bfloat16 before a GPU has shown them. None without a GPU."""
+    worst: dict[str, list[float]] = {}
+    for case in cases:
+        if case.column.backend == "triton" and case.dtype == torch.float32:
+            found: list[float] = []
+            for dtype in HALF:
+                given = check.cast(case.arguments, dtype, case.column.device)
+                if dispatch.refusal(case.operator, "triton", given) is None:
+                    both = (check.compare(case.operator, each, given, dtype).worst for each in ("triton", "plain"))
+                    found += both
+                else:
+                    found += [0.0, 0.0]
+            before = worst.setdefault(case.operator.name, [0.0] * len(found))
+            worst[case.operator.name] = [max(pair) for pair in zip(before, found, strict=True)]
+    titles = ["operator", *(f"{_short(dtype)}, {backend}" for dtype in HALF for backend in ("triton", "plain"))]
+    rows = [[name, *(f"{error:.1e}" for error in errors)] for name, errors in worst.items()]
+    columns = [reporting.Column(title) for title in titles]
+    return reporting.Table.of(columns, rows, "Largest errors in half precision") if rows else None
 
 
 def show_backends(operators: Sequence[Operator]) -> None:

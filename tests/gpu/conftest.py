@@ -8,6 +8,6 @@ from .memory import watched
 
 
 @pytest.fixture(autouse=True)
-def memory(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+def memory() -> Iterator[list[str]]:
     with watched() as names:
         yield names

