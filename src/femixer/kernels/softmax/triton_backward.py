@@ -211,8 +211,9 @@ def join_rows(
             by_total = load_block(to_total, row, T, width, width, 1, TILE, WIDTH)
             de = tl.dot(p.to(e.dtype), by_total, de, input_precision=PRECISION)
             factor = e
-            if APART > 0 and HAS_BIAS == DECAYS:
-                factor = e * rolled(1, first)  # or its parts for the product would be held from before the loop
+            if HAS_BIAS == DECAYS:
+                if APART > 0 and KEY_WIDTH > APART:
+                    factor = e * rolled(1, first)  # or its parts for the product would be held from before the loop
             dp = tl.dot(factor, tl.trans(by_total), dp, input_precision=PRECISION)
         ds = p * (dp - load_numbers(deltas, row, T, 0.0, TILE)[None, :])
         if APART > 0:
