@@ -340,8 +340,9 @@ def to_keys(
             v = load_tile(values, key, S, v_t, width, UNIT, WIDTH)
             to_beta += tl.sum(weighted * (v.to(tl.float32) - reference[None, :]), 0)
     # Found again, or where results go would wait in registers from the beginning.
-    batch, group, side = rolled(batch, T), rolled(group, T), rolled(side, T)
-    pair = batch * G + group
+    program = rolled(program, T)
+    pair, side = program // tiles, program % tiles
+    batch, group = pair // G, pair % G
     key = side * SIDE + tl.arange(0, SIDE)
     inside = (key < S)[:, None] & (channel < width)[None, :]
     token = (batch.to(tl.int64) * S + key) * G + group
