@@ -339,12 +339,12 @@ def to_keys(
             reference = load_top(tops, J - 1, J, width, WIDTH)
             v = load_tile(values, key, S, v_t, width, UNIT, WIDTH)
             to_beta += tl.sum(weighted * (v.to(tl.float32) - reference[None, :]), 0)
-    # Found again, or where results go would wait in registers from the beginning.
-    program = rolled(program, T)
-    pair, side = program // tiles, program % tiles
-    batch, group = pair // G, pair % G
-    key = side * SIDE + tl.arange(0, SIDE)
-    inside = (key < S)[:, None] & (channel < width)[None, :]
+    if HAS_BIAS == DECAYS:  # found again, or where results go would wait in registers from the beginning
+        program = rolled(program, T)
+        pair, side = program // tiles, program % tiles
+        batch, group = pair // G, pair % G
+        key = side * SIDE + tl.arange(0, SIDE)
+        inside = (key < S)[:, None] & (channel < width)[None, :]
     token = (batch.to(tl.int64) * S + key) * G + group
     if BETA:
         part = pair.to(tl.int64) * P + first_part + side
