@@ -135,11 +135,11 @@ class Memory:
                     self.known[digest] = Usage(*usage)
 
     def find(self, source: Source, target: str) -> Result | None:
+        """What did not compile, or spilled, is tried again."""
         usage = self.known.get(_digest(source, target))
-        return None if usage is None else Result(source, target, usage, usage.problem(target))
+        return None if usage is None or usage.spills else Result(source, target, usage, usage.problem(target))
 
     def add(self, result: Result) -> None:
-        """What did not compile is tried again."""
         if result.usage is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:

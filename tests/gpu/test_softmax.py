@@ -98,6 +98,18 @@ def test_the_free_energy_is_exact_at_any_temperature(size: float, beta: float, c
     assert (free >= mean).all()
 
 
+@pytest.mark.parametrize(("target", "width"), [("sm_80", 33), ("sm_90", 33), ("sm_120", 65)])
+def test_wide_heads_with_decays_are_multiplied_in_parts(target: str, width: int) -> None:
+    until = torch.linspace(-0.3, -7.0, 35)
+    with aimed_at(target), recorded() as launches:
+        sums = torch.cat([until + 0.2, until])[None, None]
+        errors = check.compare(OPERATOR, "triton", read_of(35, bias=sums, key_width=width))
+    parts = {(each.options["APART"], each.options["KEY_WIDTH"]) for each in launches if each.name == "to_keys"}
+    assert parts == {{"sm_80": (16, 64), "sm_90": (32, 64), "sm_120": (64, 128)}[target]}
+    assert errors.results < 1e-5, errors
+    assert max(errors.gradients.values()) < 1e-4, errors
+
+
 def test_decays_keep_their_digits_late_in_a_sequence_and_in_rows_that_are_read_exactly() -> None:
     """Strong decays before weak ones, after sums that float32 would round to a hundredth; one value is large."""
     gates = torch.cat([torch.full((31,), -20.0), torch.linspace(-0.3, -0.01, 106)]).double()

@@ -166,8 +166,14 @@ def _of_nvidia(binary: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        shown = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", shown)
-    if found is None:
-        raise RuntimeError(f"cuobjdump says nothing of registers: {shown!r}")
-    return int(found[1]), int(found[2])
+
+        def shown(option: str) -> str:
+            return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+
+        usage = shown("-res-usage")
+        found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+        if found is None:
+            raise RuntimeError(f"cuobjdump says nothing of registers: {usage!r}")
+        registers, stack = map(int, found.groups())
+        # The assembler also reserves stacks that nothing is written to.
+        return registers, stack if stack and re.search(r"\bSTL\b", shown("-sass")) else 0

@@ -258,7 +258,7 @@ def _read_exactly(
         energy = tl.full([C, BD], NOTHING, tl.float32)
         if STATE:
             for m in range(rolled(E, length)):
-                far = tl.sum(reach + rest, 1) if W == 1 else column_of(reach + rest, m)
+                far = tl.sum(reach + rest, 1) if W == 1 else column_of(reach, m) + column_of(rest, m)
                 more = log_of(column_of(q, m)) + tl.load(LN + place * E + m) + far
                 more = tl.where(real & (segment == 0) & (more > BARELY), more, NOTHING)
                 at = (place * E + m) * D + column

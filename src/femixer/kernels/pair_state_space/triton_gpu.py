@@ -164,10 +164,12 @@ def _gradients(
     new: dict[str, Any] = {"dtype": torch.float32, "device": p.v.device}
     to_gate, to_v = torch.empty_like(p.gate), torch.empty_like(p.v)
     amounts = torch.empty(2, heads, batch, length, modes, **new)
-    matrices = torch.empty(2, batch, p.chunks, heads, modes, width, **new)
+    matrices = torch.empty(2, batch, p.chunks, heads, width, modes, **new)
     to_beta, to_first = torch.empty(batch, p.chunks, heads, **new), torch.empty(batch, 3, heads, modes, **new)
     found = to_gate, *amounts, *matrices, to_v, to_beta, to_first
-    given = p.gate, p.write, p.read, p.spread, p.gather, p.v, p.beta, p.marks, *states, *read
+    # Modes side by side, as in gather: matrices of two layouts would take more registers than there are.
+    spread = p.spread.mT.contiguous()
+    given = p.gate, p.write, p.read, spread, p.gather, p.v, p.beta, p.marks, *states, *read
     sizes = length, heads, modes, width, p.chunks, batch, p.marked, by_total
     options = p.options("FREE", "INCLUSIVE") | flags
     launch(kernels.gradients, (p.chunks * batch, heads), *given, *found, *sizes, **options, **_work(p))
@@ -177,8 +179,8 @@ def _gradients(
         to_gate,
         to_write,
         to_read,
-        to_spread,
-        to_gather.mT,
+        to_spread.mT,
+        to_gather,
         to_v,
         to_beta.sum((0, 1)).to(p.beta.dtype) if p.flags["FREE"] else None,
         None,

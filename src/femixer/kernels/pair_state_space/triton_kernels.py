@@ -322,6 +322,23 @@ def carry_back(
         later = top
 
 
+@triton.jit
+def _stream(x, d, z, a, read, write, spread, gather, to_spread, to_gather, by, INCLUSIVE: tl.constexpr):
+    """Gradients by one stream x [D] of a token, by that of its sums d [D], the state that it meets z [N] and the
+    gradient a [N] of the one after it: a of what the token reads too, of x, and in sums those of the matrices, and
+    `by` those of reads, writes and gates. One stream at a time, because there are no registers for three."""
+    u, r, g = tl.sum(spread * x[None, :], 1), tl.sum(gather * d[None, :], 1), z
+    if INCLUSIVE:
+        g, a = z + write * u, a + read * r
+    w = write * a
+    to_gather += (read * g)[:, None] * d[None, :]
+    to_spread += w[:, None] * x[None, :]
+    to_x, by_write = tl.sum(spread * w[:, None], 0), by[1] + a * u
+    if not INCLUSIVE:
+        a = a + read * r
+    return a, to_x, to_spread, to_gather, (by[0] + r * g, by_write, by[2] + a * z)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def gradients(
     GATE, WRITE, READ, SPREAD, GATHER, V, BETA, MARKS, SUMS, TOPS, TOKEN_TOPS, SEEN, BACK,
@@ -330,17 +347,16 @@ def gradients(
     marked, by_total, MODES: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, FREE: tl.constexpr,
     INCLUSIVE: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk, from the states that its tokens meet and the gradient of the state after it. In parts: D_WRITE and
-    D_READ [H, B, T, N]; D_SPREAD, D_GATHER [B, chunks, H, N, D]; D_BETA [B, chunks, H]."""
+    """Of a chunk, from the states that its tokens meet and the gradient of the state after it. SPREAD is [H, D, N]
+    here. In parts: D_WRITE and D_READ [H, B, T, N]; D_SPREAD, D_GATHER [B, chunks, H, D, N]; D_BETA [B, chunks, H]."""
     place, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chunk, b = (place % chunks).to(tl.int32), place // chunks
     n, d = tl.arange(0, MODES), tl.arange(0, WIDTH)
     beta = _beta(BETA, h, FREE)
-    spread, gather = _matrix(SPREAD, h, n, d, N, D, True), _matrix(GATHER, h, n, d, N, D, False)
+    spread, gather = _matrix(SPREAD, h, n, d, N, D, False), _matrix(GATHER, h, n, d, N, D, False)
     first = _top(TOPS, place * H + h, n)
     a0, a1, a2 = _load_state(BACK, (place * 3 * H + h) * N, N, H * N, n, FREE)
-    to_spread = tl.zeros([MODES, WIDTH], tl.float32)
-    to_gather = tl.zeros([MODES, WIDTH], tl.float32)
+    to_spread, to_gather = 0.0 * spread, 0.0 * gather  # held as these are
     to_beta = tl.zeros([MODES], tl.float32)
     by_values = tl.zeros([WIDTH], tl.float32)
     if FREE and chunk == chunks - 1:
@@ -356,38 +372,35 @@ def gradients(
         top, before = _tops(TOKEN_TOPS, first, b, t, T, h, H, n, N, back, start, CHUNK)
         highest = tl.max(tl.where(n < N, top, NOTHING), 0)
         energy = _energies(exponent, highest + tl.zeros([MODES], tl.float32), FREE)
-        u0, u1, u2 = _streams(spread, v, energy)
         d0, d1, d2, by_logarithm = slopes(
             MEAN, FREE_ENERGY, LOG_TOTAL, G_MEAN, G_FREE, G_TOTAL, (row * H + h) * D + d, here, beta, highest,
             by_total, FREE, BY_MEAN, BY_FREE,
         )  # fmt: skip
-        r0, r1, r2 = _queries(gather, d0, d1, d2)
         z0, z1, z2 = _load_state(SEEN, (tl.minimum(row, b * T + T - 1) * 3 * H + h) * N, N, H * N, n, FREE)
-        g0, g1, g2 = z0, z1, z2
-        if INCLUSIVE:
-            g0, g1, g2 = z0 + write * u0, z1 + write * u1, z2 + write * u2
-            a0, a1, a2 = a0 + read * r0, a1 + read * r1, a2 + read * r2
-        to_gather += (read * g0)[:, None] * d0[None, :] + (read * g1)[:, None] * d1[None, :]
-        to_gather += (read * g2)[:, None] * d2[None, :]
+        one = tl.where(here, 1.0, 0.0)
+        by = tl.zeros([MODES], tl.float32), tl.zeros([MODES], tl.float32), tl.zeros([MODES], tl.float32)
+        a0, x0, to_spread, to_gather, by = _stream(
+            one, d0, z0, a0, read, write, spread, gather, to_spread, to_gather, by, INCLUSIVE
+        )
+        a1, x1, to_spread, to_gather, by = _stream(
+            v, d1, z1, a1, read, write, spread, gather, to_spread, to_gather, by, INCLUSIVE
+        )
+        a2, x2, to_spread, to_gather, by = _stream(
+            energy, d2, z2, a2, read, write, spread, gather, to_spread, to_gather, by, INCLUSIVE
+        )
         part = ((h * batch + b) * T + t) * N + n
-        tl.store(D_READ + part, (r0 * g0 + r1 * g1 + r2 * g2) * real, mask=modes)
-        tl.store(D_WRITE + part, (a0 * u0 + a1 * u1 + a2 * u2) * real, mask=modes)
-        w0, w1, w2 = write * a0, write * a1, write * a2
-        to_spread += tl.where(here, 1.0, 0.0)[None, :] * w0[:, None] + w1[:, None] * v[None, :]
-        to_spread += w2[:, None] * energy[None, :]
-        x1 = tl.sum(spread * w1[:, None], 0)
-        x2 = tl.sum(spread * w2[:, None], 0) * energy
+        tl.store(D_READ + part, by[0] * real, mask=modes)
+        tl.store(D_WRITE + part, by[1] * real, mask=modes)
+        tl.store(D_GATE + (row * H + h) * N + n, by[2] * real, mask=modes)
+        x2 *= energy
         tl.store(D_V + (row * H + h) * D + d, tl.where(here, x1 + beta * x2, 0.0), mask=at(d < D, inside))
-        if not INCLUSIVE:
-            a0, a1, a2 = a0 + read * r0, a1 + read * r1, a2 + read * r2
         # Exponents count from the token's top, so that large ones do not cancel; z2 went from one top to the next.
         by_values += by_logarithm + x2 * tl.where(here, exponent - highest, 0.0) / beta
         to_beta += a2 * z2 * (before - top) / beta * inside
-        tl.store(D_GATE + (row * H + h) * N + n, (a0 * z0 + a1 * z1 + a2 * z2) * real, mask=modes)
         slow, lag = _gates(gate, n, N)
         keep, fade = decays(slow, 1.0, before, top, start)
         a0, a1, a2 = _decayed(a0, a1, a2, lag, keep, fade)
-    matrix = ((place * H + h) * N + n[:, None]) * D + d[None, :]
+    matrix = ((place * H + h) * D + d[None, :]) * N + n[:, None]
     there = (n < N)[:, None] & (d < D)[None, :]
     tl.store(D_SPREAD + matrix, to_spread, mask=there)
     tl.store(D_GATHER + matrix, to_gather, mask=there)

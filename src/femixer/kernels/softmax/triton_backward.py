@@ -210,7 +210,11 @@ def join_rows(
         if BETA:
             by_total = load_block(to_total, row, T, width, width, 1, TILE, WIDTH)
             de = tl.dot(p.to(e.dtype), by_total, de, input_precision=PRECISION)
-            dp = tl.dot(e, tl.trans(by_total), dp, input_precision=PRECISION)
+            factor = e
+            if HAS_BIAS == DECAYS:
+                if APART > 0 and KEY_WIDTH > APART:
+                    factor = e * rolled(1, first)  # or its parts for the product would be held from before the loop
+            dp = tl.dot(factor, tl.trans(by_total), dp, input_precision=PRECISION)
         ds = p * (dp - load_numbers(deltas, row, T, 0.0, TILE)[None, :])
         if APART > 0:
             q = load_block(queries, row, T, q_t, key_width, UNIT, TILE, KEY_WIDTH)
@@ -301,7 +305,7 @@ def to_keys(
         # Keys past the last one weigh nothing, which must not be left to what zeros score.
         middle = side * SIDE + SIDE - 1 if CAUSAL else tl.where(side * SIDE + SIDE <= S, start, stop)
     blocks = tl.cdiv(stop, ROWS) - start // ROWS
-    for each in range(repeats):
+    for each in range(tl.maximum(repeats, 1)):  # at least one, as the compiler then knows
         head = group * repeats + each
         of_rows = (batch * H + head).to(tl.int64) * T
         queries = place(Q, batch, head, q_b, q_h, UNIT)
@@ -335,6 +339,12 @@ def to_keys(
             reference = load_top(tops, J - 1, J, width, WIDTH)
             v = load_tile(values, key, S, v_t, width, UNIT, WIDTH)
             to_beta += tl.sum(weighted * (v.to(tl.float32) - reference[None, :]), 0)
+    if HAS_BIAS == DECAYS:  # found again, or where results go would wait in registers from the beginning
+        program = rolled(program, T)
+        pair, side = program // tiles, program % tiles
+        batch, group = pair // G, pair % G
+        key = side * SIDE + tl.arange(0, SIDE)
+        inside = (key < S)[:, None] & (channel < width)[None, :]
     token = (batch.to(tl.int64) * S + key) * G + group
     if BETA:
         part = pair.to(tl.int64) * P + first_part + side

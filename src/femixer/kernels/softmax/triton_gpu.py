@@ -220,7 +220,8 @@ def tiles_of(call: Call) -> tuple[Tiles, Tiles]:
             return Tiles(16, 64 if wide <= 32 else 32 if wide <= 64 else 16, 8, 1, 32), of_rows
         if wide <= 32:
             return Tiles(16, 16 if call.seen.decays else 32, 8, 1), of_rows
-        return Tiles(16, 16, 8, 1, 16), of_rows
+        wide_decays = call.seen.decays and padded(call.key_width) > 64
+        return Tiles(16, 16, 8, 1, 64 if wide_decays and target_of(call.q) == "sm_120" else 16), of_rows
     if call.is_hopper:
         of_rows = Tiles(128, 32, 8, 1) if wide <= 64 else Tiles(64 if wide <= 128 else 32, 32, 8, 1)
         return Tiles(32, 128, 8, 1) if wide <= 64 else Tiles(16, 64 if wide <= 128 else 32, 8, 1), of_rows
