@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from femixer.kernels.gates import OPERATOR
-from femixer.kernels.triton_launch import HALF_OR_SINGLE, launch, size_of
+from femixer.kernels.triton_launch import HALF_OR_SINGLE, all_registers, launch, size_of, target_of
 from femixer.kernels.triton_math import sigmoid, softplus
 
 # Numbers that a program holds of each tensor.
@@ -88,6 +88,7 @@ def _launch(kernel: Any, given: list[Tensor | None], results: list[Tensor | None
         COLUMNS=columns,
         ROWS=rows,
         num_warps=4,
+        **all_registers(target_of(mean)),
     )
 
 

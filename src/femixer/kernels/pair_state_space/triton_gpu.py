@@ -164,7 +164,7 @@ def _gradients(
     new: dict[str, Any] = {"dtype": torch.float32, "device": p.v.device}
     to_gate, to_v = torch.empty_like(p.gate), torch.empty_like(p.v)
     amounts = torch.empty(2, heads, batch, length, modes, **new)
-    matrices = torch.empty(2, batch, p.chunks, heads, width, modes, **new)
+    matrices = torch.empty(2, batch, p.chunks, heads, modes * width, **new)
     to_beta, to_first = torch.empty(batch, p.chunks, heads, **new), torch.empty(batch, 3, heads, modes, **new)
     found = to_gate, *amounts, *matrices, to_v, to_beta, to_first
     # Modes side by side, as in gather: matrices of two layouts would take more registers than there are.
@@ -179,8 +179,8 @@ def _gradients(
         to_gate,
         to_write,
         to_read,
-        to_spread.mT,
-        to_gather,
+        to_spread.view_as(p.spread),
+        to_gather.view_as(p.gather),
         to_v,
         to_beta.sum((0, 1)).to(p.beta.dtype) if p.flags["FREE"] else None,
         None,

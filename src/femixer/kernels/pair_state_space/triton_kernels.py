@@ -348,7 +348,8 @@ def gradients(
     INCLUSIVE: tl.constexpr, BY_MEAN: tl.constexpr, BY_FREE: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk, from the states that its tokens meet and the gradient of the state after it. SPREAD is [H, D, N]
-    here. In parts: D_WRITE and D_READ [H, B, T, N]; D_SPREAD, D_GATHER [B, chunks, H, D, N]; D_BETA [B, chunks, H]."""
+    here. In parts: D_WRITE and D_READ [H, B, T, N]; D_SPREAD [B, chunks, H, N, D], D_GATHER
+    [B, chunks, H, D, N]; D_BETA [B, chunks, H]."""
     place, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chunk, b = (place % chunks).to(tl.int32), place // chunks
     n, d = tl.arange(0, MODES), tl.arange(0, WIDTH)
@@ -400,10 +401,10 @@ def gradients(
         slow, lag = _gates(gate, n, N)
         keep, fade = decays(slow, 1.0, before, top, start)
         a0, a1, a2 = _decayed(a0, a1, a2, lag, keep, fade)
-    matrix = ((place * H + h) * D + d[None, :]) * N + n[:, None]
+    matrix = (place * H + h) * N * D
     there = (n < N)[:, None] & (d < D)[None, :]
-    tl.store(D_SPREAD + matrix, to_spread, mask=there)
-    tl.store(D_GATHER + matrix, to_gather, mask=there)
+    tl.store(D_SPREAD + matrix + n[:, None] * D + d[None, :], to_spread, mask=there)
+    tl.store(D_GATHER + matrix + d[None, :] * N + n[:, None], to_gather, mask=there)
     if chunk == 0:
         _, _, z2 = _load_state(SUMS, (place * 3 * H + h) * N, N, H * N, n, FREE)
         to_beta -= a2 * z2 * first / beta
