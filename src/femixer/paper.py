@@ -59,7 +59,7 @@ ENTRIES: dict[str, Entry] = {
         (
             Ran("lite with an earlier start of the gates, 17 of 24 models, seed 0", "benchmarks/mad-lite.json"),
             Ran("the same, 9 models, seeds 0 and 1", "benchmarks/mad-lite-seeds.json"),
-            Ran("small, softmax with seeds 0 and 1, GLA with seed 0", "benchmarks/mad-small.json"),
+            Ran("small, softmax with seeds 0 and 1, GLA and AFT with seed 0", "benchmarks/mad-small.json"),
             Ran("small, FEM-SM with start=prior, seeds 0 and 1", "benchmarks/mad-small-prior.json"),
             Ran("small, SMAttn+C,G on three tasks, 2 and 3 seeds", "benchmarks/mad-small-parts.json"),
         ),
