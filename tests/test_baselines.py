@@ -108,6 +108,16 @@ class TestStreaming:
         with torch.no_grad():
             assert_close({"y": streamed(m, x, [41, 71, 39])}, {"y": m(x)}, EXACT)
 
+    @variants()
+    @torch.no_grad()
+    def test_a_larger_future_in_a_later_chunk_leaves_the_past_alone(self, variant: Variant):
+        m, x = variant.build(dtype=torch.float32), tokens(length=71, dtype=torch.float32)
+        wild = x.clone()
+        wild[:, 37:] *= 1e4
+        y = m(wild)
+        assert y.isfinite().all()
+        assert_close({"y": y[:, :37]}, {"y": m(x)[:, :37]}, variant.rounding)
+
     @variants(without=GROWING)
     def test_a_state_stays_as_small_as_it_is(self, variant: Variant):
         m, x = variant.build(), tokens()
@@ -146,12 +156,13 @@ class TestNumerics:
             assert (y.float() - exact).square().mean().sqrt() < 0.05 * exact.square().mean().sqrt()
 
     @variants(with_options=False)
-    def test_a_half_precision_module_runs(self, variant: Variant):
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_a_half_precision_module_runs(self, variant: Variant, dtype: torch.dtype):
         """Beside the same rounded weights in float32: errors are those of the projections, not of sums over tokens."""
-        m, x = variant.build(dtype=torch.bfloat16), tokens(batch=1, length=257, dtype=torch.bfloat16)
+        m, x = variant.build(dtype=dtype), tokens(batch=1, length=257, dtype=dtype)
         with torch.no_grad():
             y, exact = streamed(m, x, [256, 1]), copy.deepcopy(m).float()(x.float())
-        assert y.dtype == torch.bfloat16
+        assert y.dtype == dtype
         assert (y.float() - exact).square().mean().sqrt() < 0.05 * exact.square().mean().sqrt()
 
     # torch about itself: its tracing and its imports.
@@ -213,6 +224,8 @@ class TestErrors:
 
 
 WRONG_OPTIONS = [
+    ("attention", {"heads": 8}),  # of three channels
+    ("attention", {"kv_heads": 3}),
     ("deltanet", {"conv_width": 0}),
     ("diff-transformer", {"depth": 0}),
     ("diff-transformer", {"heads": 3}),

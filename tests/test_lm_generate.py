@@ -210,6 +210,11 @@ def pickled(folder):
     (folder / "model.safetensors").unlink()
 
 
+def shortened(folder):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
 def deeper(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
@@ -221,14 +226,14 @@ BROKEN = {
     "has not saved a model yet": lambda folder: (folder / "config.json").write_text('{"task": "lm", "experiment": {}}'),
     "has no weights": lambda folder: (folder / "model.safetensors").unlink(),
     "has its weights as a pickle (pytorch_model.bin)": pickled,
-    "model.safetensors: SafetensorError": lambda folder: (folder / "model.safetensors").write_bytes(b"weights"),
+    "model.safetensors: SafetensorError": shortened,
     "does not fit its config.json: the weights lack model.layers.2.": deeper,
     "has no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
-    "tokenizer": lambda folder: (folder / "tokenizer.json").write_text("{}"),
+    "/copy: ": lambda folder: (folder / "tokenizer.json").write_text("{}"),
     "has a tokenizer of 257 tokens and a model of 251": lambda folder: tiny(vocab_size=251).save_pretrained(folder),
     "has a tokenizer of 257 tokens and a model of 3001": lambda folder: tiny(vocab_size=3001).save_pretrained(folder),
 }
-"""What a command says -> what was done to the folder."""
+"""What a command says -> what was done to the folder. Of half a tokenizer it tells what transformers says."""
 
 
 @pytest.mark.parametrize("message", BROKEN)

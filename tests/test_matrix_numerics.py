@@ -99,6 +99,13 @@ class TestExactness:
     @pytest.mark.parametrize("kind", ["tame", "wild"])
     @pytest.mark.parametrize(("causal", "length"), [(True, 1025), (True, 101), (False, 400)])
     def test_mean_and_free_energy_are_exact(self, variant: Variant, kind: str, causal: bool, length: int):
+        self.check_reads(variant, kind, causal, length)
+
+    @variants("L", "window")
+    def test_mean_and_free_energy_are_exact_at_4096_tokens(self, variant: Variant):
+        self.check_reads(variant, "wild", True, 4096)
+
+    def check_reads(self, variant: Variant, kind: str, causal: bool, length: int) -> None:
         m, inputs, v, beta, layout, _ = self.setup_read(variant, kind, causal, length)
         mean, free, _ = m.prior.read(inputs, v, beta, layout, None, False)
         rows = torch.tensor(

@@ -1,5 +1,7 @@
 """Packed documents, as transformers' own collator hands them to a model, are read each alone."""
 
+from itertools import chain
+
 import pytest
 import torch
 from small_models import stirred, text
@@ -32,6 +34,24 @@ def test_what_the_flattening_collator_packs_is_read_document_by_document(prior, 
     scored = [len(d) - 1 for d in documents]
     together = sum(a.loss.item() * n for a, n in zip(alone, scored, strict=True) if n) / sum(scored)
     assert outputs.loss.item() == pytest.approx(together, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"mixer": "attention"}, {"mixer": ["fem", "attention"], "prior": "aft"}, {"prior": ["gla", "softmax"]}],
+    ids=str,
+)
+def test_segments_of_any_number_are_documents_to_every_mixer(fields, documents):
+    model, padding = stirred(text(**fields)), [3, 5]
+    ids = torch.tensor([[*chain(*documents), *padding]])
+    segments = torch.tensor([4, 0, 1, 7, -1]).repeat_interleave(torch.tensor([*LENGTHS, len(padding)]))[None]
+    packed = model(ids, segments=segments, labels=ids)
+    alone = [model(torch.tensor([d]), labels=torch.tensor([d])) for d in documents]
+    expected = torch.cat([a.logits for a in alone], 1)
+    torch.testing.assert_close(packed.logits[:, : -len(padding)], expected, rtol=1e-4, atol=2e-5)
+    scored = [n - 1 for n in LENGTHS]
+    together = sum(a.loss.item() * n for a, n in zip(alone, scored, strict=True) if n) / sum(scored)
+    assert packed.loss.item() == pytest.approx(together, abs=1e-5)
 
 
 def test_labels_that_were_shifted_by_the_caller_are_scored_as_they_are():

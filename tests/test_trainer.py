@@ -79,7 +79,7 @@ def test_recomputed_and_accumulated_steps_are_the_plain_ones(kind, tmp_path):
 def test_smoothed_labels_are_those_of_the_next_token(kind, tmp_path):
     model, rows = made("softmax")
     if kind == "upgraded":
-        sizes = {"vocab_size": 17, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1}
+        sizes = {"vocab_size": small_models.WORDS, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1}
         model = upgrade(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=3)))
     run = small_models.trainer(model, rows, tmp_path, label_smoothing_factor=0.25, save_strategy="no")
     loss = run.compute_loss(model.eval(), {k: v[None] for k, v in rows[0].items()})

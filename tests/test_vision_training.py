@@ -455,7 +455,7 @@ def test_shown_images_are_of_all_classes():
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        ("inspect {trained} --text a", "is a model of pictures; see `femixer vision maps`"),
+        ("inspect {trained} --text a", "is a model of images; see `femixer vision maps`"),
         ("vision maps --model {trained} --data {colours} --out {out}/m.pdf", "choose a file that ends in .png"),
         ("vision eval --model {trained} --data datasets:", "data='datasets:' is not allowed"),
         ("vision eval --model {trained} --data ''", "data='' is not allowed"),

@@ -40,6 +40,21 @@ def test_a_rotation_keeps_norms_and_products() -> None:
     assert (found_q[:, 1:] - q[:, 1:]).abs().amin((0, 1, 2)).min() > 0
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("floor", [None, 1e-3])
+def test_heads_and_gradients_may_lie_anywhere_in_memory(backend: str, floor: float | None) -> None:
+    """A gradient that is one number has strides of zero."""
+    q, k = (heads(seed, 2, 11, 8, 3).float().mT.requires_grad_() for seed in (0, 1))
+    angles = rotary_angles(torch.arange(11)[None], 8, 10000.0, torch.float32)
+    results = []
+    for given in ((q, k), [x.detach().contiguous().requires_grad_() for x in (q, k)]):
+        with use_backend(backend):
+            found = rotate(*given, *angles, floor)
+            loss = sum(x.sum() if given[0] is q else (x * torch.ones_like(x)).sum() for x in found)
+        results.append([*found, *torch.autograd.grad(loss, given)])
+    torch.testing.assert_close(*results, rtol=0, atol=1e-6)
+
+
 def test_scores_depend_on_the_distance_only() -> None:
     q, k = (heads(seed, 1, 1, 1, 8).expand(1, 13, 1, 8) for seed in (0, 1))
     q, k = rotate(q, k, *rotary_angles(torch.arange(13)[None], 8, 10000.0, torch.float64))

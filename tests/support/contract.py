@@ -241,8 +241,11 @@ class EveryMixer:
         layouts = ({}, {"mask": MASK[:BATCH]}, {"segments": SEGMENTS})
         for m, layout, (rows, columns) in product(both(variant), layouts, ((0, LENGTH), (BATCH, 0))):
             empty = tokens()[:rows, :columns].requires_grad_()
-            y = m(empty, **{name: given[:rows, :columns] for name, given in layout.items()})
+            given = {name: ids[:rows, :columns] for name, ids in layout.items()}
+            y = m(empty, **given)
             assert y.shape == empty.shape
+            if m.causal:
+                assert torch.equal(m(empty, **given, return_state=True)[0], y)
             y.sum().backward()
             assert all(p.grad is None or p.grad.count_nonzero() == 0 for p in m.parameters())
 

@@ -1,4 +1,4 @@
-"""Small models of text and of pictures, tokenizers for them, and folders that commands read."""
+"""Small models of text and of images, tokenizers for them, and folders that commands read."""
 
 from pathlib import Path
 from typing import Any

@@ -73,8 +73,8 @@ def _knows_complex(heads: list[Tensor]) -> bool:
 
 
 def _even(pairs: Tensor) -> Tensor:
-    """Complex numbers lie at even places of the memory."""
-    if any(step % 2 for step in (*pairs.stride()[:-1], pairs.storage_offset())):
+    """Complex numbers lie at even places of the memory, side by side."""
+    if pairs.stride(-1) != 1 or any(step % 2 for step in (*pairs.stride()[:-1], pairs.storage_offset())):
         return pairs.clone(memory_format=torch.contiguous_format)
     return pairs
 

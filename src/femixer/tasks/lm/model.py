@@ -183,7 +183,7 @@ def load_tokenizer(folder: Path) -> Any:
     from femixer.models.files import saved_tokenizer
 
     if (folder / "preparation.json").is_file():
-        raise ValueError(f"checkpoint={str(folder)!r} is a model of pictures; see `femixer vision maps`")
+        raise ValueError(f"checkpoint={str(folder)!r} is a model of images; see `femixer vision maps`")
     return saved_tokenizer(folder)
 
 
