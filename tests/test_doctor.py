@@ -92,6 +92,29 @@ def test_races_and_new_memory_are_found(
     assert what in capsys.readouterr().out
 
 
+def test_kernels_that_fail_in_half_precision_are_told_with_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_a_gpu(monkeypatch)
+    monkeypatch.setattr(doctor, "HALF", (torch.float16, torch.float64))  # one that fails, one that is not served
+    served = dispatch.refusal
+
+    def refusal(operator: Any, backend: str, arguments: Any) -> str | None:
+        return "too wide" if arguments[0].dtype == torch.float64 else served(operator, backend, arguments)
+
+    def fails(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
+        if x.dtype == torch.float16:
+            raise RuntimeError("it does not compile")
+        return forward(x, weight, eps)
+
+    monkeypatch.setattr(dispatch, "refusal", refusal)
+    monkeypatch.setitem(OPERATOR.implementations, "triton", SimpleNamespace(forward=fails, DIFFERENTIABLE=True))
+    assert main(["doctor", "--operators", "rms_norm"]) == 0
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if "inf" in line and "rms_norm" in line)
+    name, half, plain, *others = (cell.strip() for cell in row.replace("│", "|").strip("| ").split("|"))
+    assert (name, half) == ("rms_norm", "inf") and float(plain) < 1e-2 and not any(others)
+
+
 def test_an_operator_that_a_backend_leaves_to_torch_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

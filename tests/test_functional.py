@@ -8,7 +8,7 @@ import pytest
 import torch
 from matrix import assert_close, noise, stir
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jacrev, vmap
+from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -50,6 +50,18 @@ class TestTransforms:
         # Kernels have first derivatives only. Constants instead of them would make zeros of the second, in silence.
         with pytest.raises(RuntimeError, match="create_graph=True is not possible"):
             torch.autograd.functional.hvp(lambda x: m(x).square().sum(), x, direction)
+
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script. is deprecated")  # by torch, for derivatives forward in time
+    @priors
+    @pytest.mark.parametrize("marked", [False, True])
+    def test_forward_derivatives_of_long_sequences(self, prior: str, marked: bool):
+        m, x, direction = FreeEnergyMixer(8, 2, prior, dtype=torch.float64), noise(1, 300, 8), noise(1, 300, 8, seed=2)
+        segments = torch.arange(300)[None] // 170 if marked else None
+        gradient = grad(lambda x: m(x, segments=segments).square().sum())
+        for function in (lambda x: m(x, segments=segments), gradient):
+            _, found = jvp(function, (x,), (direction,))
+            step = 1e-5 * direction
+            assert_close({"x": found}, {"x": (function(x + step) - function(x - step)) / 2e-5}, 1e-5)
 
     @priors
     def test_gradients_per_example_are_those_of_each_alone(self, prior: str):

@@ -441,3 +441,6 @@ def test_an_address_that_is_none_and_a_folder_of_something_else_are_refused(tmp_
     (tmp_path / "thesis.tex").touch()
     assert run(tmp_path) == 2
     assert "a store of results, or a new or empty folder (this one holds out, thesis.tex)" in capsys.readouterr().err
+    (tmp_path / "others/runs").mkdir(parents=True)  # a name that other programs use too
+    assert run(tmp_path / "others") == 2
+    assert "a store of results, or a new or empty folder (this one holds runs)" in capsys.readouterr().err

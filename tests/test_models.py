@@ -293,6 +293,8 @@ def test_a_pickle_checkpoint_is_refused(tmp_path):
         ({"dropout": 0.1}, "dropout=0.1 is not a field of FEMConfig; choose mixer_dropout"),
         ({"mixer": "attention", "window": 3}, "window=3 does not fit mixer='attention'"),
         ({"prior": ["gla", "aft"], "window": 3}, "window=3 is not allowed; choose None: no layer has"),
+        ({"mixer": "mamba", "prior": "gla", "window": 3}, "window=3 is not allowed; choose None: no layer has"),
+        ({"mixer": ["fem", "mamba"], "prior": "gla", "window": 3}, "window=3 is not allowed; choose None"),
     ],
 )
 def test_a_wrong_configuration_is_refused_by_name(fields, message):

@@ -21,7 +21,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, pi
 from femixer.cli import main
 from femixer.models import FEMImageProcessor
 from femixer.models.named import parameter_count
-from femixer.options import parse
+from femixer.options import check_options, parse
 from femixer.reporting.figures import save
 from femixer.tasks.vision import TASK
 from femixer.tasks.vision.data import Arrays, DataSet, Files, Preparation, read
@@ -29,7 +29,7 @@ from femixer.tasks.vision.data import views as views_module
 from femixer.tasks.vision.data.views import Batches, Views, spread, stacked
 from femixer.tasks.vision.evaluate import confusion, map_figure, samples
 from femixer.tasks.vision.fit import Fitting, Predictions, averaged, averages, averaging, error, predicted
-from femixer.tasks.vision.model import ENCODERS, Classifier, config_of, specified
+from femixer.tasks.vision.model import ENCODERS, Classifier, Sizes, config_of, specified
 from femixer.tasks.vision.task import Train, VisionRun, with_recipe_of_data, within_epochs
 from femixer.training import adamw
 
@@ -53,6 +53,12 @@ def paint(root, per_class=11, size=(11, 9)):
     (root / "red/00.png").write_bytes(b"")
     (root / "red/01.png").write_bytes(b"no image at all")
     return root
+
+
+def test_channels_are_one_or_three():
+    assert [parse(Sizes, ["--channels", each], "vision train").channels for each in ("1", "3")] == [1, 3]
+    with pytest.raises(ValueError, match="channels=2 is not allowed; choose 1 or 3"):
+        check_options(Sizes(channels=2))
 
 
 @pytest.fixture(scope="module")

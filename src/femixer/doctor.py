@@ -199,23 +199,28 @@ def _repeatable() -> Iterator[None]:
 def half_precision(cases: Sequence[Case]) -> reporting.Table | None:
     """The largest errors of Triton's kernels in half precision beside plain torch's. They are told, not judged: nobody
     knows those of bfloat16 before a GPU has shown them. None without a GPU."""
-    worst: dict[str, list[float]] = {}
+    worst: dict[str, list[float | None]] = {}
     for case in cases:
         if case.column.backend == "triton" and case.dtype == torch.float32:
-            found: list[float] = []
-            for dtype in HALF:
-                given = check.cast(case.arguments, dtype, case.column.device)
-                if dispatch.refusal(case.operator, "triton", given) is None:
-                    both = (check.compare(case.operator, each, given, dtype).worst for each in ("triton", "plain"))
-                    found += both
-                else:
-                    found += [0.0, 0.0]
-            before = worst.setdefault(case.operator.name, [0.0] * len(found))
-            worst[case.operator.name] = [max(pair) for pair in zip(before, found, strict=True)]
+            found = [_half_error(case, dtype, backend) for dtype in HALF for backend in ("triton", "plain")]
+            before = worst.setdefault(case.operator.name, [None] * len(found))
+            pairs = zip(before, found, strict=True)
+            worst[case.operator.name] = [max((x for x in pair if x is not None), default=None) for pair in pairs]
     titles = ["operator", *(f"{_short(dtype)}, {backend}" for dtype in HALF for backend in ("triton", "plain"))]
-    rows = [[name, *(f"{error:.1e}" for error in errors)] for name, errors in worst.items()]
+    rows = [[name, *("" if x is None else f"{x:.1e}" for x in errors)] for name, errors in worst.items()]
     columns = [reporting.Column(title) for title in titles]
     return reporting.Table.of(columns, rows, "Largest errors in half precision") if rows else None
+
+
+def _half_error(case: Case, dtype: torch.dtype, backend: str) -> float | None:
+    """None if Triton does not serve the case in this type, infinite if it cannot be carried out."""
+    given = check.cast(case.arguments, dtype, case.column.device)
+    if dispatch.refusal(case.operator, "triton", given) is not None:
+        return None
+    try:
+        return check.compare(case.operator, backend, given, dtype).worst
+    except Exception:
+        return math.inf
 
 
 def show_backends(operators: Sequence[Operator]) -> None:

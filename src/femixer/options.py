@@ -159,7 +159,8 @@ def rules(kind: Any) -> Iterator[Rule]:
     """Those in a type, as in `tuple[Count, ...] | None`."""
     inner = get_args(kind)
     if get_origin(kind) is Literal:
-        allowed = " or ".join(inner) if len(inner) == 2 else f"from {', '.join(inner)}"
+        names = [str(value) for value in inner]
+        allowed = " or ".join(names) if len(names) == 2 else f"from {', '.join(names)}"
         yield Rule(allowed, lambda value: value in inner)
         return
     for each in inner:

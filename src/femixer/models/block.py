@@ -169,9 +169,8 @@ def check_budget(config: FEMConfig) -> None:
     check(with_keys or config.budget == "attention", "budget", config.budget, allowed)
     allowed = "None: no layer is a free energy mixer"
     check(bool(priors) or config.value_dim is None, "value_dim", config.value_dim, allowed)
-    if all(mixer == "fem" for mixer, _ in layers):  # check_mixer knows what the others use
-        windows = any(map(has_window, priors))
-        check(windows or config.window is None, "window", config.window, "None: no layer has the prior softmax or fox")
+    windows = any(map(has_window, priors))
+    check(windows or config.window is None, "window", config.window, "None: no layer has the prior softmax or fox")
 
 
 def check_encoder(mixer: str) -> None:

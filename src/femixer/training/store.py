@@ -56,8 +56,11 @@ class Store:
         check(not folder.exists() or folder.is_dir(), "out", str(folder), "a folder")
         if not (folder / INDEX).exists():
             folder.mkdir(parents=True, exist_ok=True)
-            own = (INDEX, JOBS, ERRORS, RUNNING, RUNS)  # another process may have made it a store just now
-            atomic.check_free("out", folder, own, "a store of results, or ")
+            try:
+                atomic.check_free("out", folder, instead="a store of results, or ")
+            except ValueError:
+                if not (folder / INDEX).exists():  # another process may have made it a store just now
+                    raise
             put(folder / INDEX, json.dumps({"format": kind.format}) + "\n")
         check_format(folder / INDEX, kind)
 

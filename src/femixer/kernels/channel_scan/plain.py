@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from femixer.kernels.marks import is_padding, is_start
 from femixer.kernels.reading import NOTHING, state_dtype
@@ -86,15 +87,26 @@ def _wiped(log: Tensor, reach: Tensor | None, start: Tensor) -> Tensor:
     reach = torch.zeros_like(log[0]) if reach is None else reach
     forgotten = torch.add(reach, first.double().cumsum(-1), alpha=NOTHING)
     # Only a bound, in which digits that get lost do not matter: the total of the segment up to the token before.
-    past = ((log - forgotten).logcumsumexp(-1) + forgotten).roll(1, -1)
+    past = (_log_sums(log - forgotten) + forgotten).roll(1, -1)
     excess = (past - log).amax(0).clamp_min(0) + WIPED
     return reach - excess.masked_fill(~first, 0).cumsum(-1)
+
+
+def _log_sums(x: Tensor) -> Tensor:
+    """x.logcumsumexp(-1). Its forward derivative in torch is relative to the largest of all: nothing before a rise."""
+    if forward_ad._current_level < 0 or torch.compiler.is_compiling():
+        return x.logcumsumexp(-1)
+    for distance in (2**n for n in range(x.shape[-1].bit_length())):
+        late, early = x[..., distance:], x[..., :-distance]
+        more, less = torch.where(late > early, late, early), torch.where(late > early, early, late)
+        x = torch.cat([x[..., :distance], more + F.softplus(less - more)], -1)
+    return x
 
 
 def _mean(value: Tensor, log: Tensor, total: Tensor) -> Tensor:
     """sum over i <= t of exp(log_i - total_t) value_i, [B, C, S] as all are."""
     signed = torch.stack([value, -value]).clamp_min(LEAST).log() + log
-    positive, negative = (signed.logcumsumexp(-1) - total).exp().unbind()
+    positive, negative = (_log_sums(signed) - total).exp().unbind()
     return positive - negative
 
 
@@ -112,11 +124,11 @@ def forward(
     state: Tensor | None,
 ) -> tuple[Tensor, ...]:
     value, log, warm, reach, b = _weights((key, gate, v, beta, marks, state))
-    log_sum = log.logcumsumexp(-1)
+    log_sum = _log_sums(log)
     mean = _mean(value, log, log_sum)
     rows = [log_sum if reach is None else log_sum + reach, mean]
     if warm is not None and b is not None:
-        rows.append(torch.maximum((warm.logcumsumexp(-1) - log_sum) / b, mean))
+        rows.append(torch.maximum((_log_sums(warm) - log_sum) / b, mean))
     dtype = torch.promote_types(v.dtype, torch.float32)
     shown = [_tokens(x, v.shape[1], dtype) for x in rows]
     if marks is not None:

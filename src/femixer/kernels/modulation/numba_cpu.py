@@ -37,7 +37,7 @@ def forward(x: Tensor, features: Tensor, matrix: Tensor, scaled: int, widths: li
 
 
 def backward(
-    grads: tuple[Tensor, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
+    grads: tuple[Tensor | None, ...], arguments: tuple[Any, ...], results: tuple[Tensor, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor, ...]:
     _, features, matrix, scaled, widths = arguments
     if matrix.shape[1] > FEW:

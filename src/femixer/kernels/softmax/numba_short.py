@@ -20,9 +20,9 @@ from femixer.kernels.numba_math import exp, exp32, f32, log
 LANES = 32
 # Sums of exponentials below exp(-NATS) may have lost terms: their head is read again.
 NATS = 60.0
-# Exponentials of float32 arguments will do for a channel that spans at most this many times its temperature: then
-# F = log(.) / beta has the digits.
-TIMES = 50.0
+# Exponentials of float32 arguments will do for a channel whose values lie at most so far apart: then F = log(.) / beta
+# has the digits, as an error of the argument beta (v - top) is divided by beta.
+RANGE = 50.0
 
 
 @kernel
@@ -37,10 +37,9 @@ def forward(q, k, v, beta, segments_q, segments_k, causal, scale, mean, free, lo
 def _forward(first, q, k, v, beta, segments_q, segments_k, causal, scale, mean, free, log_z, again):  # type: ignore[no-untyped-def]
     length, keys, depth, lanes = q.shape[1], k.shape[1], v.shape[3], _lanes(first, q)
     kt, vt, inverse = _loaded(first, lanes, q, k, v, beta)
-    top, span = np.empty((depth, LANES)), np.empty((depth, LANES))
-    et = np.empty((keys if beta.size else 0, depth, LANES))
+    top, et = np.empty((depth, LANES)), np.empty((keys if beta.size else 0, depth, LANES))
     if beta.size:
-        _exponentials(vt, inverse, top, span, et)
+        _exponentials(vt, inverse, top, et)
     query, s = np.empty((q.shape[3], LANES), dtype=f32), np.empty((keys, LANES), dtype=f32)
     highest, total, average, partial = np.empty(LANES, dtype=f32), np.empty(LANES), np.empty(LANES), np.empty(LANES)
     lowest = np.zeros(LANES)
@@ -90,10 +89,9 @@ def _backward(  # type: ignore[no-untyped-def]
 ):
     length, keys, width, depth, lanes = q.shape[1], k.shape[1], q.shape[3], v.shape[3], _lanes(first, q)
     kt, vt, inverse = _loaded(first, lanes, q, k, v, beta)
-    top, span = np.empty((depth, LANES)), np.empty((depth, LANES))
-    et = np.empty((keys if beta.size else 0, depth, LANES))
+    top, et = np.empty((depth, LANES)), np.empty((keys if beta.size else 0, depth, LANES))
     if beta.size:
-        _exponentials(vt, inverse, top, span, et)
+        _exponentials(vt, inverse, top, et)
     query, p = np.empty((width, LANES), dtype=f32), np.empty((keys, LANES), dtype=f32)
     slope, highest = np.empty((keys, LANES)), np.empty(LANES, dtype=f32)
     dk, dv = np.zeros((keys, width, LANES), dtype=f32), np.zeros((keys, depth, LANES))
@@ -174,8 +172,8 @@ def _loaded(first, lanes, q, k, v, beta):  # type: ignore[no-untyped-def]
 
 
 @job
-def _exponentials(vt, inverse, top, span, et):  # type: ignore[no-untyped-def]
-    """et = exp(beta (v - top)) with each channel's largest value, and the nats that it spans.
+def _exponentials(vt, inverse, top, et):  # type: ignore[no-untyped-def]
+    """et = exp(beta (v - top)) with each channel's largest value.
 
     Hidden keys count: any top is right that is not below the visible values, and theirs are not summed.
     """
@@ -189,8 +187,7 @@ def _exponentials(vt, inverse, top, span, et):  # type: ignore[no-untyped-def]
                 bottom[lane] = min(bottom[lane], vt[i, d, lane])
         exact = False
         for lane in range(bottom.size):
-            span[d, lane] = inverse[d, lane] * (top[d, lane] - bottom[lane])
-            exact = exact or span[d, lane] > TIMES * inverse[d, lane]
+            exact = exact or top[d, lane] - bottom[lane] > RANGE
         for i in range(vt.shape[0]):
             if exact:
                 for lane in range(bottom.size):
