@@ -256,7 +256,7 @@ HEAD = 1 << 16
 
 
 def check_text(path: Path, argument: str, address: str) -> None:
-    """Raise a ValueError for a file that would be read as text and has a zero byte near its beginning: pictures,
+    """Raise a ValueError for a file that would be read as text and has a zero byte near its beginning: images,
     weights, archives and UTF-16 do, and would be trained on as if they were writing."""
     if path.suffix in (*PARQUET_ENDINGS, *PACKED_ENDINGS):
         return
