@@ -55,13 +55,14 @@ class TestTransforms:
     @priors
     @pytest.mark.parametrize("marked", [False, True])
     def test_forward_derivatives_of_long_sequences(self, prior: str, marked: bool):
+        torch.manual_seed(0)
         m, x, direction = FreeEnergyMixer(8, 2, prior, dtype=torch.float64), noise(1, 300, 8), noise(1, 300, 8, seed=2)
         segments = torch.arange(300)[None] // 170 if marked else None
         gradient = grad(lambda x: m(x, segments=segments).square().sum())
         for function in (lambda x: m(x, segments=segments), gradient):
             _, found = jvp(function, (x,), (direction,))
-            step = 1e-5 * direction
-            assert_close({"x": found}, {"x": (function(x + step) - function(x - step)) / 2e-5}, 1e-5)
+            step = 1e-6 * direction  # small, because features of linear and gla have a kink
+            assert_close({"x": found}, {"x": (function(x + step) - function(x - step)) / 2e-6}, 1e-5)
 
     @priors
     def test_gradients_per_example_are_those_of_each_alone(self, prior: str):
