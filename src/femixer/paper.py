@@ -61,7 +61,7 @@ ENTRIES: dict[str, Entry] = {
             Ran("the same, 9 models, seeds 0 and 1", "benchmarks/mad-lite-seeds.json"),
             Ran("small, softmax with seeds 0 and 1, GLA and AFT with seed 0", "benchmarks/mad-small.json"),
             Ran("small, FEM-SM with start=prior, seeds 0 and 1", "benchmarks/mad-small-prior.json"),
-            Ran("small, SMAttn+C,G on three tasks, 2 and 3 seeds", "benchmarks/mad-small-parts.json"),
+            Ran("small, SMAttn+C,G on three tasks, 2 and 3 seeds; AFT+C,G, seed 0", "benchmarks/mad-small-parts.json"),
         ),
         "the protocols baseline and full, and the ladders of GLA and of softmax without C",
     ),
