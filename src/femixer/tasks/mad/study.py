@@ -51,6 +51,8 @@ class Variant:
     """Weight decay of the temperatures."""
     rate: float = 1.0
     """Multiple of the learning rate of temperatures, and of the maps and biases of lambda and g."""
+    conditioner: float = 1.0
+    """Multiple of the learning rate of the conditioner and of its maps to the projections."""
 
     def fields(self) -> dict[str, Any]:
         """Of FEMConfig."""
@@ -70,6 +72,9 @@ VARIANTS: dict[str, Variant] = {
     "LT": Variant("LT", "prior"),
     "G-rate-0.3": Variant("G", "prior", rate=0.3),
     "LTG-rate-0.3": Variant("LTG", "prior", rate=0.3),
+    "CLTG-conditioner-0.1": Variant("CLTG", "prior", conditioner=0.1),
+    "CLTG-conditioner-0.3": Variant("CLTG", "prior", conditioner=0.3),
+    "CLTG-rate-0.3-conditioner-0.1": Variant("CLTG", "prior", rate=0.3, conditioner=0.1),
     "CLTG-torch": Variant("CLTG", maps="torch"),
     "LTG-torch": Variant("LTG", maps="torch"),
     "CLTG-lam-0.05": Variant("CLTG", "prior", lam=0.05),
@@ -121,6 +126,12 @@ def begin(model: nn.Module, variant: Variant) -> None:
                 projection.modulation.register_hook(without_columns(projection, variant.without))
 
 
+def conditioning(mixer: FreeEnergyMixer) -> list[Tensor]:
+    """Parameters of the conditioner and of its maps to the projections."""
+    maps = [p.modulation for p in (mixer.prior_proj, mixer.value_proj) if p is not None and p.modulation is not None]
+    return [*maps, *(mixer.conditioner.parameters() if mixer.conditioner is not None else ())]
+
+
 def without_columns(projection: Projection, name: str) -> Callable[[Tensor], Tensor]:
     """A hook of the gradient of the modulation, which starts at zero: these columns of it stay there."""
 
@@ -134,17 +145,20 @@ def without_columns(projection: Projection, name: str) -> Callable[[Tensor], Ten
 
 
 def optimizer_of(model: nn.Module, variant: Variant, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """AdamW, in which temperatures may decay, and temperatures and gates learn at a rate of their own."""
+    """AdamW, in which temperatures may decay, and temperatures, gates and conditioner learn at rates of their own."""
     optimizer = adamw(model, lr, weight_decay, fused=True)
-    bare = [p for m in mixers(model) for p in (m.raw_beta, m.lam_odds) if p is not None]
-    if bare and (variant.decay or variant.rate != 1):
-        known = {id(p) for p in bare}
-        for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if id(p) not in known]
-        decay = {id(m.raw_beta): variant.decay for m in mixers(model)}
-        for p in bare:
-            own = {"params": [p], "lr": lr * variant.rate, "weight_decay": decay.get(id(p), 0.0)}
-            optimizer.add_param_group(own)
+    own: dict[Tensor, dict[str, float]] = {}
+    for mixer in mixers(model):
+        if variant.decay or variant.rate != 1:
+            for p, decay in ((mixer.raw_beta, variant.decay), (mixer.lam_odds, 0.0)):
+                if p is not None:
+                    own[p] = {"lr": lr * variant.rate, "weight_decay": decay}
+        if variant.conditioner != 1:
+            own |= dict.fromkeys(conditioning(mixer), {"lr": lr * variant.conditioner, "weight_decay": weight_decay})
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if p not in own]
+    for p, options in own.items():
+        optimizer.add_param_group({"params": [p], **options})
     if variant.rate != 1:
         rows = [each for m in mixers(model) for each in columns(m.value_proj.linear.weight, m.value_proj, *GATES)]
         hurry(optimizer, rows, variant.rate)
