@@ -1,5 +1,6 @@
 """The documentation site builds without a warning, and its pages work in a browser: wide, narrow, offline."""
 
+import inspect
 import os
 import re
 import subprocess
@@ -9,6 +10,8 @@ from urllib.parse import urljoin
 
 import pytest
 from browser import PROGRAM, Browser, browse, served
+
+from femixer.models import FEMConfig, FEMVisionConfig, ForecastConfig
 
 pytest.importorskip("mkdocs")
 
@@ -86,6 +89,16 @@ def test_nothing_is_loaded_from_another_host(site: Path) -> None:
 def test_the_reference_has_docstrings(site: Path) -> None:
     text = (site / "reference" / "layer" / "index.html").read_text(encoding="utf-8")
     assert "reads, per channel, between mean and free energy of a prior" in text
+
+
+@pytest.mark.parametrize("kind", [FEMConfig, FEMVisionConfig, ForecastConfig])
+def test_the_reference_says_what_every_field_of_a_configuration_is(site: Path, kind: type) -> None:
+    text = (site / "reference" / "models" / "index.html").read_text(encoding="utf-8")
+    (start,) = [match.start() for match in re.finditer(rf'<h2 id="femixer.models.{kind.__name__}"', text)]
+    section = text[start : text.index("<h2 ", start + 1)]
+    fields = inspect.get_annotations(kind)
+    assert len(fields) > 10
+    assert [name for name in fields if not re.search(rf"<b><code>(<span[^>]*>)?{name}<", section)] == []
 
 
 @pytest.mark.skipif(PROGRAM is None, reason="no Chromium here: apt-get install chromium")

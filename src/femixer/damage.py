@@ -1,5 +1,5 @@
-"""Files that somebody else wrote: whatever is wrong with one is a `Damaged`, one line that names it. Results that are
-not finite are none: they end a command, and are neither written nor shown.
+"""Reading files from elsewhere: any defect is a `Damaged`, one line that names the file. Results that are not finite
+end a command, and are neither written nor shown.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ LONGEST = 400
 
 
 class Damaged(ValueError):
-    """A file that cannot be read, or that does not say what it must."""
+    """A file that cannot be read, or lacks what it must contain."""
 
 
 @contextmanager
 def reading(path: Any) -> Iterator[None]:
-    """While a library reads `path`: each has errors of its own for what it did not expect there."""
+    """Turns the errors of a library that reads `path` into `Damaged`: every library has its own."""
     try:
         yield
     except (Damaged, MissingExtra, MemoryError, FloatingPointError):
@@ -39,9 +39,9 @@ def reading(path: Any) -> Iterator[None]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """What an error says, without its line breaks; of one that only wraps another (transformers has such), the other's.
+    """The message of an error without line breaks; of one that only wraps another (as in transformers), the other's.
 
-    Messages that are a value alone (KeyError) are told with the kind of error.
+    A message that is only a value (KeyError) gets the kind of error in front.
     """
     if type(error).__name__.startswith("StrictDataclass") and error.__cause__ is not None:
         inner = in_one_line(error.__cause__)
@@ -61,12 +61,12 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file. A name that comes twice is an error: only one of its values would count."""
+    """The content of a JSON file. A duplicate name is an error: only one of its values would count."""
     return parsed(read_text(path), path)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file with one in each line."""
+    """The objects of a file with one per line."""
     found = []
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         content = parsed(line, f"{path}, line {number}")
@@ -200,7 +200,7 @@ def check_tensor(values: Tensor, what: str) -> Tensor:
 
 
 def watch_logits(model: nn.Module, name: str) -> nn.Module:
-    """Check the logits of every pass of `model`: the largest of NaN is the first token, and looks like an answer."""
+    """Check the logits of every pass of `model`: the argmax of NaN is the first token, and looks like an answer."""
 
     def hook(_: nn.Module, inputs: Any, output: Any) -> None:
         logits = getattr(output, "logits", None)

@@ -1,8 +1,8 @@
-"""Every Triton kernel as the layers launch it, compiled for GPUs that are not here: registers, spills, shared memory.
+"""Compiles every Triton kernel, as the layers launch it, for GPUs that are not here: registers, spills, shared memory.
 
-Layers of all priors run on tensors without data, training and decoding, and what they launch is compiled: each form of
-a kernel once. What was compiled is remembered beside Triton's own cache until the kernel or Triton changes, so that
-what was stopped goes on where it was.
+Layers of all priors run on tensors without data, training and decoding, and each form of a kernel that they launch is
+compiled once. Results are kept beside Triton's own cache until the kernel or Triton changes, so a stopped run
+continues where it was.
 """
 
 from __future__ import annotations

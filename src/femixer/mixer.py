@@ -42,31 +42,34 @@ class FreeEnergyMixer(MixerLayer):
 
         o_t = g_t * [(1 - lam_t) E_p[v] + lam_t log(E_p[exp(beta_max v)]) / beta_max],   y_t = o_t W_o
 
-    prior, prior_options: the distribution p over positions, by name, and the options of its own (femixer.priors).
-
-    parts: any subset of C (conditioner), L (log-sum-exp, the free energy), T (temperature gate lam, needs L) and
-    G (outer gate g). Without L the read is the mean; L without T is the free energy itself. parts="" with the softmax
-    prior is standard attention.
-
-    budget, value_dim: widths. With any parts and prior the projections have as many parameters as those of standard
-    attention, so gates make the values narrower. Queries and keys keep attention's width ("attention") or get that of
-    the values ("balanced"); value_dim sets the width of the values over all heads. The conditioner adds about 5 % of a
-    layer's parameters.
-
-    kv_heads: key/value heads, a divisor of heads, and rope: rotary positions; both for priors with queries and keys,
-    where rope is on by default. window: a token reads only this many tokens, itself included (softmax, fox).
-    causal=False: every token reads all. dropout: of the read.
-
-    start: "paper" initializes all projections from N(0, 0.02), so lam starts near 1/2, and beta_max at 1.95. "prior"
-    makes the layer start as its prior's mean read, to 1e-3 of the output: the projections of lam and g start at zero,
-    g at 1 (to 1e-6), and lam at 1e-4 through a parameter `lam_odds` [heads, d_v] (see `lam_logits`). All of them
-    receive gradients. L without T has no lam; there beta_max starts at 1e-3.
-
-    readout: "free_energy" is the read above; "posterior_mean" replaces the free energy by E_q[v], with q proportional
-    to p exp(beta_max v).
-
-    temperature: "learned" has one beta_max per key/value head and channel; "fixed" sets beta_max = 1, without a
-    parameter. With T, lam then chooses between the mean and F at beta = 1.
+    Args:
+        dim: Width of the tokens.
+        heads: Number of heads.
+        prior: The distribution p over positions, by name (see docs/priors.md).
+        parts: Any subset of C (conditioner), L (log-sum-exp, the free energy), T (temperature gate lam, needs L) and
+            G (outer gate g). Without L the read is the mean; L without T is the free energy itself. parts="" with the
+            softmax prior is standard attention.
+        causal: Whether a token reads only itself and earlier tokens; otherwise every token reads all.
+        budget: With any parts and prior the projections have as many parameters as those of standard attention, so
+            gates make the values narrower. Queries and keys keep attention's width ("attention") or get that of the
+            values ("balanced"). The conditioner adds about 5 % of a layer's parameters.
+        value_dim: Width of the values over all heads, instead of the one that `budget` gives.
+        kv_heads: Number of key/value heads, a divisor of heads; for priors with queries and keys.
+        rope: Rotary positions; by default where the prior has queries and keys.
+        window: A token reads only this many tokens, itself included (softmax, fox).
+        bias: Whether the projections have biases.
+        dropout: Probability of dropping numbers of the read.
+        prior_options: The prior's own options.
+        start: "paper" initializes all projections from N(0, 0.02), so lam starts near 1/2, and beta_max at 1.95.
+            "prior" makes the layer start as its prior's mean read, to 1e-3 of the output: the projections of lam and
+            g start at zero, g at 1 (to 1e-6), and lam at 1e-4 through a parameter `lam_odds` [heads, d_v] (see
+            `lam_logits`). All of them receive gradients. L without T has no lam; there beta_max starts at 1e-3.
+        readout: "free_energy" is the read above; "posterior_mean" replaces the free energy by E_q[v], with q
+            proportional to p exp(beta_max v).
+        temperature: "learned" has one beta_max per key/value head and channel; "fixed" sets beta_max = 1, without a
+            parameter. With T, lam then chooses between the mean and F at beta = 1.
+        device: Device of the parameters.
+        dtype: Float type of the parameters.
     """
 
     def __init__(

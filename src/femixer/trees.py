@@ -1,7 +1,6 @@
-"""States as trees of tensors, for whoever looks into what a layer returns: torch.export above all.
+"""States as trees of tensors (pytrees), above all for torch.export.
 
-The leaves of a state are its tensors and the number of tokens seen; a tensor that grows is a leaf without the room
-behind it.
+The leaves of a state are its tensors and the number of tokens seen; a growing tensor is a leaf without its spare room.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What generate() hands from token to token, the states of the layers' mixers, and what else it may ask.
+"""The cache of generate(): the states of the layers' mixers, passed on from token to token.
 
-torch.save writes a cache with a fingerprint of the model that read the tokens, embeddings and all; torch.load gives it
-back, also with weights_only=True and in another process, and a model with the same weights goes on from it.
+torch.save adds a fingerprint of the whole model that read the tokens, embeddings included. torch.load restores the
+cache, also with weights_only=True and in another process, for a model with the same weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from femixer.trees import register
 
 
 class FEMCache(Cache):
-    """One streaming state per layer. States are values, so copies of a cache can go on independently of it."""
+    """One streaming state per layer. States are values, so a copy of a cache continues independently of it."""
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers=[])

@@ -43,7 +43,7 @@ NAMES = {
 
 
 def check_names(kind: Any, others: dict[str, Any]) -> None:
-    """Raise a ValueError if one of the other names, which transformers keeps and nobody reads, is meant for a field."""
+    """Raise a ValueError if one of the other names, which transformers keeps unread, is meant for a field."""
     fields = declared(kind)
     for name, value in others.items():
         known = NAMES[name] if NAMES.get(name) in fields else None
@@ -79,21 +79,32 @@ HEADS_STYLE = "fem_heads"  # of the mixers in a plan of tensor parallelism
 
 @strict
 class MixerConfig(PreTrainedConfig):
-    """What the configurations of all models have: which mixers, and how these read.
+    """Fields of all models' configurations: which mixers, and how they read.
 
-    mixer, prior: one name for all layers, or a list of names that is repeated over the layers, so that
-    prior=["gla", "gla", "gla", "softmax"] makes every fourth layer softmax. prior_options, mixer_options: per name of a
-    prior or of a baseline its options, as {"gla": {"decay": "channel"}}.
+    mixer and prior are one name for all layers, or a list of names that is repeated over the layers, so that
+    prior=["gla", "gla", "gla", "softmax"] makes every fourth layer softmax.
+
+    Attributes:
+        mixer: "fem", the free energy mixer, or the name of a baseline.
+        prior: Of free energy mixers, as the following up to mixer_temperature (see FreeEnergyMixer).
+        parts: Any subset of C, L, T and G.
+        budget: "attention" or "balanced".
+        value_dim: Width of the values over all heads; None: the budget decides.
+        start: "paper" or "prior".
+        readout: "free_energy" or "posterior_mean".
+        mixer_temperature: "learned" or "fixed": the mixer's temperature, a name that transformers uses otherwise.
+        mixer_options: Options by name of the baseline, such as {"gsa": {"slots": 64}}.
+        prior_options: Options by name of the prior, such as {"gla": {"decay": "channel"}}.
     """
 
-    mixer: str | list[str] = "fem"  # "fem", or a baseline: see femixer.models.block
+    mixer: str | list[str] = "fem"
     prior: str | list[str] = "softmax"
     parts: str = "CLTG"
     budget: str = "attention"
-    value_dim: Size | None = None  # width of a free energy mixer's values over all heads; None: the budget decides
-    start: str = "paper"  # of FreeEnergyMixer, or "prior"
-    readout: str = "free_energy"  # of FreeEnergyMixer, or "posterior_mean"
-    mixer_temperature: str = "learned"  # temperature of FreeEnergyMixer, or "fixed"; transformers has the short name
+    value_dim: Size | None = None
+    start: str = "paper"
+    readout: str = "free_energy"
+    mixer_temperature: str = "learned"
     mixer_options: dict[str, Any] | None = None
     prior_options: dict[str, Any] | None = None
 
@@ -112,11 +123,30 @@ class MixerConfig(PreTrainedConfig):
 
 @strict
 class FEMConfig(MixerConfig):
-    """Sizes, mixers and tokens of a model.
+    """Sizes, mixers and tokens of a language model; the fields of MixerConfig, and those below.
 
-    mixer ... prior_options: as in MixerConfig. max_position_embeddings is the length of the training sequences; longer
-    ones may be read, and nothing depends on it but the filters of mixer="hyena". causal=False makes an encoder, in
-    which every token reads all others.
+    Attributes:
+        vocab_size: Number of tokens that the model knows.
+        hidden_size: Width of the tokens.
+        num_hidden_layers: Number of blocks.
+        num_attention_heads: Heads of every mixer.
+        num_key_value_heads: None: as many as num_attention_heads.
+        intermediate_size: Width of SwiGLU; None: 8/3 hidden_size, up to a multiple of 256.
+        causal: False makes an encoder, in which every token reads all others.
+        rope: Rotary positions; None: where the prior has queries and keys.
+        rope_base: Base of their frequencies.
+        window: Sliding window of the layers with the prior softmax or fox.
+        mixer_bias: Whether the mixers' projections have biases.
+        mixer_dropout: Dropout of the mixers' reads.
+        classifier_dropout: Dropout before the head of a classifier.
+        rms_norm_eps: Epsilon of the norms.
+        max_position_embeddings: Length of the training sequences; models read longer ones too, and only the filters of
+            mixer="hyena" depend on it.
+        tie_word_embeddings: Whether the output projection has the weights of the token embeddings.
+        use_cache: Whether generate() keeps states.
+        pad_token_id: Padding.
+        bos_token_id: Begins a document.
+        eos_token_id: Ends a document.
     """
 
     model_type = "fem"
@@ -133,15 +163,15 @@ class FEMConfig(MixerConfig):
     hidden_size: Size = 512
     num_hidden_layers: Layers = 8
     num_attention_heads: Size = 8
-    num_key_value_heads: Size | None = None  # None: as many as num_attention_heads
-    intermediate_size: Size | None = None  # width of SwiGLU; None: 8/3 hidden_size, up to a multiple of 256
+    num_key_value_heads: Size | None = None
+    intermediate_size: Size | None = None
     causal: bool = True
-    rope: bool | None = None  # None: on where the prior has queries and keys
+    rope: bool | None = None
     rope_base: Positive = 10000.0
-    window: Size | None = None  # sliding window of the layers with the prior softmax or fox
+    window: Size | None = None
     mixer_bias: bool = False
     mixer_dropout: BelowOne = 0.0
-    classifier_dropout: BelowOne = 0.0  # before the head of a classifier
+    classifier_dropout: BelowOne = 0.0
     rms_norm_eps: Positive = 1e-6
     max_position_embeddings: Size = 4096
     tie_word_embeddings: bool = False

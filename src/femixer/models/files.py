@@ -1,5 +1,5 @@
-"""Models as files: weights and tokenizers from a folder or the Hugging Face hub, all of them; and what stands beside
-saved weights: a module by which any tool finds our classes, and a model card."""
+"""Models as files: loading complete weights and tokenizers from a folder or the Hugging Face hub; and what is saved
+beside the weights: a module by which any tool finds our classes, and a model card."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from femixer.damage import Damaged, read_json, reading
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """transformers draws a bar for every file it writes or reads, which would break up ours."""
+    """Without the progress bars that transformers draws for every file, which would break up ours."""
     was = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -39,7 +39,7 @@ def without_bars() -> Iterator[None]:
 
 @contextmanager
 def without_reports() -> Iterator[None]:
-    """transformers reports at length what it could not load, where we raise one line."""
+    """Without the long report of transformers on what it could not load; our error is one line."""
     was = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -54,7 +54,7 @@ hub_utils: Any = importlib.import_module("huggingface_hub.utils")
 
 @functools.lru_cache(maxsize=1)
 def is_offline() -> bool:
-    """Whether the hub does not answer. transformers would ask it for one file after another, each several times."""
+    """Whether the hub is unreachable. transformers would try it for one file after another, each several times."""
     if constants.HF_HUB_OFFLINE:
         return True
     try:
@@ -65,12 +65,12 @@ def is_offline() -> bool:
 
 
 def only_local(source: Any) -> dict[str, Any]:
-    """Options of from_pretrained: a folder is all there is, and an offline machine has what it has loaded before."""
+    """Options of from_pretrained that load only local files: of a folder, or offline of what was loaded before."""
     return {"local_files_only": Path(source).is_dir() or is_offline(), "trust_remote_code": False}
 
 
 def why_not_found(name: Any) -> str:
-    """Why a name gave nothing."""
+    """Why nothing was found under a name."""
     asked = "the hub does not answer, and it is not among what was loaded before" if is_offline() else "the hub says no"
     return f"there is no folder {str(name)!r}, and as a name on the hub: {asked}"
 
@@ -94,7 +94,7 @@ def load_all(
     options: dict[str, Any],
     spare: bool = False,
 ) -> tuple[Any, dict[str, Any]]:
-    """(model, what transformers says of loading it) by `load`, the from_pretrained of transformers for the class kind.
+    """Load a model by `load`, the from_pretrained of transformers for the class `kind`: (model, transformers' report).
 
     The weights must have every parameter and nothing else, of the right shapes and finite, and config.json must be of
     the class's model_type. allow_missing: True, or patterns of names ("classifier.*"), for what may start anew. A new
@@ -131,7 +131,7 @@ def load_all(
 
 
 def _with_new_head(model: Any, path: Any, missing: list[str], unexpected: list[str]) -> tuple[list[str], list[str]]:
-    """What is still missing and left over, if the head starts anew and those of other models are left out."""
+    """The names still missing and left over, if the head is new and heads of other models are left out."""
     head = [name for name, _ in model.named_parameters() if name.split(".")[0] in getattr(model, "new_head", ())]
     if not head or not {*head} <= {*missing}:  # a part of a head is a broken file
         return missing, unexpected
@@ -161,8 +161,8 @@ def check_kind(path: Any, model_type: str, options: dict[str, Any]) -> None:
 
 
 def check_size(folder: Path, kind: Any, config: Any, anew: bool) -> None:
-    """Raise a ValueError if config.json is not possible, or if it asks for much more than the weights are: transformers
-    would first fill all of it. config: instead of config.json; anew: weights may be new."""
+    """Raise a ValueError if config.json is invalid, or describes a model much larger than the weights: transformers
+    would first allocate all of it. config: instead of config.json; anew: weights may be new."""
     content = read_json(folder / CONFIG) if config is None else config.to_dict()
     shapes = dict(saved_shapes(folder))
     for name in ("num_hidden_layers", "n_layer", "num_layers"):
@@ -203,7 +203,7 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece
 def saved_tokenizer(source: str | Path) -> Any:
     """The tokenizer of a folder, or of a name on the hub; a ValueError where there is none.
 
-    Of a folder without one, or with half of one, transformers makes a tokenizer that knows no word.
+    From a folder with no tokenizer or an incomplete one, transformers would make one without a vocabulary.
     """
     folder = Path(source)
     if folder.is_dir() and not any((folder / name).is_file() for name in FILES):
@@ -266,7 +266,7 @@ CITATION = """@inproceedings{lu2026freeenergymixer,
 
 @dataclass(frozen=True)
 class Card:
-    """What only the one who trained a model can tell; empty fields are left out of its card."""
+    """What only those who trained a model can tell; empty fields are left out of its card."""
 
     data: str = ""  # what it was trained on
     command: str = ""  # by which command
@@ -299,7 +299,7 @@ def check_whole(model: Any) -> None:
 
 @contextmanager
 def mapped(config: PreTrainedConfig) -> Iterator[None]:
-    """The configuration with the map to our classes, as long as this lasts: it belongs into the file alone."""
+    """The configuration with the map to our classes, which belongs only in the file, inside this context."""
     held = getattr(config, "auto_map", None)
     if config.model_type in CLASSES:
         config.auto_map = auto_map(config)
@@ -330,12 +330,12 @@ def write_card(model: Any, folder: Path, card: Card) -> None:
 
 
 def signed(text: str) -> str:
-    """With a last line by which the text is known again, if nobody has changed it."""
+    """The text with a last line that shows later whether it has been changed."""
     return f"{text}\n<!-- femixer {hashlib.sha256(text.encode()).hexdigest()[:16]} -->\n"
 
 
 def is_ours(card: Path) -> bool:
-    """Whether we wrote it and nobody has changed it since; what cannot be read as text is not ours."""
+    """Whether we wrote it and it is unchanged; what cannot be read as text is not ours."""
     try:
         text = card.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""What a model sees of an image: the middle at some size, as pixels; the same for those who use transformers; and
+"""What a model sees of an image: its middle, resized, as pixels; the same as an image processor of transformers; and
 which patches the channels of a layer read."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RANGES = (1.0, 255.0, 65535.0)
 
 
 class Unreadable(Exception):
-    """There is no image to be read; the message says why."""
+    """An image cannot be read; the message says why."""
 
 
 def upright(image: Image, channels: int) -> Image:
@@ -92,9 +92,9 @@ def as_tensor(image: Image) -> Tensor:
 
 
 class FEMImageProcessor(BaseImageProcessor):
-    """The view that `femixer vision eval` has of an image: its middle, once the shorter side is image_size / crop
-    long, grey or in colours, with normalized pixels. An image is one of Pillow's, or an array in uint8, [H, W] or
-    [H, W, C] with 1, 3 or 4 channels. (A pipeline of transformers makes RGB of it before, in its own way.)
+    """Prepares images as `femixer vision eval` does: the shorter side becomes image_size / crop long, the middle is
+    cut out, grey or in colour, and pixels are normalized. An image is one of Pillow's, or an array in uint8, [H, W] or
+    [H, W, C] with 1, 3 or 4 channels. (A pipeline of transformers converts it to RGB first, in its own way.)
     """
 
     model_input_names = ["pixel_values"]  # noqa: RUF012
@@ -161,7 +161,7 @@ class PatchMaps(NamedTuple):
     """Weights of the patches, each [B, heads, channels, rows, columns] unless said otherwise. With the weight of the
     class token, where there is one, they sum to one.
 
-    read: (1 - lam) prior + lam posterior, the change of what the channel reads with the value of each patch.
+    read: (1 - lam) prior + lam posterior, the derivative of the channel's read in the value of each patch.
     posterior: at beta_max, as in `inspect`. prior: [B, heads, rows, columns] where all channels of a head share it.
     """
 
@@ -174,7 +174,7 @@ class PatchMaps(NamedTuple):
 def patch_maps(
     model: FEMVisionModel | FEMForImageClassification, pixel_values: Tensor, layer: int = -1, query: str | None = None
 ) -> PatchMaps:
-    """What the mixer of a layer reads in images [B, C, H, W], in float64.
+    """The patches that the mixer of a layer reads in images [B, C, H, W], in float64.
 
     query: "token", the class token; "mean", the patches, as the mean of their maps; None: as the model pools.
     """

@@ -1,4 +1,4 @@
-"""The language model: token embeddings, blocks, a norm and the output projection; and other heads over it: classes of a
+"""The language model: token embeddings, blocks, a norm and the output projection; and other heads: classes of a
 sequence, classes of its tokens, and masked tokens (BERT-style)."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from femixer.state import new_number
 
 
 class FEMPreTrainedModel(PreTrainedModel):
-    """Loading, saving and starting values."""
+    """Loading, saving and initialization."""
 
     config_class = FEMConfig
     base_model_prefix = "model"
@@ -79,8 +79,8 @@ class FEMPreTrainedModel(PreTrainedModel):
     def save_pretrained(  # type: ignore[override]
         self, save_directory: Any, is_main_process: bool = True, **kwargs: Any
     ) -> None:
-        """As in transformers; beside the weights stand a module with which tools that never import femixer find it, and
-        a model card (README.md, from `self.card`), unless one that we did not write is there."""
+        """As in transformers. Beside the weights it writes a module by which tools that never import femixer find the
+        class, and a model card (README.md, from `self.card`), unless there is one that we did not write."""
         if kwargs.get("state_dict") is None:
             check_whole(self)
         if is_main_process:
@@ -141,9 +141,9 @@ class FEMModel(FEMPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """attention_mask [B, past + T] or [B, T]: 0 is padding, anywhere. segments int [B, T]: packed documents, a
-        change of id starts one, negative is padding. Positions follow from these two. What collators of packed
-        documents pass (position_ids, seq_idx, cu_seq_lens_q) is read as segments: see `packed_segments`."""
+        """attention_mask [B, past + T] or [B, T]: 0 is padding, anywhere. segments int [B, T]: packed documents; a
+        change of id starts one, negative is padding. Positions follow from these two. The arguments that collators of
+        packed documents pass (position_ids, seq_idx, cu_seq_lens_q) are read as segments: see `packed_segments`."""
         check_arguments(kwargs, PACKING)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -192,10 +192,10 @@ class FEMForCausalLM(FEMPreTrainedModel, FEMGeneration, GenerationMixin):  # tra
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """labels [B, T]: the tokens themselves (they are shifted here), -100 where nothing is to be learned; with
-        segments, what the last token of a document says about the next document is not scored, nor is padding.
-        shift_labels [B, T], instead of labels or beside them: the token after each one, as it is scored.
-        logits_to_keep: logits of that many last positions only (0: of all). The rest is as in FEMModel."""
+        """labels [B, T]: the tokens themselves (they are shifted here), -100 where there is no target. Padding is not
+        scored, nor is, with segments, the prediction of the next document's first token. shift_labels [B, T], instead
+        of labels or beside them: the target of each token, already shifted. logits_to_keep: logits of that many last
+        positions only (0: of all). The rest is as in FEMModel."""
         for_loss = taken_for_loss(kwargs)
         if labels is not None:
             rows = input_ids if inputs_embeds is None else inputs_embeds
@@ -303,10 +303,10 @@ class _Classifier(_WithHead):
 
 
 class FEMForSequenceClassification(_Classifier):
-    """FEMModel with logits of a sequence's classes: at its last token if causal, from the mean of all if not.
+    """FEMModel with logits of a sequence's classes, from its last token if causal, from the mean of all if not.
 
-    attention_mask [B, T]: 0 is padding, anywhere; without it a causal model reads the class at the last token that is
-    not config.pad_token_id. labels: a class per sequence [B], or numbers [B] or [B, num_labels]; the loss is that of
+    attention_mask [B, T]: 0 is padding, anywhere; without it a causal model uses the last token that is not
+    config.pad_token_id. labels: a class per sequence [B], or numbers [B] or [B, num_labels]; the loss is that of
     config.problem_type, which follows from the labels if it is None.
     """
 

@@ -1,5 +1,5 @@
-"""Models by name: sizes (presets), the rows of the paper's tables as fields of FEMConfig, how large they are, and what
-a row leaves open, as options that all tasks have on their command line."""
+"""Models by name: sizes (presets), the rows of the paper's tables as fields of FEMConfig, their numbers of parameters,
+and options that a row leaves open, which all tasks have on their command line."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ VISION_PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset(name: str, **overrides: Any) -> Any:
-    """The configuration of a preset, an FEMConfig or an FEMVisionConfig, with other fields of it as given."""
+    """The configuration of a preset, an FEMConfig or FEMVisionConfig, with the fields given changed."""
     if name in PRESETS:
         return FEMConfig(**{**PRESETS[name], **overrides})
     if name in VISION_PRESETS:

@@ -37,9 +37,9 @@ def to_onnx(model: Any, path: Any, length: int | None = None) -> None:
     """Write a model with a head, or a forecaster, to `path`: input_ids [B, T], pixel_values [B, C, H, W] or history
     [B, lookback, C] -> logits or forecast, for any B.
 
-    length: T of the texts, None for any. Layers with softmax attention can be written for any length, with the priors
-    linear and gla for one of up to 64: their blocks follow from the length, and what is kept between blocks needs
-    operations that ONNX does not have. The other priors need those at once and are refused.
+    length: T of the texts, None for any. Layers with softmax attention can be written for any length, those with the
+    priors linear and gla for one length of up to 64 tokens, a single chunk: carrying sums from chunk to chunk needs
+    operations that ONNX does not have. The other priors need these operations at any length and are refused.
     """
     require("onnxscript", "onnx")
     config, any_size = model.config, torch.export.Dim.DYNAMIC

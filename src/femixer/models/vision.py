@@ -1,5 +1,5 @@
-"""The vision models and their configuration: patches, blocks in encoder mode, a norm, and a classifier on the class
-token or the mean."""
+"""The vision models and their configuration: patches, encoder blocks, a norm, and a classifier on the class token or
+the mean."""
 
 from __future__ import annotations
 
@@ -29,32 +29,47 @@ POSITIONS = ("learned", "rotary")
 class FEMVisionConfig(MixerConfig):
     """Sizes, mixers and classes of a model.
 
-    mixer ... prior_options: as in MixerConfig, so that a row of femixer.models.named fits; the mixer must be one that
-    can be an encoder. pooling: "token" reads a learned class token in front of the patches,
-    "mean" has none and takes the mean of the patches. positions: "learned" adds an embedding per patch, interpolated
-    for images of another size; "rotary" rotates half of the pairs of a head's query and key channels with the row and
-    half with the column.
-    num_labels, id2label: as everywhere in transformers.
+    The fields of MixerConfig, so that rows of femixer.models.named fit, and those below; the mixer must work as an
+    encoder. num_labels, id2label: as everywhere in transformers.
+
+    Attributes:
+        image_size: Height and width of the training images; others may be read.
+        patch_size: Height and width of a patch.
+        num_channels: 1 (grey) or 3.
+        hidden_size: Width of the tokens.
+        num_hidden_layers: Number of blocks.
+        num_attention_heads: Heads of every mixer.
+        intermediate_size: Width of the MLP; None: 4 hidden_size.
+        rope_base: Base of the frequencies of rotary positions; a grid has few rows, a text many tokens.
+        mixer_bias: Whether the mixers' projections have biases.
+        mixer_dropout: Dropout of the mixers' reads.
+        pooling: "token" classifies a learned class token in front of the patches, "mean" the mean of the patches.
+        positions: "learned" adds an embedding per patch, interpolated for images of another size; "rotary" rotates
+            half of the pairs of a head's query and key channels with the row and half with the column.
+        dropout: Of the embedded patches and of both branches of a block.
+        drop_path: Chance of the last block's branches to be skipped, rising linearly from 0 at the first.
+        layer_norm_eps: Epsilon of the norms.
+        initializer_range: Standard deviation of the initial weights of patches, MLPs and classes.
     """
 
     model_type = "fem_vision"
 
-    image_size: Size = 224  # height and width of the training images; others may be read
+    image_size: Size = 224
     patch_size: Size = 16
     num_channels: Size = 3
     hidden_size: Size = 192
     num_hidden_layers: Layers = 12
     num_attention_heads: Size = 3
-    intermediate_size: Size | None = None  # width of the MLP; None: 4 hidden_size
-    rope_base: Positive = 100.0  # of rotary positions; a grid has few rows, a text many tokens
+    intermediate_size: Size | None = None
+    rope_base: Positive = 100.0
     mixer_bias: bool = True
     mixer_dropout: BelowOne = 0.0
     pooling: str = "token"
     positions: str = "learned"
-    dropout: BelowOne = 0.0  # of the embedded patches and of both branches of a block
-    drop_path: BelowOne = 0.0  # chance of the last block's branches to be skipped, rising linearly from 0 at the first
+    dropout: BelowOne = 0.0
+    drop_path: BelowOne = 0.0
     layer_norm_eps: Positive = 1e-6
-    initializer_range: Positive = 0.02  # deviation of the starting weights of patches, MLPs and classes
+    initializer_range: Positive = 0.02
 
     def __post_init__(self, **kwargs: Any) -> None:
         check_types(self)
@@ -221,7 +236,7 @@ class VisionBlock(FEMBlock):
 
 
 class FEMVisionPreTrainedModel(FEMPreTrainedModel):
-    """Loading, saving and starting values."""
+    """Loading, saving and initialization."""
 
     config_class = FEMVisionConfig  # type: ignore[assignment]
     main_input_name = "pixel_values"
@@ -296,8 +311,8 @@ class FEMForImageClassification(FEMVisionPreTrainedModel):
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs: Any) -> ImageClassifierOutput:
         """labels: a class per image [B], or targets [B, num_labels] that sum to one. loss: cross entropy; with
         config.problem_type="multi_label_classification" each target is a class of its own, yes or no; with "regression"
-        (and for a single label) targets are any numbers [B, num_labels], or [B] of a single label, and the loss is
-        their mean squared error."""
+        (the default for a single label) targets are any numbers [B, num_labels], or [B], and the loss is the mean
+        squared error."""
         outputs = self.model(pixel_values=pixel_values, **kwargs)
         logits = self.classifier(outputs.pooler_output)
         loss: Any = None

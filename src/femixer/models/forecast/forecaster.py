@@ -66,16 +66,36 @@ class ForecastConfig(MixerConfig):
                       16 heads, width 128, MLP 256, dropout 0.2
         itransformer  8 heads, dropout 0.1; 2 layers, width and MLP 256 for few channels, else 3 layers, 512
 
-    mixer ... prior_options, rope: as in FEMConfig, read by kind="fem" only.
-    scaler_mean, scaler_std: per channel, of the training rows; the model works on (x - mean) / std, and `predict` goes
-    there and back. frequency (of pandas, such as "h"), columns, date_column and date_format: of what it was trained on.
-    missing_below: values at or below it mean missing, there and in `predict`.
+    The fields of MixerConfig are read by kind="fem" only.
 
-    known_covariates, past_covariates: names of columns that are read besides (`window.py`), covariate_mean and
-    covariate_std of the known and then the past ones; quantiles: that are forecast besides the mean, ascending;
-    all three kind="fem" only. conformal_levels: in percent, of which the model has widths (`window.py`).
-    id_column, series_scale: of a model of many series (long frames), name -> mean and std of each. label: what the
-    column of a forecast is called there.
+    Attributes:
+        kind: "fem", "dlinear", "nlinear", "patchtst", "itransformer", "last-value", "seasonal-naive" or "ets".
+        channels: Number of series that are forecast together.
+        lookback: Points of a window.
+        horizon: Points of a forecast.
+        hidden_size: Width of the tokens.
+        num_hidden_layers: Number of layers.
+        num_attention_heads: Heads of every layer.
+        intermediate_size: Width of the MLPs.
+        dropout: Of both branches of a layer.
+        rope: As in FEMConfig, for kind="fem".
+        season: Points after which kind="seasonal-naive" repeats.
+        scaler_mean: Of the training rows, per channel; the model works on (x - mean) / std, and `predict` converts.
+        scaler_std: Likewise.
+        frequency: Of the training data, as pandas names it, such as "h".
+        columns: Names of the channels.
+        date_column: Name of the column of dates.
+        date_format: Format of its texts.
+        missing_below: Values at or below it are missing, in training and in `predict`.
+        known_covariates: Names of columns known ahead (`window.py`), for kind="fem".
+        past_covariates: Names of columns known up to now, for kind="fem".
+        covariate_mean: Of the known and then the past covariates.
+        covariate_std: Likewise.
+        quantiles: To forecast besides the mean, ascending, for kind="fem".
+        conformal_levels: In percent, those for which the model has widths (`window.py`).
+        id_column: Name of the column of series, for a model of many series (long frames).
+        series_scale: Name of a series -> its mean and std.
+        label: Name of the forecast's column in long frames.
     """
 
     model_type = "fem-forecaster"
@@ -90,7 +110,7 @@ class ForecastConfig(MixerConfig):
     intermediate_size: int | None = None
     dropout: float | None = None
     rope: bool | None = None
-    season: int = 24  # points after which kind="seasonal-naive" repeats
+    season: int = 24
     scaler_mean: list[float] | None = None
     scaler_std: list[float] | None = None
     frequency: str | None = None
@@ -259,10 +279,10 @@ class Forecaster(FEMPreTrainedModel):
         past: Tensor | None = None,
         quantiles: bool = False,
     ) -> Any:
-        """history [B, L, C]: a longer one than the look-back is cut, a shorter one is unobserved on the left.
+        """history [B, L, C]: one longer than the look-back is cut, a shorter one is unobserved on the left.
 
-        observed bool [B, L, C]: False is a missing value, and what stands there does not matter. known [B, L + horizon,
-        K] and past [B, L, P]: covariates of a model that was made with some. With quantiles=True the forecast and its
+        observed bool [B, L, C]: False is a missing value, whose entry does not matter. known [B, L + horizon,
+        K] and past [B, L, P]: covariates, if the model has some. With quantiles=True the forecast and its
         quantiles [B, horizon, C, Q].
 
         With `future`, the losses by name, to be minimised together: sums over windows, each window's the mean over its
@@ -296,14 +316,14 @@ class Forecaster(FEMPreTrainedModel):
     def predict(self, history: Any, future: Any = None, levels: Sequence[float] = (), intervals: Kind = "auto") -> Any:
         """The next `horizon` points, in the units of the history.
 
-        history: an array [L, C], [L] for one channel, or [B, L, C], and the forecast is one of the same kind; or a
-        pandas DataFrame or Series with a DatetimeIndex or a date column, and the forecast is one with the next time
-        stamps; of many series in one frame (unique_id, ds, y), if the model was trained on such, those of each. Missing
-        are NaN, what an array masks, rows between two others, and what is at or below missing_below of the
-        configuration. The history may be shorter than the look-back; of a longer one the last points are used.
+        history: an array [L, C], [L] for one channel, or [B, L, C]; the forecast is of the same kind. Or a pandas
+        DataFrame or Series with a DatetimeIndex or a date column; the forecast has the next time stamps. Or many series
+        in one frame (unique_id, ds, y), if the model was trained on such. Missing values are NaN, masked entries of an
+        array, absent rows between two others, and values at or below the configuration's missing_below. The history
+        may be shorter than the look-back; of a longer one the last points are used.
 
-        future: a frame with the known covariates of the time stamps to come, if the model was made with some (the
-        history then has the columns of all covariates). levels: prediction intervals, in percent: frames get columns
+        future: a frame with the known covariates of the time stamps to forecast, if the model has some (the history
+        then has the columns of all covariates). levels: prediction intervals, in percent: frames get columns
         NAME-lo-80 and NAME-hi-80, arrays become a `Prediction`. intervals: how ("quantiles", "conformal").
         """
         how = chosen_kind(self.config, levels, intervals) if levels else "conformal"
