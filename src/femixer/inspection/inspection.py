@@ -241,7 +241,7 @@ def check_bytes(count: int, tokens: int, what: str) -> None:
 
 @dataclass(frozen=True)
 class Layer:
-    """One mixer of a model and what it read; a mixer that has no `inspect` is there without an inspection."""
+    """One mixer of a model and its inspection; None for a mixer without `inspect`."""
 
     name: str  #: the mixer's name in the model
     prior: str  #: the prior's name, or the mixer's class where it has none
@@ -266,7 +266,7 @@ def inspect_model(model: nn.Module, *args: Any, only: Collection[int] | None = N
     """Run `model(*args, **kwargs)` once and inspect its mixers on the inputs that they had there.
 
     Every mixer of the model is in the result, in order; without an inspection if it is a baseline or not among the
-    numbers in `only`. The model runs now; inspections, large for a long text, are made as they are asked for.
+    numbers in `only`. The model runs at once; inspections, large for long texts, are computed one by one.
     """
     mixers = mixers_of(model)
     inputs: dict[str, dict[str, Any]] = {}

@@ -92,7 +92,7 @@ class MixerConfig(PreTrainedConfig):
         value_dim: Width of the values over all heads; None: the budget decides.
         start: "paper" or "prior".
         readout: "free_energy" or "posterior_mean".
-        mixer_temperature: "learned" or "fixed": the mixer's temperature, a name that transformers uses otherwise.
+        mixer_temperature: "learned" or "fixed": the mixer's temperature; transformers' own sets sampling.
         mixer_options: Options by name of the baseline, such as {"gsa": {"slots": 64}}.
         prior_options: Options by name of the prior, such as {"gla": {"decay": "channel"}}.
     """

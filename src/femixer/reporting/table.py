@@ -23,13 +23,13 @@ PLACES = ("table", "group")
 
 @dataclass(frozen=True)
 class Cell:
-    """A number as it is shown, and what stands beside it; empty where there is none."""
+    """A number as it is shown, with its annotations; empty where there is none."""
 
     value: str = ""
     error: str = ""
     """Standard error, or another spread that the notes name."""
     missing: str = ""
-    """What is finished, where that is not all: "2 of 3 seeds"."""
+    """What is finished, if not everything: "2 of 3 seeds"."""
     paper: str = ""
     """The published figure."""
     mark: Mark = ""
@@ -42,16 +42,16 @@ class Cell:
 @dataclass(frozen=True)
 class Column:
     title: str
-    """A line break is one where the format has them, and else a space."""
+    """Line breaks become spaces in formats without them."""
     key: str = ""
     """Name in CSV; the title in lower case if none is given."""
     align: Literal["left", "right"] = "left"
     scores: bool = False
     """Cells are numbers that are compared, not names or sizes; aligned to the right whatever `align` says."""
     block: str = ""
-    """A heading over this column and its neighbours of the same block."""
+    """A common heading over neighbouring columns of the same block."""
     hidden: bool = False
-    """In CSV only."""
+    """Shown in CSV only."""
 
     @property
     def name(self) -> str:
@@ -63,12 +63,12 @@ class Column:
 
 
 Row = Sequence[Cell | str]
-"""A cell per column; text is text, whatever characters it has."""
+"""A cell per column; special characters of text are escaped."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that stand together, below their title if they have one."""
+    """Rows under a common title, if there is one."""
 
     rows: Sequence[Row]
     title: str = ""
@@ -80,14 +80,13 @@ class Table:
     groups: Sequence[Group]
     title: str = ""
     notes: Sequence[str] = ()
-    """Sentences below the table: what a reader must know."""
+    """Sentences below the table."""
     empty: str = "–"
-    """What stands where a Cell has neither value nor reason."""
+    """Shown where a Cell has neither a value nor `missing`."""
     stacked: bool = False
-    """In LaTeX: what stands beside a number stands below it, in a \\makecell."""
+    """In LaTeX: annotations stand below the number, in a \\makecell."""
     melted: tuple[str, str] | None = None
-    """In CSV: one line per score instead of one per row.
-    The names of the column that says which score it is, and of its value."""
+    """In CSV: one line per score instead of one per row. The names of two columns: which score it is, and its value."""
 
     def __post_init__(self) -> None:
         names = [column.name for column in self.columns]

@@ -173,7 +173,7 @@ def register() -> None:
 
 
 def upgrade(model: Any, parts: str = "LT", rank: int = 16) -> Any:
-    """Replace the attention's read in `model` by FEM, in place, and return it. Its function stays as it was.
+    """Replace the attention's read in `model` by FEM, in place, and return the model. It computes the same at first.
 
     All trained weights are kept; every self-attention gains the parameters of `attention.ReadGates` as its child `fem`.
     parts: "LT" free energy and temperature gate, "LTG" also the outer gate. rank: of the maps from hidden
@@ -217,7 +217,7 @@ def check_parts(parts: str) -> None:
 
 
 def load(path: str | Path, **options: Any) -> Any:
-    """The model in a folder (or of a hub name), in the class it was saved from: upgraded or not, or femixer's own.
+    """Load the model in a folder (or of a name on the hub) in the class that was saved: upgraded or not, or femixer's.
 
     Safetensors only, and all weights must be there. options: those of transformers' from_pretrained, such as dtype and
     device_map.

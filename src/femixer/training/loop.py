@@ -98,19 +98,19 @@ Batch = TypeVar("Batch")
 
 @dataclass(frozen=True)
 class Fit(Generic[Batch]):
-    """A model, what it learns from, and how it is looked at."""
+    """A model, what it is trained on, and how it is evaluated."""
 
     model: nn.Module
     optimizer: Callable[[nn.Module], Optimizer]
-    """model -> optimizer, called when the parameters are where they stay."""
+    """model -> optimizer, called once the parameters are on their device."""
     batch: Callable[[int, Part], Batch]
-    """(step, part) -> one part of the global batch of a step, a pure function of both, so that a resumed run sees what
-    it would have seen, and several processes what one would."""
+    """(step, part) -> one part of the global batch of a step; a pure function of both, so that a resumed run sees the
+    same data, and several processes together what one would."""
     losses: Callable[[Any, Batch], Mapping[str, Tensor]]
     """(model, part) -> named scalars, each the *sum* of a loss over the items of the part."""
     items: Callable[[Batch], int]
-    """part -> how many those are (sequences, scored tokens, ...). Minimised is the sum of all losses of all parts / the
-    items of all parts: the mean over the global batch, however it is divided."""
+    """part -> the number of its items (sequences, scored tokens, ...). The loop minimises the sum of the losses
+    of all parts / the number of items of all parts: the mean over the global batch, however it is divided."""
     evaluate: Callable[[Any], Iterable[Record]]
     """model -> records, without gradients and in evaluation mode."""
     samples: Callable[[Any], Iterable[Record]] = lambda model: ()
@@ -123,13 +123,13 @@ class Fit(Generic[Batch]):
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How long a model is trained and how; what follows `seed` may be left out."""
+    """How long and how a model is trained."""
 
     steps: Count
     evaluate_every: Count
     """Steps between two evaluations; there is one before the first step and one after the last, too."""
     seed: int
-    """Of whatever the model itself draws (dropout, samples), anew for every step, so that resuming repeats it."""
+    """Of the model's own random numbers (dropout, samples), set at every step, so that resuming repeats them."""
     schedule: Schedule = constant
     """step -> factor of the optimizer's learning rates."""
     clip: Positive | None = None
@@ -137,10 +137,10 @@ class TrainOptions:
     log_every: Count | None = None
     """Steps between two training records in metrics.jsonl."""
     tokens: int | None = None
-    """In one global batch, to show tokens per second."""
+    """Tokens of one global batch, to show tokens per second."""
     engine: EngineOptions = field(default_factory=EngineOptions)
     blocks: Sequence[str] | None = None
-    """Class names of what is sharded one by one, by default the model's `_no_split_modules`."""
+    """Class names of the submodules that are sharded one by one, by default the model's `_no_split_modules`."""
 
 
 def train(fit: Fit[Any], options: TrainOptions, results: Results) -> None:
