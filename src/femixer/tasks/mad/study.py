@@ -154,7 +154,7 @@ def optimizer_of(model: nn.Module, variant: Variant, lr: float, weight_decay: fl
                 if p is not None:
                     own[p] = {"lr": lr * variant.rate, "weight_decay": decay}
         if variant.conditioner != 1:
-            own |= dict.fromkeys(conditioning(mixer), {"lr": lr * variant.conditioner, "weight_decay": weight_decay})
+            own |= {p: {"lr": lr * variant.conditioner, "weight_decay": weight_decay} for p in conditioning(mixer)}
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if p not in own]
     for p, options in own.items():
