@@ -150,9 +150,9 @@ def optimizer_of(model: nn.Module, variant: Variant, lr: float, weight_decay: fl
     own: dict[Tensor, dict[str, float]] = {}
     for mixer in mixers(model):
         if variant.decay or variant.rate != 1:
-            for p, decay in ((mixer.raw_beta, variant.decay), (mixer.lam_odds, 0.0)):
-                if p is not None:
-                    own[p] = {"lr": lr * variant.rate, "weight_decay": decay}
+            for bare, decay in ((mixer.raw_beta, variant.decay), (mixer.lam_odds, 0.0)):
+                if bare is not None:
+                    own[bare] = {"lr": lr * variant.rate, "weight_decay": decay}
         if variant.conditioner != 1:
             own |= {p: {"lr": lr * variant.conditioner, "weight_decay": weight_decay} for p in conditioning(mixer)}
     for group in optimizer.param_groups:
