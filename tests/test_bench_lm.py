@@ -143,7 +143,7 @@ def test_ratios_are_of_speeds_against_the_right_rival(monkeypatch: pytest.Monkey
     cost = {"llama": 4.0, "attention": 2.0}
 
     def race(samples: Any, rounds: int, *_: object) -> dict[Any, list[float]]:
-        return {key: [cost.get(getattr(key, "contestant", key).prior, 5.0)] * rounds for key in samples}
+        return {key: [cost.get((key[0] if isinstance(key, tuple) else key).prior, 5.0)] * rounds for key in samples}
 
     monkeypatch.setattr(measure, "race", race)
     options = replace(TINY, priors=("aft",))

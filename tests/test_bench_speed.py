@@ -10,7 +10,7 @@ import torch
 from femixer import bench
 from femixer.bench import speed
 from femixer.bench.calls import peak_memory
-from femixer.bench.speed import LATENCY, NAIVE, OWN, PAPER, RIVAL, Options, counted, read, run, tables
+from femixer.bench.speed import LATENCY, NAIVE, PAPER, RIVAL, ROWS, Options, counted, read, run, tables
 from femixer.models.named import NAMED
 
 TINY = Options(layers=1, dim=24, heads=2, tokens=13, batch=1, rounds=2, warmup=0, threads=1)
@@ -61,7 +61,7 @@ def test_every_row_of_the_paper_has_a_model_or_says_why_not(table: str) -> None:
 def test_a_missing_rival_leaves_out_its_row_but_is_an_error_where_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(OWN, "Missing", {"mixer": "missing"})
+    monkeypatch.setitem(ROWS, "Missing", {"mixer": "missing"})
     monkeypatch.setitem(PAPER, "latency", {RIVAL: LATENCY[RIVAL], "Missing": LATENCY["HGRN2"]})
     report = run(replace(TINY, out=tmp_path))
     assert "Missing is left out: mixer='missing' is unknown" in capsys.readouterr().err

@@ -295,7 +295,7 @@ def test_an_epoch_reads_a_stream_once_and_shows_some_of_every_block(table, monke
 
 
 def test_a_label_out_of_range_is_named_with_its_row(table):
-    with pytest.raises(ValueError, match=r"row 3: fine_label=-1 is not allowed; choose 0 to 2"):
+    with pytest.raises(ValueError, match=r"row 3: fine_label=-1 is not allowed; choose one of 0 to 2"):
         read(table(label=-1))
 
 

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from femixer.baselines.kernels.long_convolution import CHUNK
@@ -88,15 +89,9 @@ def _allocations(recorded: profile) -> Iterator[tuple[int, int]]:
 
 def held_bytes(value: Any) -> int:
     """Bytes of the tensors in a streaming state; of a buffer with room to grow, what is filled."""
-    if isinstance(value, Growing):
-        value = value.tensor
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    elif dataclasses.is_dataclass(value):
-        value = tuple(getattr(value, field.name) for field in dataclasses.fields(value))
-    return sum(held_bytes(item) for item in value) if isinstance(value, (tuple, list)) else 0
+    leaves = tree_leaves(value, is_leaf=lambda each: isinstance(each, Growing))
+    tensors = (leaf.tensor if isinstance(leaf, Growing) else leaf for leaf in leaves)
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
 
 def flops(call: Callable[[], object], elementwise: bool = False) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,17 +109,11 @@ class Parameters:
         plain = layer
         if mixer.parts:
             plain = replace(mixer, parts=mixer.parts.replace("C", "")).build(options, causal)
-        total = _count(layer)
-        conditioner = total - _count(plain)
-        own = _count(plain, lambda name: name.startswith("prior."))
-        matrices, biases = (_count(plain, _outside_prior(kind)) for kind in ("weight", "bias"))
-        temperatures = _count(plain) - own - matrices - biases
-        return cls(total, matrices, biases, temperatures, own, conditioner, conditioner / total)
-
-
-def _count(layer: nn.Module, counts: Callable[[str], bool] = lambda name: True) -> int:
-    return sum(parameter.numel() for name, parameter in layer.named_parameters() if counts(name))
-
-
-def _outside_prior(kind: str) -> Callable[[str], bool]:
-    return lambda name: name.endswith(kind) and not name.startswith("prior.")
+        counts: Counter[str] = Counter()
+        for name, parameter in plain.named_parameters():
+            inside, kind = name.partition(".")[0], name.rpartition(".")[2]
+            counts["prior" if inside == "prior" else kind if kind in ("weight", "bias") else ""] += parameter.numel()
+        total = sum(parameter.numel() for parameter in layer.parameters())
+        conditioner = total - counts.total()
+        matrices, biases, temperatures, prior = (counts[name] for name in ("weight", "bias", "", "prior"))
+        return cls(total, matrices, biases, temperatures, prior, conditioner, conditioner / total)

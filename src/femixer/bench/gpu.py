@@ -15,8 +15,10 @@ import platform
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +26,15 @@ from torch import Tensor, nn
 from femixer import FreeEnergyMixer, __version__, use_backend
 from femixer.baselines import Attention
 from femixer.bench.contestants import ATTENTION, arguments
-from femixer.bench.measure import stopwatch
+from femixer.bench.measure import DTYPES, stopwatch
 from femixer.kernels import dispatch
 from femixer.kernels.triton_launch import Step, aimed_at, traced
-from femixer.options import Count, check, check_options, parse
+from femixer.options import Count, Rule, check_options, parse
 from femixer.priors import parse_prior
 from femixer.reporting import Table, show
 from femixer.training import atomic
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+NumberFormat = Annotated[str, Rule("one of float32, bfloat16", lambda x: x in ("float32", "bfloat16"))]
 # Layers of other packages: module, class, and arguments from (dim, heads).
 RIVALS: dict[str, tuple[str, str, Callable[[int, int], dict[str, Any]]]] = {
     "fla linear": ("fla.layers", "LinearAttention", lambda d, h: {"hidden_size": d, "num_heads": h}),
@@ -102,7 +104,7 @@ class Options:
     """Sequences at a time."""
     lengths: tuple[Count, ...] = (2048, 8192)
     """Tokens of a sequence."""
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    dtypes: tuple[NumberFormat, ...] = ("float32", "bfloat16")
     """Number formats of parameters and inputs."""
     models: tuple[str, ...] = ()
     """Also a training step of these presets of language models, e.g. 340m, at the first length."""
@@ -114,8 +116,6 @@ class Options:
     """Folder of gpu.json, the file to attach to a report."""
 
     def validate(self) -> None:
-        for name in self.dtypes:
-            check(name in DTYPES, "dtypes", name, f"one of {', '.join(DTYPES)}")
         check_options(self)
         for prior in self.priors:
             parse_prior(prior)
@@ -206,37 +206,23 @@ def attention_traces(options: Options, length: int, dtype: torch.dtype) -> Trace
 
 def estimated(options: Options) -> list[dict[str, Any]]:
     rows = []
-    for dtype_name in options.dtypes:
+    for dtype_name, length, (gpu_name, gpu) in product(options.dtypes, options.lengths, GPUS.items()):
         dtype = DTYPES[dtype_name]
-        for length in options.lengths:
-            for gpu_name, gpu in GPUS.items():
-                rival = attention_traces(options, length, dtype)
-                rows.append(_estimate(ATTENTION, dtype, length, gpu_name, gpu, rival, rival))
-                for prior in options.priors:
-                    with aimed_at(gpu.target):
-                        layer = fem_layer(prior, options, device="meta", dtype=dtype)
-                        traces = trace(layer, options.batch, length, options.dim, dtype)
-                    rows.append(_estimate(f"FEM {prior}", dtype, length, gpu_name, gpu, traces, rival))
+        field = {ATTENTION: attention_traces(options, length, dtype)}
+        for prior in options.priors:
+            with aimed_at(gpu.target):
+                layer = fem_layer(prior, options, device="meta", dtype=dtype)
+                field[f"FEM {prior}"] = trace(layer, options.batch, length, options.dim, dtype)
+        others = [sum(map(gpu.seconds, steps)) for steps in field[ATTENTION]]
+        for name, traces in field.items():
+            times = [sum(map(gpu.seconds, steps)) for steps in traces]
+            row = {"layer": name, "dtype": dtype_name, "length": length, "gpu": gpu_name}
+            row |= {"forward ms": 1e3 * times[0], "backward ms": 1e3 * times[1]}
+            row |= {"forward ratio": times[0] / others[0], "step ratio": sum(times) / sum(others)}
+            row["launches"] = [len(steps) for steps in traces]
+            row["kernels"] = [[*step[:5], step.loaded, 1e6 * gpu.seconds(step)] for steps in traces for step in steps]
+            rows.append(row)
     return rows
-
-
-def _estimate(
-    name: str, dtype: torch.dtype, length: int, gpu_name: str, gpu: Gpu, traces: Traces, rival: Traces
-) -> dict[str, Any]:
-    times = [sum(gpu.seconds(step) for step in steps) for steps in traces]
-    others = [sum(gpu.seconds(step) for step in steps) for steps in rival]
-    return {
-        "layer": name,
-        "dtype": str(dtype).removeprefix("torch."),
-        "length": length,
-        "gpu": gpu_name,
-        "forward ms": 1e3 * times[0],
-        "backward ms": 1e3 * times[1],
-        "forward ratio": times[0] / others[0],
-        "step ratio": sum(times) / sum(others),
-        "launches": [len(steps) for steps in traces],
-        "kernels": [[*step[:5], step.loaded, 1e6 * gpu.seconds(step)] for steps in traces for step in steps],
-    }
 
 
 ASSUMPTIONS = (
@@ -275,17 +261,20 @@ def _launch(name: str, ours: bool, size: int, flops: int, exponentials: int, aga
 
 def measured(options: Options) -> list[dict[str, Any]]:
     rows = []
-    for dtype_name in options.dtypes:
-        made = {"device": options.device, "dtype": DTYPES[dtype_name]}
-        for length in options.lengths:
-            for name, build in contestants(options, made):
-                row = {"layer": name, "dtype": dtype_name, "length": length}
-                try:
-                    rows.append({**row, **_layer_costs(build(), options, length, made)})
-                except Exception as error:  # one that does not fit into memory must not cost the others
-                    rows.append({**row, "error": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
+    for dtype in options.dtypes:
+        made = {"device": options.device, "dtype": DTYPES[dtype]}
+        each = product(options.lengths, contestants(options, made))
+        cases = [(name, length, partial(_layer_costs, build)) for length, (name, build) in each]
         for preset in options.models:
-            rows += list(_model_rows(preset, options, dtype_name))
+            named = {ATTENTION: {"mixer": ATTENTION}, **{f"FEM {prior}": _of_model(prior) for prior in options.priors}}
+            length = options.lengths[0]
+            cases += [(f"{preset} {name}", length, partial(_model_costs, preset, of)) for name, of in named.items()]
+        for name, length, costs in cases:
+            row = {"layer": name, "dtype": dtype, "length": length}
+            try:
+                rows.append({**row, **costs(options, length, made)})
+            except Exception as error:  # one that does not fit into memory must not cost the others
+                rows.append({**row, "error": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
     return rows
 
 
@@ -299,7 +288,16 @@ def contestants(options: Options, made: dict[str, Any]) -> Iterator[tuple[str, C
             yield name, lambda m=module, k=kind, g=given: getattr(importlib.import_module(m), k)(**g).to(**made)  # type: ignore[misc]
 
 
-def _layer_costs(layer: nn.Module, options: Options, length: int, made: dict[str, Any]) -> dict[str, float]:
+def _of_model(prior: str) -> dict[str, Any]:
+    """Fields of a language model's configuration."""
+    name, options = parse_prior(prior)
+    return {"prior": name, "prior_options": {name: options}}
+
+
+def _layer_costs(
+    build: Callable[[], nn.Module], options: Options, length: int, made: dict[str, Any]
+) -> dict[str, float]:
+    layer: Any = build()
     x = torch.randn(options.batch, length, options.dim, requires_grad=True, **made)
 
     def read() -> Tensor:
@@ -312,59 +310,43 @@ def _layer_costs(layer: nn.Module, options: Options, length: int, made: dict[str
 
     with torch.no_grad():
         forward = _median_seconds(read, options)
-    training, peak = _median_seconds(step, options), _peak_bytes(step, options)
-    tokens = options.batch * length
-    found = {"forward ms": 1e3 * forward, "step ms": 1e3 * training, "tokens per second": tokens / training}
-    if peak is not None:
-        found["peak MB"] = peak / 1e6
+    found = {"forward ms": 1e3 * forward, **_step_costs(step, options, length)}
     if isinstance(layer, (FreeEnergyMixer, Attention)):
-        found["token ms"] = 1e3 * _token_seconds(layer, x.detach(), options)
+        with torch.no_grad():
+            _, state = layer(x, return_state=True)
+            token = _median_seconds(lambda: layer(x[:, :1], state=state, return_state=True), options)
+        found["token ms"] = 1e3 * token
     return found
 
 
-def _token_seconds(layer: Any, x: Tensor, options: Options) -> float:
-    with torch.no_grad():
-        _, state = layer(x, return_state=True)
-        return _median_seconds(lambda: layer(x[:, :1], state=state, return_state=True), options)
-
-
-def _model_rows(preset: str, options: Options, dtype: str) -> Iterator[dict[str, Any]]:
-    """A training step of language models of one size, with attention and with every prior."""
+def _model_costs(
+    preset: str, fields: dict[str, Any], options: Options, length: int, made: dict[str, Any]
+) -> dict[str, float]:
+    """A training step of a language model."""
     models = importlib.import_module("femixer.models")
-    length = options.lengths[0]
-    kinds: list[tuple[str, dict[str, Any]]] = [(ATTENTION, {"mixer": ATTENTION})]
-    for prior in options.priors:
-        kind, chosen = parse_prior(prior)
-        kinds.append((f"FEM {prior}", {"prior": kind, "prior_options": {kind: chosen}}))
-    for name, given in kinds:
-        row = {"layer": f"{preset} {name}", "dtype": dtype, "length": length}
-        try:
-            config = models.preset(preset, vocab_size=32000, **given)
-            model = models.FEMForCausalLM(config).to(options.device, DTYPES[dtype])
-            ids = torch.randint(32000, (options.batch, length), device=options.device)
+    model = models.FEMForCausalLM(models.preset(preset, vocab_size=32000, **fields)).to(**made)
+    ids = torch.randint(32000, (options.batch, length), device=options.device)
 
-            def step(model: Any = model, ids: Tensor = ids) -> None:
-                model.zero_grad()
-                model(input_ids=ids, labels=ids).loss.backward()
+    def step() -> None:
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
 
-            seconds, peak = _median_seconds(step, options), _peak_bytes(step, options)
-            found = {"step ms": 1e3 * seconds, "tokens per second": ids.numel() / seconds}
-            yield {**row, **found, **({} if peak is None else {"peak MB": peak / 1e6})}
-        except Exception as error:
-            yield {**row, "error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+    return _step_costs(step, options, length)
+
+
+def _step_costs(step: Callable[[], object], options: Options, length: int) -> dict[str, float]:
+    seconds = _median_seconds(step, options)
+    found = {"step ms": 1e3 * seconds, "tokens per second": options.batch * length / seconds}
+    if options.device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats(options.device)
+        step()
+        found["peak MB"] = torch.cuda.max_memory_allocated(options.device) / 1e6
+    return found
 
 
 def _median_seconds(call: Callable[[], object], options: Options) -> float:
     times = [stopwatch(call, torch.device(options.device)) for _ in range(options.repeats + 2)]
     return statistics.median(times[2:])  # the first compiles, the second fills caches
-
-
-def _peak_bytes(call: Callable[[], object], options: Options) -> int | None:
-    if not options.device.startswith("cuda"):
-        return None
-    torch.cuda.reset_peak_memory_stats(options.device)
-    call()
-    return torch.cuda.max_memory_allocated(options.device)
 
 
 def measurement_table(rows: list[dict[str, Any]]) -> Table:

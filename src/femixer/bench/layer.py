@@ -22,13 +22,13 @@ from femixer.bench.measure import (
     place_of,
     ratio_cell,
     timed,
+    told,
     unlimited_compilation,
 )
 from femixer.bench.measure import Report as BenchReport
 from femixer.options import Count, Whole, check, check_different
 from femixer.priors import parse_prior
 from femixer.reporting import Column, Table
-from femixer.training.journal import counting
 
 
 @dataclass(frozen=True)
@@ -164,27 +164,17 @@ def counted(options: Options, length: int, training: bool) -> dict[Mixer, Fixed]
     }
 
 
-def measure_sequences(options: Options) -> list[SequenceCost]:
-    with unlimited_compilation("compiled" in options.modes):
-        costs = [_measure_length(options, length, training=True) for length in options.lengths]
-        costs += [_measure_length(options, length, training=False) for length in options.forward_lengths]
-    return [cost for same_length in costs for cost in same_length]
-
-
-def _measure_length(options: Options, length: int, training: bool) -> list[SequenceCost]:
+def measure_sequences(options: Options, length: int, training: bool) -> list[SequenceCost]:
     counts = counted(options, length, training)
     field = contestants(options, length)
-    with counting(len(field), f"first calls, {length} tokens") as done:
-        for call in field.values():
-            call.forward()
-            if training:
-                call.train_and_clear()
-            done(1)
-    peaks = {}
-    with counting(len(field), f"peaks of memory, {length} tokens") as done:
-        for entry, call in field.items():
-            peaks[entry] = peak_memory(call.train_and_clear if training else call.forward, call.x.device)
-            done(1)
+    for call in told(field.values(), f"first calls, {length} tokens"):
+        call.forward()
+        if training:
+            call.train_and_clear()
+    peaks = {
+        entry: peak_memory(call.train_and_clear if training else call.forward, call.x.device)
+        for entry, call in told(field.items(), f"peaks of memory, {length} tokens")
+    }
     forward = timed(f"forward, {length} tokens", {entry: call.time_forward for entry, call in field.items()}, options)
     steps = {entry: call.time_training for entry, call in field.items()} if training else {}
     trained = timed(f"training, {length} tokens", steps, options) if training else {}
@@ -230,8 +220,10 @@ def measure_decode(options: Options) -> list[DecodeCost]:
 
 
 def measure(options: Options) -> dict[str, Sequence[Any]]:
+    lengths = [(length, length in options.lengths) for length in (*options.lengths, *options.forward_lengths)]
     with busy(options.busy):
-        layers = measure_sequences(options)
+        with unlimited_compilation("compiled" in options.modes):
+            layers = [cost for length, training in lengths for cost in measure_sequences(options, length, training)]
         return {"layers": layers, "decode": [] if options.encoder else measure_decode(options)}
 
 

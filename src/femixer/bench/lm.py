@@ -24,6 +24,7 @@ from femixer.bench.measure import (
     place_of,
     ratio_cell,
     timed,
+    told,
     unlimited_compilation,
 )
 from femixer.bench.measure import Report as BenchReport
@@ -31,7 +32,6 @@ from femixer.models import FEMConfig, FEMForCausalLM
 from femixer.options import Count, Rule, Whole, check, check_different
 from femixer.priors import parse_prior
 from femixer.reporting import Column, Table
-from femixer.training.journal import counting
 
 Measure = Literal["training", "decode"]
 MEASURES: tuple[Measure, ...] = ("training", "decode")
@@ -51,9 +51,7 @@ class Options(MixerOptions):
     """
 
     dim: Count = 512
-    """Width of the tokens."""
     heads: Count = 8
-    """Heads; divides dim."""
     layers: Count = 8
     """Layers."""
     vocabulary: Count = 8192
@@ -63,9 +61,7 @@ class Options(MixerOptions):
     length: Length = 1024
     """Tokens of a training sequence."""
     rounds: Count = 10
-    """Rounds measured; a round is one sample of every contestant."""
     warmup: Whole = 2
-    """Rounds before that, not counted."""
     priors: tuple[str, ...] = ("softmax", "gla", "aft", "mamba")
     """The priors of FEM, each alone or with options: gla, gla:decay=channel, name:option=value,option=value."""
     parts: str = "CLTG"
@@ -116,9 +112,19 @@ class Contestant:
 
     def model(self, options: Options) -> Model:
         """In float32, on the device that is torch's default."""
-        size = _size(options)
+        size: dict[str, Any] = {
+            "vocab_size": options.vocabulary,
+            "hidden_size": options.dim,
+            "num_hidden_layers": options.layers,
+            "num_attention_heads": options.heads,
+            "num_key_value_heads": options.kv_heads or options.heads,
+            "max_position_embeddings": max(options.length, max(options.contexts) + 2 + options.decode_steps),
+        }
         if self.prior == LLAMA:
-            return LlamaForCausalLM(_llama(size))
+            size["intermediate_size"] = FEMConfig(**size).intermediate_size
+            # No token ends a text, so that all models decode as many; sdpa is the fastest attention it has everywhere.
+            how: Any = {"bos_token_id": None, "eos_token_id": None, "attn_implementation": "sdpa"}
+            return LlamaForCausalLM(LlamaConfig(**size, **how))
         if self.prior == ATTENTION:
             return FEMForCausalLM(FEMConfig(**size, mixer="attention"))
         given = arguments(self.prior, self.cache)
@@ -129,30 +135,6 @@ class Contestant:
         model = self.model(options)
         model.to(**options.tensors)
         return model
-
-
-def _size(options: Options) -> dict[str, Any]:
-    """What the configurations of all models share."""
-    return {
-        "vocab_size": options.vocabulary,
-        "hidden_size": options.dim,
-        "num_hidden_layers": options.layers,
-        "num_attention_heads": options.heads,
-        "num_key_value_heads": options.kv_heads or options.heads,
-        "max_position_embeddings": max(options.length, max(options.contexts) + 2 + options.decode_steps),
-    }
-
-
-def _llama(size: dict[str, Any]) -> LlamaConfig:
-    """No token ends a text, so that all models decode as many; sdpa is the fastest attention it has everywhere."""
-    width = FEMConfig(**size).intermediate_size
-    fields: dict[str, Any] = {
-        "intermediate_size": width,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "attn_implementation": "sdpa",
-    }
-    return LlamaConfig(**size, **fields)
 
 
 def trained(options: Options) -> list[Contestant]:
@@ -240,13 +222,6 @@ def measure_training(options: Options) -> list[TrainingCost]:
     ]
 
 
-class Entry(NamedTuple):
-    """A model after a context."""
-
-    contestant: Contestant
-    context: int
-
-
 def generator_of(model: Model, context: int, options: Options) -> Generator:
     tokens = torch.randint(options.vocabulary, (options.decode_batch, context + 1), device=options.device)
     return Generator.after(model, tokens, options.decode_steps)
@@ -254,27 +229,24 @@ def generator_of(model: Model, context: int, options: Options) -> Generator:
 
 def measure_decode(options: Options) -> list[DecodeCost]:
     field = {}
-    contestants = decoding(options)
-    with counting(len(contestants) * len(options.contexts), "contexts read") as done:
-        for contestant in contestants:
-            model = contestant.build(options).eval()
-            for context in options.contexts:
-                field[Entry(contestant, context)] = generator_of(model, context, options)
-                done(1)
+    for contestant in told(decoding(options), f"models that read {len(options.contexts)} contexts"):
+        model = contestant.build(options).eval()
+        for context in options.contexts:
+            field[contestant, context] = generator_of(model, context, options)
     seconds = timed("decode", {entry: generator.time for entry, generator in field.items()}, options)
     return [
         DecodeCost(
-            entry.contestant.name(options.parts),
-            entry.contestant.prior,
-            entry.contestant.cache,
-            entry.context,
-            Speed.of(options.decode_batch, seconds[entry], seconds[rival]),
+            contestant.name(options.parts),
+            contestant.prior,
+            contestant.cache,
+            context,
+            Speed.of(options.decode_batch, seconds[contestant, context], seconds[rival]),
             generator.cache_bytes,
             generator.cache_bytes / field[rival].cache_bytes,
-            generator.cache_bytes / entry.context if generator.grows else None,
+            generator.cache_bytes / context if generator.grows else None,
         )
-        for entry, generator in field.items()
-        for rival in [Entry(Contestant(LLAMA), entry.context)]
+        for (contestant, context), generator in field.items()
+        for rival in [(Contestant(LLAMA), context)]
     ]
 
 
@@ -300,19 +272,10 @@ class DecodeTarget(NamedTuple):
     cache: float | None = None
 
 
-def training_target(cost: TrainingCost, settings: Mapping[str, Any]) -> float | None:
-    return TRAINING if _is_softmax(cost) and fits(settings, TRAINING_SIZE) else None
-
-
 def decode_target(cost: DecodeCost, settings: Mapping[str, Any]) -> DecodeTarget:
     if not (_is_softmax(cost) and cost.context == DECODE_CONTEXT and fits(settings, DECODE_SIZE)):
         return DecodeTarget()
     return DecodeTarget(DECODE, CACHE if cost.cache == "value" else None)
-
-
-def growth_target(cost: DecodeCost, settings: Mapping[str, Any]) -> float | None:
-    """For caches of constant size, that is, for the priors in linear time."""
-    return FLAT if cost.bytes_per_token is None and fits(settings, DECODE_SIZE) else None
 
 
 def _is_softmax(cost: TrainingCost | DecodeCost) -> bool:
@@ -332,7 +295,11 @@ def tables(report: Report, targets: bool) -> Iterator[Table]:
         f"transformers {report.environment['transformers']}"
     )
     if report.training:
-        rows = [_training_row(cost, training_target(cost, s) if targets else None) for cost in report.training]
+        rows = []
+        for cost in report.training:
+            target = TRAINING if targets and _is_softmax(cost) and fits(s, TRAINING_SIZE) else None
+            ratio = "1" if cost.prior == ATTENTION else ratio_cell(cost.speed.ratio, target, at_least=True)
+            rows.append([cost.name, f"{cost.parameters:,}", f"{cost.speed.tokens_per_second.median:.0f}", ratio])
         mode = "compiled" if s["compile"] else "eager"
         title = f"Training, {mode}: {s['length']} tokens, batch {s['batch']}, {setting}"
         header = ["model", "parameters", "tokens per second", "ratio to the plain transformer (larger is better)"]
@@ -340,21 +307,24 @@ def tables(report: Report, targets: bool) -> Iterator[Table]:
     contexts = [*dict.fromkeys(cost.context for cost in report.decode)]
     for context in contexts:
         costs = [cost for cost in report.decode if cost.context == context]
-        rows = [_decode_row(cost, decode_target(cost, s) if targets else DecodeTarget()) for cost in costs]
+        rows = [_decode_row(each, decode_target(each, s) if targets else DecodeTarget()) for each in costs]
         title = f"Greedy decoding with cache: context {context}, batch {s['decode_batch']}, {setting}"
         columns: list[Column | str] = ["model", "cache", "ms per token", "tokens per second"]
         columns += ["ratio to Llama (larger is better)", "cache bytes"]
         columns += [Column("ratio to Llama", "cache_ratio", "right"), "bytes per token of context"]
         yield Table.of(columns, rows, title)
     if len(contexts) > 1:
-        rows = [*_growth_rows(report, targets)]
+        rows = []
+        for name, cache in dict.fromkeys((cost.name, cost.cache) for cost in report.decode):
+            # Time per token at the longest context relative to the shortest, round by round.
+            costs = [cost for cost in report.decode if (cost.name, cost.cache) == (name, cache)]
+            first, last = (choose(costs, key=lambda cost: cost.context) for choose in (min, max))
+            growth = paired_ratio(last.speed.samples, first.speed.samples)
+            # For caches of constant size, that is, for the priors in linear time.
+            target = FLAT if targets and last.bytes_per_token is None and fits(s, DECODE_SIZE) else None
+            rows.append([name, cache or "", f"{first.context} to {last.context}", ratio_cell(growth, target)])
         title = "Growth of the time per token with the context (1: flat)"
         yield Table.of(["model", "cache", "context", "growth"], rows, title)
-
-
-def _training_row(cost: TrainingCost, target: float | None) -> list[str]:
-    ratio = "1" if cost.prior == ATTENTION else ratio_cell(cost.speed.ratio, target, at_least=True)
-    return [cost.name, f"{cost.parameters:,}", f"{cost.speed.tokens_per_second.median:.0f}", ratio]
 
 
 def _decode_row(cost: DecodeCost, target: DecodeTarget) -> list[str]:
@@ -369,16 +339,6 @@ def _decode_row(cost: DecodeCost, target: DecodeTarget) -> list[str]:
         "1" if rival else ratio_cell(cost.cache_ratio, target.cache),
         bytes_cell(cost.bytes_per_token),
     ]
-
-
-def _growth_rows(report: Report, targets: bool) -> Iterator[list[str]]:
-    """Time per token at the longest context relative to the shortest, round by round."""
-    for name, cache in dict.fromkeys((cost.name, cost.cache) for cost in report.decode):
-        costs = [cost for cost in report.decode if (cost.name, cost.cache) == (name, cache)]
-        first, last = (choose(costs, key=lambda cost: cost.context) for choose in (min, max))
-        growth = paired_ratio(last.speed.samples, first.speed.samples)
-        target = growth_target(last, report.settings) if targets else None
-        yield [name, cache or "", f"{first.context} to {last.context}", ratio_cell(growth, target)]
 
 
 def measure(options: Options) -> dict[str, Sequence[Any]]:

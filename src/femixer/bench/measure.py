@@ -14,10 +14,11 @@ import sys
 import time
 import types
 import typing
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -106,6 +107,7 @@ class MixerOptions(BenchOptions):
 
 
 Key = TypeVar("Key", bound=Hashable)
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -149,35 +151,37 @@ def stopwatch(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
+def told(items: Collection[Item], what: str) -> Iterator[Item]:
+    """The items one by one, with a progress bar that says what they are."""
+    with counting(len(items), what) as done:
+        for item in items:
+            yield item
+            done(1)
+
+
 def timed(what: str, samples: Mapping[Key, Callable[[], float]], options: MeasureOptions) -> dict[Key, list[float]]:
-    """The race with the rounds of the options, and a progress bar that says what it is about."""
-    with counting(options.warmup + options.rounds, f"rounds of {what}") as done:
-        return race(samples, options.rounds, options.warmup, lambda: done(1))
+    """The race with the rounds of the options; what: it is about, for its progress bar."""
+    return race(samples, options.rounds, options.warmup, f"rounds of {what}")
 
 
 def race(
-    samples: Mapping[Key, Callable[[], float]],
-    rounds: int,
-    warmup: int,
-    finished: Callable[[], None] = lambda: None,
+    samples: Mapping[Key, Callable[[], float]], rounds: int, warmup: int, what: str = "rounds"
 ) -> dict[Key, list[float]]:
     """Seconds of every contestant in every round, after `warmup` rounds that do not count.
 
     A round is one sample of each contestant, in an order shuffled anew: noise that lasts longer than a call hits all
     alike, and nobody always runs after the same neighbour. Garbage is collected between rounds only.
-    `finished` is called after each round.
     """
     order, shuffle = list(samples), random.Random(0).shuffle
     seconds: dict[Key, list[float]] = {name: [] for name in samples}
     with no_garbage_collection():
-        for number in range(warmup + rounds):
+        for number in told(range(warmup + rounds), what):
             shuffle(order)
             for name in order:
                 sample = samples[name]()
                 if number >= warmup:
                     seconds[name].append(sample)
             gc.collect()
-            finished()
     return seconds
 
 
@@ -212,16 +216,13 @@ def cpu_threads(count: int | None) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
-@contextmanager
-def unlimited_compilation(compiling: bool) -> Iterator[None]:
+def unlimited_compilation(compiling: bool) -> AbstractContextManager[object]:
     """torch.compile counts the versions of one forward() over all contestants, and after a few gives up."""
     if not compiling:
-        yield
-        return
+        return nullcontext()
     from torch._dynamo import config
 
-    with config.patch(recompile_limit=1000, accumulated_recompile_limit=1000):
-        yield
+    return config.patch(recompile_limit=1000, accumulated_recompile_limit=1000)
 
 
 # Products of matrices on one thread, until standard input closes: that happens also when the parent is killed.
@@ -315,19 +316,11 @@ def environment(threads: int, device: str) -> dict[str, Any]:
     return {
         "femixer": __version__,
         "torch": torch.__version__,
-        "numba": _version("numba"),
+        "numba": version("numba") if find_spec("numba") else None,  # without importing it
         "python": platform.python_version(),
         "threads": threads,
         "instructions": torch.backends.cpu.get_cpu_capability() if device == "cpu" else torch.cuda.get_device_name(),
     }
-
-
-def _version(package: str) -> str | None:
-    """Without importing it."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 @contextmanager
@@ -361,13 +354,8 @@ def held(kind: type[AnyReport], path: Path, new: AnyReport) -> AnyReport:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"out={folder!r} holds a {path.name} that cannot be read; {advice}") from None
     now = {**new.settings, **new.environment}
-    differences = [
-        f"{name} was {was.get(name)!r} and is now {now.get(name)!r}"
-        for name in {**was, **now}
-        if was.get(name) != now.get(name)
-    ]
-    if differences:
-        reasons = ", ".join(differences)
+    differing = (name for name in {**was, **now} if was.get(name) != now.get(name))
+    if reasons := ", ".join(f"{name} was {was.get(name)!r} and is now {now.get(name)!r}" for name in differing):
         raise ValueError(f"out={folder!r} holds points measured otherwise: {reasons}; {advice}")
     return report
 
@@ -417,10 +405,8 @@ def command(options: AnyOptions, run: Callable[[AnyOptions], Report], tables: Ca
 
 def ratio_cell(ratio: Spread | float, target: float | None = None, at_least: bool = False) -> str:
     """A ratio, with its quartiles where it has them, and beside a target whether it is kept."""
-    if isinstance(ratio, Spread):
-        value, text = ratio.median, f"{ratio.median:.3f} [{ratio.q1:.3f}–{ratio.q3:.3f}]"
-    else:
-        value, text = ratio, f"{ratio:.3f}"
+    value = ratio.median if isinstance(ratio, Spread) else ratio
+    text = f"{value:.3f}" + (f" [{ratio.q1:.3f}–{ratio.q3:.3f}]" if isinstance(ratio, Spread) else "")
     if target is None:
         return text
     sign = ("≥" if value >= target else "<") if at_least else ("≤" if value <= target else ">")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,13 +22,13 @@ from femixer.bench.measure import (
     ratio_cell,
     resumed,
     timed,
+    told,
 )
 from femixer.bench.measure import Report as BenchReport
 from femixer.optional import require
 from femixer.options import Count, Whole, check, check_different, parse
 from femixer.priors import PRIORS
 from femixer.reporting import Row, Table, figures, write
-from femixer.training.journal import counting
 
 NAME = "scaling.json"
 PASSES = {"forward": "forward", "training": "forward + backward"}
@@ -42,15 +43,12 @@ class Options(MixerOptions):
     """
 
     dim: Count = 512
-    """Width of the tokens."""
     heads: Count = 8
-    """Heads; divides dim."""
     batch: Count = 1
     """Sequences side by side, also when decoding."""
     rounds: Count = 5
     """Rounds measured; a round is one sample of every length, or of every position."""
     warmup: Whole = 1
-    """Rounds before that, not counted."""
     priors: tuple[str, ...] = (ATTENTION, *PRIORS)
     """Attention and priors of FEM, each alone or with options (gla, gla:decay=channel, name:option=value,...)."""
     parts: str = "CLTG"
@@ -142,8 +140,7 @@ class Report(BenchReport):
 
     def sequence(self, mixer: str, step: str) -> dict[int, SequencePoint]:
         """By length, the shortest first."""
-        found = {p.length: p for p in self.sequences if (p.mixer, p.step) == (mixer, step)}
-        return dict(sorted(found.items()))
+        return dict(sorted({p.length: p for p in self.sequences if (p.mixer, p.step) == (mixer, step)}.items()))
 
     def decoding(self, mixer: str) -> dict[int, DecodePoint]:
         """By position, the nearest first."""
@@ -184,22 +181,19 @@ def measure_sequences(
         return Call(layer, layer, x.requires_grad_(), gradient)
 
     calls = {length: call(length) for length in lengths}
-    samples = {length: _sampler(c, step, length, options.batch) for length, c in calls.items()}
-    seconds = timed(f"{mixer.prior} {step}", samples, options)
+
+    def sampled(length: int) -> float:
+        """Seconds per token of a sample."""
+        time = calls[length].time_forward if step == "forward" else calls[length].time_training
+        repeats = max(1, TOKENS_PER_SAMPLE // length)
+        return sum(time() for _ in range(repeats)) / (repeats * length * options.batch)
+
+    seconds = timed(f"{mixer.prior} {step}", {length: partial(sampled, length) for length in lengths}, options)
     points = []
-    with counting(len(lengths), f"peaks of memory, {mixer.prior}") as done:
-        for length, c in calls.items():
-            peak = peak_memory(c.forward if step == "forward" else c.train_and_clear, c.x.device)
-            points.append(SequencePoint(mixer.prior, step, length, grows, peak, seconds[length]))
-            done(1)
+    for length, c in told(calls.items(), f"peaks of memory, {mixer.prior}"):
+        peak = peak_memory(c.forward if step == "forward" else c.train_and_clear, c.x.device)
+        points.append(SequencePoint(mixer.prior, step, length, grows, peak, seconds[length]))
     return points
-
-
-def _sampler(call: Call, step: str, length: int, batch: int) -> Callable[[], float]:
-    """A function that gives the seconds per token of a sample."""
-    time = call.time_forward if step == "forward" else call.time_training
-    repeats = max(1, TOKENS_PER_SAMPLE // length)
-    return lambda: sum(time() for _ in range(repeats)) / (repeats * length * batch)
 
 
 def measure_decode(mixer: Mixer, positions: Sequence[int], grows: bool, options: Options) -> list[DecodePoint]:
@@ -240,18 +234,11 @@ def measure(report: Report, options: Options, save: Callable[[], None]) -> None:
 FROM, TO, TARGET = 4096, 65536, 1.30
 
 
-def setting(report: Report) -> str:
-    """In front of the first table's title."""
-    s = report.settings
-    place = place_of(report, "causal")
-    return (
-        f"One layer, eager: batch {s['batch']}, dim {s['dim']}, {heads_of(s)}, parts {s['parts'] or '(mean)'}, {place}"
-    )
-
-
 def tables(report: Report, targets: bool) -> Iterator[Table]:
-    target = TARGET if targets and report.settings["batch"] == 1 else None
-    above = f"{setting(report)}. "
+    s = report.settings
+    target = TARGET if targets and s["batch"] == 1 else None
+    setting = f"batch {s['batch']}, dim {s['dim']}, {heads_of(s)}, parts {s['parts'] or '(mean)'}"
+    above = f"One layer, eager: {setting}, {place_of(report, 'causal')}. "  # in front of the first table's title
     for step, name in PASSES.items():
         points = {mixer: line for mixer in report.mixers if (line := report.sequence(mixer, step))}
         if not points:
@@ -264,7 +251,11 @@ def tables(report: Report, targets: bool) -> Iterator[Table]:
         yield Table.of(header, rows, f"Growth with the length, {name} (1: linear)")
     decode = {mixer: steps for mixer in report.mixers if (steps := report.decoding(mixer))}
     yield _grid("Tokens per second, decoding", "tokens before", decode, lambda p: f"{report.tokens_per_second(p):.0f}")
-    rows = [_decode_growth_row(mixer, steps) for mixer, steps in decode.items()]
+    rows = []
+    for mixer, steps in decode.items():
+        first, last = steps[min(steps)], steps[max(steps)]
+        growth = ratio_cell(paired_ratio(last.samples, first.samples))
+        rows.append([label(mixer), f"{first.position} to {last.position}", growth])
     yield Table.of(("mixer", "tokens before", "time per token"), rows, "Growth with the position, decoding")
 
 
@@ -282,12 +273,6 @@ def _growth_row(mixer: str, points: Mapping[int, SequencePoint], target: float |
     memory = (last.peak_bytes / last.length) / (first.peak_bytes / first.length)
     growth = paired_ratio(last.samples, first.samples)
     return [label(mixer), f"{first.length} to {last.length}", ratio_cell(growth, judged), ratio_cell(memory)]
-
-
-def _decode_growth_row(mixer: str, points: Mapping[int, DecodePoint]) -> Row:
-    first, last = points[min(points)], points[max(points)]
-    growth = paired_ratio(last.samples, first.samples)
-    return [label(mixer), f"{first.position} to {last.position}", ratio_cell(growth)]
 
 
 # The figure: time per token, memory and speed of decoding, one line per mixer
@@ -322,12 +307,10 @@ def draw(report: Report) -> Any:
         row[2].set_visible(False)
     handles, labels = max((axes.get_legend_handles_labels() for axes in panels[0]), key=lambda found: len(found[1]))
     drawing.legend(handles, labels, loc="outside right center", frameon=False)
-    s = report.settings
+    s, threads = report.settings, report.environment["threads"]
     sequences = "one sequence" if s["batch"] == 1 else f"{s['batch']} sequences"
-    drawing.suptitle(
-        f"One layer, {sequences}: dim {s['dim']}, {s['heads']} heads, {s['dtype']}, "
-        f"{report.environment['threads']} threads"
-    )
+    title = f"One layer, {sequences}: dim {s['dim']}, {s['heads']} heads, {s['dtype']}, {threads} threads"
+    drawing.suptitle(title)
     return drawing
 
 

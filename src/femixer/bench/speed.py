@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from femixer.models import FEMConfig, FEMModel
 from femixer.models.config import plain_refusals
 from femixer.models.named import NAMED, Fields, baseline, fem, parameters_of
 from femixer.optional import require
-from femixer.options import Count, check, parse
+from femixer.options import Count, check, given, parse
 from femixer.reporting import Column, Row, Table, figures, write
 
 tyro = require("tyro", "cli")
@@ -37,10 +37,7 @@ OWN: dict[str, Fields] = {
     "Mamba+L,T,G": fem("mamba", "LTG"),
 }
 """Rows that `femixer.models.named` need not have."""
-
-
-def fields_of(row: str) -> Fields:
-    return NAMED.get(row) or OWN[row]
+ROWS = {**NAMED, **OWN}
 
 
 # The paper's figures
@@ -120,7 +117,6 @@ class Options(MeasureOptions):
     dtype: Annotated[Literal["float32", "bfloat16", "float16", "float64"], tyro.conf.arg(aliases=("--precision",))] = (
         "float32"
     )
-    """Number format of weights and tokens."""
     layers: Count = 8
     """Layers of the models."""
     dim: Count = 512
@@ -130,7 +126,6 @@ class Options(MeasureOptions):
     tokens: Count = 2048
     """Tokens of a sequence."""
     batch: Count = 4
-    """Sequences."""
     overwrite: bool = False
     """Measure everything anew; what the JSON file holds is replaced when all is measured."""
 
@@ -157,7 +152,7 @@ class Options(MeasureOptions):
         even = 2 * self.heads  # rotary positions turn pairs of channels
         check(self.dim % even == 0, "dim", self.dim, f"a multiple of {even}: an even number for each of the heads")
         for row in self.rows:
-            check(row in NAMED or row in OWN, "rows", row, f"some of {', '.join(dict.fromkeys((*NAMED, *OWN)))}")
+            check(row in ROWS, "rows", row, f"some of {', '.join(ROWS)}")
 
 
 SETTINGS: dict[tuple[str, bool], dict[str, int]] = {
@@ -178,17 +173,6 @@ def read(args: Sequence[str]) -> Options:
 # The models: a stack of blocks without a vocabulary, whose products the paper does not count either
 
 
-def stack(model: FEMModel, naive: bool) -> Callable[[Tensor], Tensor]:
-    """The model as a function of tokens [B, T, dim]."""
-
-    def call(x: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH) if naive else nullcontext():
-            states: Tensor = model(inputs_embeds=x, use_cache=False).last_hidden_state
-        return states
-
-    return call
-
-
 def call_of(row: str, options: Options, layers: int | None = None, device: str | None = None) -> Call:
     """The call of a row's model; a ValueError that says why where there is no such model."""
     sizes: dict[str, Any] = {
@@ -198,15 +182,20 @@ def call_of(row: str, options: Options, layers: int | None = None, device: str |
         "num_attention_heads": options.heads,
         "max_position_embeddings": options.tokens,
     }
-    made = {**options.tensors, **({} if device is None else {"device": device})}
+    made = {**options.tensors, **given(device=device)}
     torch.manual_seed(options.seed)
     with plain_refusals():
-        config = FEMConfig(**sizes, **fields_of(row))
+        config = FEMConfig(**sizes, **ROWS[row])
         with torch.device(made["device"]):
             model = FEMModel(config).to(made["dtype"])
     shape = (options.batch, options.tokens, options.dim)
     x, gradient = (torch.randn(shape, **made) for _ in range(2))
-    return Call(stack(model, row == NAIVE), model, x.requires_grad_(), gradient)
+
+    def stack(x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH) if row == NAIVE else nullcontext():
+            return model(inputs_embeds=x, use_cache=False).last_hidden_state
+
+    return Call(stack, model, x.requires_grad_(), gradient)
 
 
 # The measurement: a row and attention in the same rounds
@@ -248,8 +237,8 @@ def counted(row: str, options: Options) -> dict[str, int]:
     for layers in (1, 2):
         call = call_of(row, options, layers, "meta")
         counts.append([flops(step, elementwise=True) for step in (call.forward, call.train_and_clear)])
-    forward, training = (one + (options.layers - 1) * (two - one) for one, two in zip(*counts, strict=True))
-    return {"forward_flops": forward, "training_flops": training}
+    whole = (one + (options.layers - 1) * (two - one) for one, two in zip(*counts, strict=True))
+    return dict(zip(("forward_flops", "training_flops"), whole, strict=True))
 
 
 def measure(row: str, options: Options) -> Cost:
@@ -264,7 +253,6 @@ def measure(row: str, options: Options) -> Cost:
     forward_peak, training_peak = (weights + peak_memory(step, device) for step in (call.forward, call.train_and_clear))
     forward = timed(f"{row} forward", {name: each.time_forward for name, each in field.items()}, options)
     training = timed(f"{row} training", {name: each.time_training for name, each in field.items()}, options)
-    forward_flops, training_flops = counted(row, options).values()
     return Cost(
         row=row,
         parameters=parameters,
@@ -272,8 +260,7 @@ def measure(row: str, options: Options) -> Cost:
         training=Timing.of(training[row], training[RIVAL]),
         forward_peak=forward_peak,
         training_peak=training_peak,
-        forward_flops=forward_flops,
-        training_flops=training_flops,
+        **counted(row, options),
         load=load,
     )
 
@@ -304,13 +291,14 @@ def run(options: Options) -> Report:
 # The tables: time, memory, FLOPs
 
 
+def size_of(report: Report) -> str:
+    words = "{layers} layers, dim {dim}, {heads} heads, {tokens} tokens, batch {batch}"
+    return words.format(**report.settings)
+
+
 def tables(report: Report) -> Iterator[Table]:
-    s, costs = report.settings, report.costs
-    setting = (
-        f"{s['layers']} layers, dim {s['dim']}, {s['heads']} heads, {s['tokens']} tokens, batch {s['batch']}, "
-        f"{place_of(report)}"
-    )
-    yield Table.of(_columns("ms", "tokens/s"), [_time_row(cost, report) for cost in costs.values()], f"Time: {setting}")
+    costs, title = report.costs, f"Time: {size_of(report)}, {place_of(report)}"
+    yield Table.of(_columns("ms", "tokens/s"), [_time_row(cost, report) for cost in costs.values()], title)
     rows = [_size_row(cost, report, "peak", 1e6) for cost in costs.values()]
     yield Table.of(_columns("peak MB"), rows, "Peak memory with the weights")
     rows = [_size_row(cost, report, "flops", 1e9) for cost in costs.values()]
@@ -321,12 +309,12 @@ def tables(report: Report) -> Iterator[Table]:
     )
     loads = [cost.load for cost in costs.values()]
     busy = f"Load of the machine before the rows were measured: {min(loads):.1f} to {max(loads):.1f}."
-    missing = [row for row in PAPER[s["table"]] if row not in costs]
+    missing = [row for row in PAPER[report.settings["table"]] if row not in costs]
     notes = [note, busy, *([f"Not measured: {', '.join(missing)}."] if missing else [])]
     yield Table.of(_columns("GFLOPs", "MFLOPs per token"), rows, "FLOPs", *notes)
 
 
-PASSES = {"forward": "forward", "training": "training"}
+PASSES = ("forward", "training")
 
 
 def _columns(unit: str, *more: str) -> list[Column | str]:
@@ -377,10 +365,8 @@ def draw(report: Report) -> Any:
         for place, row in enumerate(rows):
             ratio = getattr(report.costs[row], step).ratio
             axes.plot([ratio.q1, ratio.q3], [place, place], color=figures.BLUE, linewidth=2.5, alpha=0.5)
-            look = {"color": figures.BLUE, "label": "here, median and quartiles"}
-            axes.plot(ratio.median, place, "o", **look)
-            paper = _paper(row, report, step)
-            if paper:
+            axes.plot(ratio.median, place, "o", color=figures.BLUE, label="here, median and quartiles")
+            if paper := _paper(row, report, step):
                 look = {"color": figures.VERMILION, "fillstyle": "none", "label": "the paper, L40S"}
                 axes.plot(float(paper), place, "D", **look)
         axes.axvline(1, color="black", linestyle=":", linewidth=1)
@@ -391,11 +377,7 @@ def draw(report: Report) -> Any:
     found = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
     if found:
         drawing.legend(found.values(), found.keys(), loc="outside lower center", ncols=2, frameon=False)
-    s = report.settings
-    drawing.suptitle(
-        f"{s['layers']} layers, dim {s['dim']}, {s['heads']} heads, {s['tokens']} tokens, batch {s['batch']}, "
-        f"{s['dtype']}, {s['device']}"
-    )
+    drawing.suptitle(f"{size_of(report)}, {report.settings['dtype']}, {report.settings['device']}")
     return drawing
 
 

@@ -96,7 +96,6 @@ class Vision(BenchOptions):
     rounds: Count = 10
     """Rounds measured; a round is one step of every model."""
     warmup: Whole = 2
-    """Rounds before that, not counted."""
     preset: str = "deit-tiny"
     """Size of the models: deit-tiny, deit-small or digits."""
     image_size: Count | None = None
@@ -142,11 +141,9 @@ class Vision(BenchOptions):
 
     def images(self) -> dict[str, Tensor]:
         """A batch of noise, with a class for each image."""
-        size = self.config(ATTENTION)
+        size: Any = self.config(ATTENTION)
         shape = (self.batch, size.num_channels, size.image_size, size.image_size)
-        classes = size.num_labels
-        assert classes is not None  # transformers fills it in
-        labels = torch.randint(classes, (self.batch,), device=self.device)
+        labels = torch.randint(size.num_labels, (self.batch,), device=self.device)
         return {"pixel_values": torch.randn(shape, **self.tensors), "labels": labels}
 
     def name(self, prior: str) -> str:
@@ -162,15 +159,8 @@ def measure_vision(options: Vision) -> dict[str, Sequence[StepCost]]:
 
 # The most that FEM with the softmax prior may take of plain attention's time, and the size that is meant for.
 VISION_TARGET = 1.15
-VISION_SIZE = {
-    "preset": "deit-tiny",
-    "image_size": 224,
-    "batch": 8,
-    "parts": "CLTG",
-    "positions": "learned",
-    "dtype": "float32",
-    "device": "cpu",
-}
+VISION_SIZE = {"preset": "deit-tiny", "image_size": 224, "batch": 8, "parts": "CLTG", "positions": "learned"}
+VISION_SIZE |= {"dtype": "float32", "device": "cpu"}
 
 
 def vision_tables(report: Report, targets: bool) -> Iterator[Table]:
@@ -205,8 +195,6 @@ class Forecast(BenchOptions):
     """Windows of a step."""
     rounds: Count = 15
     """Rounds measured; a round is one step of every model."""
-    warmup: Whole = 3
-    """Rounds before that, not counted."""
     channels: Count = 7
     """Channels of the series."""
     lookback: Count = 1024
@@ -224,16 +212,14 @@ class Forecast(BenchOptions):
 
 
 def measure_forecast(options: Forecast) -> dict[str, Sequence[StepCost]]:
-    sizes: dict[str, Any] = {"channels": options.channels, "lookback": options.lookback, "horizon": options.horizon}
-    lengths = {"history": options.lookback, "future": options.horizon}
-    batch = {
-        name: torch.randn(options.batch, rows, options.channels, **options.tensors) for name, rows in lengths.items()
-    }
+    channels, lengths = options.channels, {"lookback": options.lookback, "horizon": options.horizon}
+    sizes: dict[str, Any] = {"channels": channels, **lengths}
+    history, future = (torch.randn(options.batch, rows, channels, **options.tensors) for rows in lengths.values())
     field = {}
     for model in (RIVAL, *options.models):
         forecaster: Any = build(ForecastConfig(kind="fem", **sizes, **NAMED[model]))
-        made = forecaster.to(**options.tensors)
-        field[model] = Training.start(made, batch, loss=lambda losses: sum(losses.values()))
+        batch = {"history": history, "future": future}
+        field[model] = Training.start(forecaster.to(**options.tensors), batch, loss=lambda found: sum(found.values()))
     return race(field, str, options)
 
 

@@ -58,12 +58,12 @@ def forecasts(model: Any, given: Batch) -> tuple[Tensor, Tensor | None, Tensor]:
     """The forecast [B, H, C], its quantiles [B, H, C, Q] where the model has any, and what is known of the future, bool
     [B, H, C]. Covariates are for models that were made with some: rivals on the same windows were not."""
     config = getattr(model, "config", None)
-    covariates = given.covariates if config is not None and config.covariates else {}
+    options: dict[str, Any] = {**given.covariates} if config is not None and config.covariates else {}
+    options |= {"quantiles": True} if config is not None and config.quantiles else {}
     known = given.future_observed
     known = torch.ones_like(given.future, dtype=torch.bool) if known is None else known
-    if config is None or not config.quantiles:
-        return model(given.history, given.observed, **covariates), None, known
-    return (*model(given.history, given.observed, **covariates, quantiles=True), known)
+    found = model(given.history, given.observed, **options)
+    return (*found, known) if "quantiles" in options else (found, None, known)
 
 
 def batch_sums(model: Any, given: Batch) -> Tensor:
@@ -151,13 +151,9 @@ def fit(spec: Spec, model: Forecaster, split: Mapping[str, Windows], results: Re
 
 @torch.no_grad()
 def tested(model: Forecaster, windows: Windows, batch: int) -> Record:
+    """Means, and MSE and MAE of each window, packed, those of all processes; of many series the mean over one time."""
     model.eval()
-    sums = window_sums(model, windows, batch, "test")
-    return {**means_of(sums), ERRORS: errors_of_windows(sums, windows)}
-
-
-def errors_of_windows(own: Tensor, windows: Windows) -> dict[str, str]:
-    """MSE and MAE of each window, packed, of the sums of all processes; of many series the mean over one time."""
+    own = window_sums(model, windows, batch, "test")
     sums = torch.cat(distributed.gather(own)).numpy()
     if windows.moments is not None:
         times, which = np.unique(windows.moments, return_inverse=True)
@@ -165,7 +161,8 @@ def errors_of_windows(own: Tensor, windows: Windows) -> dict[str, str]:
         np.add.at(together, which, sums)
         sums = together
     with np.errstate(invalid="ignore"):  # a window without any value has no error
-        return {name: packed(sums[:, number] / sums[:, 0]) for number, name in ((1, "mse"), (2, "mae"))}
+        errors = {name: packed(sums[:, number] / sums[:, 0]) for number, name in ((1, "mse"), (2, "mae"))}
+    return {**means_of(own), ERRORS: errors}
 
 
 CALIBRATED = 1000
@@ -258,37 +255,36 @@ def curve(record: Record, title: str) -> Any:
     return drawing
 
 
-class Panel(NamedTuple):
-    """One series of a figure: what was known, what came (NaN where unknown) and what was forecast, over dates.
-
-    bands: lower and upper ends of intervals, the widest first.
-    """
+class Outlook(NamedTuple):
+    """One channel of a wide file, or one series of a long one: values over dates, those to come NaN where unknown."""
 
     name: str
     history: Any
     truth: Any
     forecast: Any
-    bands: Sequence[tuple[Any, Any]] = ()
+    """A frame: the forecast, and the lower and upper ends of its intervals."""
 
 
-def forecast_figure(panels: Sequence[Panel], title: str, left: int = 0) -> Any:
-    """left: series that are not drawn."""
-    drawing = figure(9.0, 1.2 + 1.7 * len(panels))
-    rows = drawing.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, panel in zip(rows, panels, strict=True):
-        axes.plot(panel.history.index, panel.history, color=GREY, linewidth=1.2, label="history")
-        if np.isfinite(panel.truth.to_numpy(dtype=float)).any():
+def forecast_figure(found: Sequence[Outlook], title: str, shown: int) -> Any:
+    """shown: rows of history."""
+    drawn = found[:PANELS]
+    drawing = figure(9.0, 1.2 + 1.7 * len(drawn))
+    rows = drawing.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (name, history, truth, forecast) in zip(rows, drawn, strict=True):
+        axes.plot(history.index[-shown:], history.iloc[-shown:], color=GREY, linewidth=1.2, label="history")
+        if np.isfinite(truth.to_numpy(dtype=float)).any():
             # From the last point of the history, so that the curve does not break.
-            whole = require("pandas", "forecast").concat([panel.history.iloc[-1:], panel.truth])
+            whole = require("pandas", "forecast").concat([history.iloc[-1:], truth])
             axes.plot(whole.index, whole, color=BLUE, linewidth=1.2, label="truth")
-        for lower, upper in panel.bands:
-            ends = [end.where(np.isfinite(end)) for end in (lower, upper)]
-            axes.fill_between(panel.forecast.index, *ends, color=VERMILION, alpha=0.18, linewidth=0)
-        axes.plot(panel.forecast.index, panel.forecast, color=VERMILION, linewidth=1.6, label="forecast")
-        axes.axvline(panel.forecast.index[0], color="0.8", linewidth=0.8, zorder=0)
-        axes.set_ylabel(label(panel.name), parse_math=False)
+        for at in range(1, forecast.shape[1], 2):
+            ends = [end.where(np.isfinite(end)) for end in (forecast.iloc[:, at], forecast.iloc[:, at + 1])]
+            axes.fill_between(forecast.index, *ends, color=VERMILION, alpha=0.18, linewidth=0)
+        axes.plot(forecast.index, forecast.iloc[:, 0], color=VERMILION, linewidth=1.6, label="forecast")
+        axes.axvline(forecast.index[0], color="0.8", linewidth=0.8, zorder=0)
+        axes.set_ylabel(label(name), parse_math=False)
         quiet(axes)
     drawing.align_ylabels()
     rows[0].legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
-    drawing.suptitle(label(title, 80) + (f" (and {left} more)" if left else ""), fontsize=11, parse_math=False)
+    more = f" (and {len(found) - len(drawn)} more)" if len(found) > len(drawn) else ""
+    drawing.suptitle(label(title, 80) + more, fontsize=11, parse_math=False)
     return drawing

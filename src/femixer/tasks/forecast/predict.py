@@ -7,7 +7,7 @@ The model is trained once, on what comes before all windows, or with --refit ane
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +25,8 @@ from femixer.reporting import Table, as_markdown
 from femixer.reporting.figures import save
 from femixer.reporting.writers import in_csv
 from femixer.tasks.forecast.data import ABOUT_PACKAGED, PACKAGED, Reading, Series, read, read_future
-from femixer.tasks.forecast.data.files import Section
 from femixer.tasks.forecast.data.windows import Held
-from femixer.tasks.forecast.fit import PANELS, WIDER, Fitted, Panel, calibrated, fitted, forecast_figure, window_sums
+from femixer.tasks.forecast.fit import WIDER, Fitted, Outlook, calibrated, fitted, forecast_figure, window_sums
 from femixer.tasks.forecast.model import Spec, check_possible
 from femixer.tasks.forecast.task import Train, prepared, simple
 from femixer.tasks.runner import told
@@ -151,16 +150,6 @@ def known_ahead(command: Predict, series: Series, reading: Reading) -> Any:
     return frame[~frame.index.duplicated()] if not series.sections else frame.reset_index()
 
 
-class Outlook(NamedTuple):
-    """One channel of a wide file, or one series of a long one: values over dates, those to come NaN where unknown."""
-
-    name: str
-    history: Any
-    truth: Any
-    forecast: Any
-    """A frame: the forecast, and the ends of its intervals."""
-
-
 def outlooks(series: Series, history: Any, forecast: Any, levels: Sequence[float]) -> list[Outlook]:
     """Of what `histories` gave and what `model.predict` made of it."""
     frame = series.frame()
@@ -174,21 +163,6 @@ def outlooks(series: Series, history: Any, forecast: Any, levels: Sequence[float
         return [Outlook(n, past[n][target], known[n][target].reindex(own.index), own) for n, own in made]
     truth = frame[~frame.index.duplicated()].reindex(forecast.index)
     return [Outlook(n, history[n], truth[n], forecast[column_names(n, levels)]) for n in series.columns]
-
-
-def panel(own: Outlook, levels: Sequence[float], drawn: int) -> Panel:
-    ends = {level: own.forecast.iloc[:, 1 + 2 * n : 3 + 2 * n] for n, level in enumerate(levels)}
-    bands = [(both.iloc[:, 0], both.iloc[:, 1]) for _, both in sorted(ends.items(), reverse=True)]
-    return Panel(own.name, own.history.iloc[-drawn:], own.truth, own.forecast.iloc[:, 0], bands)
-
-
-def told_errors(series: Series, found: Sequence[Outlook]) -> str | None:
-    """Mean absolute errors where the truth is known."""
-    errors = {own.name: (own.forecast.iloc[:, 0] - own.truth).abs().dropna() for own in found}
-    known = {name: each for name, each in errors.items() if len(each)}
-    if series.sections and known:
-        return f"{np.concatenate([*known.values()]).mean():.4g} over {len(known)} series"
-    return ", ".join(f"{name} {each.mean():.4g}" for name, each in known.items()) or None
 
 
 def as_csv(forecast: Any, date_column: str | None) -> str:
@@ -225,14 +199,16 @@ def predict(args: Sequence[str]) -> int:
     dates = forecast[series.date_column] if series.sections else forecast.index
     title = f"{series.name}: {config.horizon} rows from {min(dates)}"
     found = outlooks(series, history, forecast, command.levels)
-    drawn = [panel(own, command.levels, DRAWN * config.horizon) for own in found[:PANELS]]
-    figure = forecast_figure(drawn, title, len(found) - len(drawn))
+    figure = forecast_figure(found, title, DRAWN * config.horizon)
     with atomic.replacing_files(command.out) as new:
         save(figure, new / FIGURE)
         atomic.write(new / FORECAST, as_csv(forecast, None if series.sections else series.date_column))
-    errors = told_errors(series, found)
-    if errors is not None:
-        print(f"Mean absolute error where the truth is known: {errors}")
+    errors = {own.name: (own.forecast.iloc[:, 0] - own.truth).abs().dropna() for own in found}
+    if known := {name: each for name, each in errors.items() if len(each)}:
+        shown = ", ".join(f"{name} {each.mean():.4g}" for name, each in known.items())
+        if series.sections:
+            shown = f"{np.concatenate([*known.values()]).mean():.4g} over {len(known)} series"
+        print(f"Mean absolute error where the truth is known: {shown}")
     if command.levels:
         print(f"Intervals: {chosen_kind(config, command.levels, command.intervals)}")
     print(f"{len(forecast)} rows from {min(dates)} to {max(dates)} are in {command.out / FORECAST}")
@@ -295,15 +271,8 @@ def validated(command: CV) -> Results:
     check_options(command)
     held = Held(command.n_windows, step)
     spec, series = prepared(command, held)
-    own = {each.name: getattr(spec, each.name) for each in fields(Spec)}
-    whole = CVSpec(
-        **own,
-        n_windows=held.windows,
-        step_size=step,
-        refit=command.refit,
-        levels=command.levels,
-        intervals=command.intervals,
-    )
+    asked = {"refit": command.refit, "levels": command.levels, "intervals": command.intervals}
+    whole = CVSpec(**vars(spec), n_windows=held.windows, step_size=step, **asked)
     parts = [(until(series, (held.windows - 1 - i) * step), Held(1, step)) for i in range(held.windows)]
     parts = parts if command.refit else [(series, held)]
     for part, windows in parts:
@@ -333,22 +302,16 @@ def until(series: Series, dropped: int) -> Series:
     """Without so many last rows, of each series."""
     if not dropped:
         return series
-    if not series.sections:
-        rows: Any = slice(0, max(len(series.values) - dropped, 0))
-        sections: tuple[Section, ...] = ()
-    else:
-        at, made, kept = 0, [], []
-        for section in series.sections:
-            left = section.rows - dropped
-            if left > 0:
-                made.append(section._replace(begin=at, end=at + left))
-                kept.append(np.arange(section.begin, section.begin + left))
-                at += left
-        rows, sections = np.concatenate(kept) if kept else slice(0, 0), tuple(made)
-    covariates = None if series.covariates is None else series.covariates[rows]
-    return replace(
-        series, dates=series.dates[rows], values=series.values[rows], covariates=covariates, sections=sections
-    )
+    at, sections, kept = 0, [], [np.arange(0 if series.sections else len(series.values) - dropped)]
+    for section in series.sections:
+        left = section.rows - dropped
+        if left > 0:
+            sections.append(section._replace(begin=at, end=at + left))
+            kept.append(np.arange(section.begin, section.begin + left))
+            at += left
+    rows = np.concatenate(kept)
+    made = replace(series, dates=series.dates[rows], values=series.values[rows], sections=tuple(sections))
+    return made if series.covariates is None else replace(made, covariates=series.covariates[rows])
 
 
 def score_windows(spec: Spec, series: Series, held: Held, results: Results, command: CV) -> Scored:

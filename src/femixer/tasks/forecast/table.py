@@ -123,7 +123,15 @@ def tabulate(records: Sequence[Record], tuned: Sequence[str] = TUNED) -> list[Ta
     found = groups(records, tuned)
     present = {record["model"]: None for record in records}
     models = [*(name for name in ORDER if name in present), *(name for name in present if name not in ORDER)]
-    tables = [metric_table(found, models, metric) for metric in METRICS]
+    tables = [
+        Table(
+            columns_of(metric.upper(), models, hidden=True),
+            [Group([*lines(results, models, metric)]) for results in found],
+            stacked=True,
+            melted=("model", "value"),
+        )
+        for metric in METRICS
+    ]
     paired, notes = paired_table(places(found), METRICS)
     tables = tables if paired is None else [*tables, paired]
     return [*tables[:-1], replace(tables[-1], notes=[*legend(records, tables[0], tuned), *notes])]
@@ -141,16 +149,10 @@ def shown_look(results: Compared) -> str:
     return "protocol" if results.lookback is None else str(results.lookback)
 
 
-def metric_table(found: Sequence[Compared], models: Sequence[str], metric: str) -> Table:
-    columns = (
-        Column(metric.upper(), key="dataset"),
-        Column("Look-back", key="lookback"),
-        Column("Horizon"),
-        Column("metric", hidden=True),
-        *(Column(model, key=model, scores=True) for model in models),
-    )
-    parts = [Group([*lines(results, models, metric)]) for results in found]
-    return Table(columns, parts, stacked=True, melted=("model", "value"))
+def columns_of(first: str, names: Sequence[str], hidden: bool) -> list[Column]:
+    """Of both kinds of tables; hidden: the metric, which the title of the first column says."""
+    place = (Column(first, key="dataset"), Column("Look-back", key="lookback"), Column("Horizon"))
+    return [*place, Column("metric", hidden=hidden), *(Column(name, key=name, scores=True) for name in names)]
 
 
 def lines(results: Compared, models: Sequence[str], metric: str) -> Iterator[Row]:
@@ -306,14 +308,7 @@ def paired_table(places: Iterable[Place], metrics: Sequence[str]) -> tuple[Table
                 rows.append([place.dataset, place.lookback, str(place.horizon), metric, *map(cell, found)])
     if not rows:
         return None, notes
-    names = (
-        Column("Difference", key="dataset"),
-        Column("Look-back", key="lookback"),
-        Column("Horizon"),
-        Column("metric"),
-    )
-    titles = [" - ".join(pair) for pair in pairs]
-    columns = (*names, *(Column(title, key=title, scores=True) for title in titles))
+    columns = columns_of("Difference", [" - ".join(pair) for pair in pairs], hidden=False)
     told = (
         "Differences of test errors window by window, seeds averaged; ± half the 95 % interval over windows, which "
         f"counts their overlap (Newey-West, {LAGS} horizons of lags); bold where the first model is better beyond it. "

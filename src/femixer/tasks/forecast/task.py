@@ -123,19 +123,18 @@ def prepared(command: Train, held: Held | None = None) -> tuple[Spec, Series]:
 
 def simple(spec: Spec, series: Series, made: Fitted, held: Held | None = None) -> dict[str, dict[str, float]]:
     """Test errors of the forecasts that learn nothing or little, for comparison."""
-    return {name: simple_errors(name, spec, series, made, held) for name in SIMPLE if name != spec.model}
-
-
-def simple_errors(name: str, spec: Spec, series: Series, made: Fitted, held: Held | None) -> dict[str, float]:
-    """None where the model needs a package that is not installed: that is no reason to lose a training."""
-    model = build_model(replace(spec, model=name, fields=MODELS[name]), series, made.scaling, held)
-    try:
-        model.estimate(training_rows(series, spec.horizon, held))
-    except MissingExtra as error:
-        print(f"{name} is not in the table: {error}", file=sys.stderr)
-        return {}
-    with torch.no_grad():
-        return score(model, made.windows["test"], WIDER * spec.training.batch, f"test ({name})")
+    found: dict[str, dict[str, float]] = {}
+    for name in (name for name in SIMPLE if name != spec.model):
+        model = build_model(replace(spec, model=name, fields=MODELS[name]), series, made.scaling, held)
+        try:
+            model.estimate(training_rows(series, spec.horizon, held))
+        except MissingExtra as error:  # of a package that only this one needs: no reason to lose a training
+            print(f"{name} is not in the table: {error}", file=sys.stderr)
+            found[name] = {}
+            continue
+        with torch.no_grad():
+            found[name] = score(model, made.windows["test"], WIDER * spec.training.batch, f"test ({name})")
+    return found
 
 
 def finish(results: Results, spec: Spec, made: Fitted, rivals: dict[str, dict[str, float]], about: str) -> None:

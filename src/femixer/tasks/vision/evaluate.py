@@ -18,11 +18,11 @@ from femixer.damage import check_tensor
 from femixer.models.images import PatchMaps, Unreadable, as_tensor, patch_maps
 from femixer.options import Count, check, check_threads, model_named, parse
 from femixer.reporting.figures import BLUE, GREY, VERMILION, figure, quiet, save
+from femixer.reporting.figures import label as short
 from femixer.tasks.runner import told
 from femixer.tasks.vision.data import (
     ABOUT_DIGITS,
     DIGITS,
-    Broken,
     DataSet,
     Files,
     Reading,
@@ -95,10 +95,10 @@ def confusion(predictions: Predictions, classes: Sequence[str], title: str) -> A
 
 def samples(predictions: Predictions, views: Views, classes: Sequence[str], title: str) -> Any:
     """Wrong ones first, those that the model is surest of, and then some that are right, of all classes."""
-    wrong, right = ordered(predictions)
-    chosen = [*wrong[: COLUMNS * (ROWS - 1)]]
-    left = spread(predictions.labels[right], COLUMNS * ROWS - len(chosen))
-    chosen += [right[place] for place in left]
+    sure, good = predictions.logits.softmax(-1).amax(-1), predictions.chosen == predictions.labels
+    wrong, right = ((good == wanted).nonzero()[:, 0] for wanted in (False, True))
+    chosen = wrong[sure[wrong].argsort(descending=True)][: COLUMNS * (ROWS - 1)].tolist()
+    chosen += right[spread(predictions.labels[right], COLUMNS * ROWS - len(chosen))].tolist()
     rows = -(-len(chosen) // COLUMNS)
     drawing = figure(1.25 * COLUMNS, 0.7 + 1.65 * rows)
     panels = [*drawing.subplots(rows, COLUMNS, squeeze=False).flat]
@@ -110,23 +110,10 @@ def samples(predictions: Predictions, views: Views, classes: Sequence[str], titl
         true, predicted = int(predictions.labels[place]), int(predictions.chosen[place])
         if view is not None:
             axes.imshow(displayed(view[0]), cmap="gray", vmin=0, vmax=255)
-        good = true == predicted
-        axes.set_title(
-            f"✓ {names[true]}" if good else f"✗ {names[predicted]}\nis {names[true]}",
-            fontsize=9 if not long(names) else 7,
-            color=BLUE if good else VERMILION,
-            parse_math=False,
-        )
+        look = {"fontsize": 7 if long(names) else 9, "color": BLUE if true == predicted else VERMILION}
+        axes.set_title(caption(names, predicted, true), **look, parse_math=False)
     drawing.suptitle(f"{title}: {len(wrong)} of {len(predictions.labels)} wrong", x=0.01, **TITLE)
     return drawing
-
-
-def ordered(predictions: Predictions) -> tuple[list[int], list[int]]:
-    """Places of the wrong predictions, the surest first, and of the right ones."""
-    sure = predictions.logits.softmax(-1).amax(-1)
-    wrong = (predictions.chosen != predictions.labels).nonzero()[:, 0]
-    right = (predictions.chosen == predictions.labels).nonzero()[:, 0]
-    return wrong[sure[wrong].argsort(descending=True)].tolist(), right.tolist()
 
 
 def displayed(pixels: Tensor) -> Any:
@@ -134,8 +121,15 @@ def displayed(pixels: Tensor) -> Any:
     return pixels[0].numpy() if len(pixels) == 1 else pixels.permute(1, 2, 0).numpy()
 
 
-def shortened(names: Sequence[str], length: int = 14) -> list[str]:
-    return [name if len(name) <= length else name[: length - 1] + "…" for name in names]
+def shortened(names: Sequence[str]) -> list[str]:
+    return [short(name, 14) for name in names]
+
+
+def caption(names: Sequence[str], predicted: int, label: int | None) -> str:
+    """label: the right one, None where it is not known."""
+    if label is None:
+        return f"taken for {names[predicted]}"
+    return f"✓ {names[label]}" if predicted == label else f"✗ {names[predicted]}\nis {names[label]}"
 
 
 def long(names: Sequence[str]) -> bool:
@@ -209,35 +203,24 @@ def evaluate(args: Sequence[str]) -> int:
     told(command.data, ABOUT_DIGITS)
     dataset, split, views = choose(classifier, command.data, command.reading, command.split)
     predictions = predicted(classifier.model, views, command.batch, split)
-    broken = [*empty_files(dataset, split), *views.broken.values()]
-    title = f"{command.model.name} on {dataset.name}, {split}"
-    write(command, predictions, views, classifier.classes, title, len(broken))
+    # Of a part the empty files in its own folder, if it has one; a divided folder's may be of any part.
+    part = dataset.splits.get(split)
+    own = "" if split == "all" else f"{part.root}{os.sep}" if isinstance(part, Files) else None
+    broken = [each for each in dataset.broken if own is not None and each.name.startswith(own)]
+    broken += views.broken.values()
+    title, count = f"{command.model.name} on {dataset.name}, {split}", len(predictions.labels)
+    scores = {**predictions.scores(), "pictures": count, "broken": len(broken)}
+    with atomic.replacing_files(command.out) as new:
+        save(confusion(predictions, classifier.classes, title), new / CONFUSION)
+        save(samples(predictions, views, classifier.classes, title), new / PREDICTIONS)
+        atomic.write(new / SCORES, json.dumps(scores, indent=2) + "\n")
+    print(f"{title}: {count:,} images, {len(broken)} that cannot be read\n")
+    print("| accuracy | top 5 | loss |\n|---:|---:|---:|")
+    print(f"| {scores['top1']:.2%} | {scores['top5']:.2%} | {scores['loss']:.4f} |\n")
     for each in broken:
         print(f"skipped: {each.name}: {each.reason}", file=sys.stderr)
     print(f"Results are in {command.out}/")
     return 0
-
-
-def empty_files(dataset: DataSet, split: str) -> list[Broken]:
-    """Of a part: those in its own folder, if it has one; which part of a divided folder they are in is not decided."""
-    if split == "all":
-        return [*dataset.broken]
-    part = dataset.splits[split]
-    own = f"{part.root}{os.sep}" if isinstance(part, Files) else None
-    return [] if own is None else [each for each in dataset.broken if each.name.startswith(own)]
-
-
-def write(
-    command: Evaluate, predictions: Predictions, views: Views, classes: Sequence[str], title: str, broken: int
-) -> None:
-    scores = {**predictions.scores(), "pictures": len(predictions.labels), "broken": broken}
-    with atomic.replacing_files(command.out) as new:
-        save(confusion(predictions, classes, title), new / CONFUSION)
-        save(samples(predictions, views, classes, title), new / PREDICTIONS)
-        atomic.write(new / SCORES, json.dumps(scores, indent=2) + "\n")
-    print(f"{title}: {scores['pictures']:,} images, {scores['broken']} that cannot be read\n")
-    print("| accuracy | top 5 | loss |\n|---:|---:|---:|")
-    print(f"| {scores['top1']:.2%} | {scores['top5']:.2%} | {scores['loss']:.4f} |\n")
 
 
 MAPS = "maps.png"
@@ -302,7 +285,7 @@ def map_figure(
     for axes, name in zip(panels[0], names, strict=True):
         axes.set_title(name, fontsize=9)
     for number, row in enumerate(panels):
-        told = caption(classifier, predictions[number], None if labels is None else labels[number])
+        told = caption(shortened(classifier.classes), predictions[number], None if labels is None else labels[number])
         row[0].set_ylabel(told, fontsize=9, parse_math=False)
         for axes, own in zip(row, [None, *weights[number]], strict=True):
             draw(axes, pixels[number], own)
@@ -342,13 +325,6 @@ def draw(axes: Any, pixels: Tensor, weights: np.ndarray | None) -> None:
     axes.imshow(coloured, extent=place, interpolation="nearest")
 
 
-def caption(classifier: Classifier, predicted: int, label: int | None) -> str:
-    names = shortened(classifier.classes)
-    if label is None:
-        return f"taken for {names[predicted]}"
-    return f"✓ {names[label]}" if predicted == label else f"✗ {names[predicted]}\nis {names[label]}"
-
-
 def maps(args: Sequence[str]) -> int:
     command = parse(Maps, model_named(args), "vision maps", Maps())
     classifier = Classifier.load(command.model)
@@ -356,9 +332,13 @@ def maps(args: Sequence[str]) -> int:
     check(command.out.suffix.lower() == ".png", "out", str(command.out), "a file that ends in .png")
     labels: list[int] | None = None
     if command.images:
-        pixels = torch.stack(
-            [as_tensor(preparation.fixed(opened(path, preparation.channels))) for path in command.images]
-        )
+        seen = []
+        for path in command.images:
+            try:
+                seen.append(as_tensor(preparation.fixed(decoded(path, preparation.channels))))
+            except Unreadable as problem:
+                raise ValueError(f"images={str(path)!r} cannot be read: {problem}") from problem
+        pixels = torch.stack(seen)
     else:
         told(command.data, ABOUT_DIGITS)
         _, _, views = choose(classifier, command.data, command.reading)
@@ -376,10 +356,3 @@ def maps(args: Sequence[str]) -> int:
     save(map_figure(classifier, pixels, labels, command.model.name, command.choice), command.out)
     print(f"The figure is {command.out}")
     return 0
-
-
-def opened(path: Path, channels: int) -> Any:
-    try:
-        return decoded(path, channels)
-    except Unreadable as problem:
-        raise ValueError(f"images={str(path)!r} cannot be read: {problem}") from problem

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from femixer.damage import check_tensor
 from femixer.models.named import parameters_of
 from femixer.options import Whole
-from femixer.tasks.vision.data import DataSet
+from femixer.tasks.vision.data import DataSet, Preparation
 from femixer.tasks.vision.data.views import Ahead, Batch, Batches, Collected, Views
-from femixer.tasks.vision.model import Classifier, Spec, build_model, preparation_of
+from femixer.tasks.vision.model import Classifier, Spec, build_model
 from femixer.training import (
     EngineOptions,
     Fit,
@@ -116,46 +116,27 @@ class Predictions:
 
 
 @torch.no_grad()
-def predicted(
-    model: Any,
-    views: Views,
-    batch: int,
-    part: str,
-    workers: int = 0,
-) -> Predictions:
+def predicted(model: Any, views: Views, batch: int, part: str, workers: int = 0) -> Predictions:
     """This process's share of the images. Called in all processes at once; part: their name; workers: as
     of `Views.batches`."""
     device = next(model.parameters()).device
     begin, end = (len(views) * at // distributed.world() for at in (distributed.rank(), distributed.rank() + 1))
-    found = []
+    found, classes = [], model.config.num_labels
     with counting(end - begin, f"{part} images") as told:
-        for some in _found(model, views.batches(torch.arange(begin, end), batch, workers), views, device):
-            found.append(some)
-            told(len(some[0]))
+        for numbers, pixels, labels in views.batches(torch.arange(begin, end), batch, workers):
+            for place in ((labels < 0) | (labels >= classes)).nonzero()[:1].flatten().tolist():
+                name, label = views.images[int(numbers[place])].name, int(labels[place])
+                raise ValueError(f"{name}: label={label} is not allowed; choose one of 0 to {classes - 1}")
+            logits = model(pixel_values=pixels.to(device)).logits.float().cpu()
+            found.append((numbers, labels, check_tensor(logits, "the logits of the model")))
+            told(len(numbers))
     if distributed.total(len(found)) == [0]:
         first = next((f"; of {each.name}: {each.reason}" for each in views.broken.values()), "")
         raise ValueError(f"none of the {len(views)} {part} images can be read{first}")
     if not found:
         empty = torch.zeros(0, dtype=torch.long)
-        return Predictions(empty, empty, torch.zeros(0, model.config.num_labels))
+        return Predictions(empty, empty, torch.zeros(0, classes))
     return Predictions(*(torch.cat(parts) for parts in zip(*found, strict=True)))
-
-
-def _found(
-    model: Any, batches: Iterable[tuple[Tensor, Tensor, Tensor]], views: Views, device: torch.device
-) -> Iterator[tuple[Tensor, ...]]:
-    for numbers, pixels, labels in batches:
-        check_labels(labels, model.config.num_labels, views, numbers)
-        logits = model(pixel_values=pixels.to(device)).logits.float().cpu()
-        yield numbers, labels, check_tensor(logits, "the logits of the model")
-
-
-def check_labels(labels: Tensor, classes: int, views: Views, numbers: Tensor) -> None:
-    bad = ((labels < 0) | (labels >= classes)).nonzero()
-    if len(bad):
-        place = int(bad[0])
-        name = views.images[int(numbers[place])].name
-        raise ValueError(f"{name}: label={int(labels[place])} is not allowed; choose one of 0 to {classes - 1}")
 
 
 WIDER = 4
@@ -184,14 +165,16 @@ def fitted(
     spec: Spec, dataset: DataSet, results: Results, loading: Loading | None = None, engine: EngineOptions | None = None
 ) -> Fitted:
     """Train in the folder of `results`, from the checkpoint there if there is one."""
-    device = distributed.start()
-    preparation = preparation_of(spec, dataset)
+    device, model = distributed.start(), build_model(spec, dataset)
+    preparation = Preparation(
+        model.config.image_size, dataset.channels, spec.eval_crop, dataset.whole, dataset.validation
+    )
     views = {
         split: Views(images, preparation, spec.augmentation if split == "train" else None)
         for split, images in dataset.splits.items()
     }
-    model, broken = build_model(spec, dataset).to(device), Collected(results.folder, dataset.broken)
-    run = Fitting(spec, model, views, results, broken, (loading or Loading()).workers)
+    broken = Collected(results.folder, dataset.broken)
+    run = Fitting(spec, model.to(device), views, results, broken, (loading or Loading()).workers)
     diverged = None
     try:
         run.fit(len(dataset.classes), engine or EngineOptions())
@@ -203,13 +186,8 @@ def fitted(
     run.broken.add(views["test"].broken.values())
     skipped = run.broken.write()
     metrics = with_test(results, lambda: {**predictions.scores(), "broken": skipped})
-    predictions = predictions.gathered()
-    return Fitted(
-        Classifier(run.model, preparation),
-        views["test"],
-        predictions,
-        run.record(metrics, step, dataset, diverged, device),
-    )
+    record = run.record(metrics, step, dataset, diverged, device)
+    return Fitted(Classifier(run.model, preparation), views["test"], predictions.gathered(), record)
 
 
 class Fitting:
@@ -301,26 +279,27 @@ class Fitting:
             "steps": validation[-1]["step"],
             "seconds": metrics[-1]["seconds"],
             "parameter_count": parameters_of(self.model),
-            "evaluations": [
-                {name: value for name, value in each.items() if name not in ("split", "seconds")} for each in validation
-            ],
+            "evaluations": [{name: of[name] for name in of if name not in ("split", "seconds")} for of in validation],
             "diverged": diverged,
             "environment": {**environment(), "device": device.type},
         }
 
 
+def errors(record: Record) -> list[Error]:
+    """Of a validation record: the share of wrong answers and the loss, of the weights and of their average if any."""
+    of = [name for name in ("", "average_") if f"{name}top1" in record]
+    return [(1 - record[f"{name}top1"], record[f"{name}loss"]) for name in of]
+
+
 def error(record: Record) -> Error:
-    """Of a validation record: the share of wrong answers and the loss, of the better weights where there are two."""
-    last = 1 - record["top1"], record["loss"]
-    if "average_top1" not in record:
-        return last
-    return min(last, (1 - record["average_top1"], record["average_loss"]))
+    """Of the better weights."""
+    return min(errors(record))
 
 
 def averages(record: Record) -> bool:
     """Are the averaged weights the better ones?"""
-    own = 1 - record["top1"], record["loss"]
-    return "average_top1" in record and (1 - record["average_top1"], record["average_loss"]) < own
+    own, *averaged = errors(record)
+    return any(each < own for each in averaged)
 
 
 def summed_loss(model: Any, batch: Batch) -> Tensor:

@@ -177,11 +177,6 @@ def configured(spec: Spec, dataset: DataSet, **changes: Any) -> Any:
         return preset(spec.preset, **{**spec.fields, **changes, "num_labels": len(names)}, **about)
 
 
-def preparation_of(spec: Spec, dataset: DataSet) -> Preparation:
-    size = config_of(spec, dataset).image_size
-    return Preparation(size, dataset.channels, spec.eval_crop, dataset.whole, dataset.validation)
-
-
 @dataclass(frozen=True)
 class Classifier:
     """A trained model with what it must know of images."""

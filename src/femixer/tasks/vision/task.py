@@ -214,20 +214,15 @@ class Experiment(Setting, Seeds):
         ]
         counts = {spec.model: parameter_count(config_of(spec, dataset)) for spec in first}
         check_fits(max(counts.values()), "width", self.sizes.width)
-        tell_parameters(counts)
+        spread = max(counts.values()) / min(counts.values()) - 1
+        fair = "" if spread <= EQUAL else f", which is more than the {EQUAL:.0%} of a fair comparison"
+        each = ", ".join(f"{model} {count:,}" for model, count in counts.items())
+        print(f"parameters: {each}; they differ by {spread:.1%} at most{fair}", file=sys.stderr)
         return [
             VisionJob(replace(spec, seed=seed), self.data, self.reading, self.loading, self.engine)
             for seed in seeds
             for spec in first
         ]
-
-
-def tell_parameters(counts: dict[str, int]) -> None:
-    """Print how many each model has, and whether that is a fair comparison."""
-    spread = max(counts.values()) / min(counts.values()) - 1
-    fair = "" if spread <= EQUAL else f", which is more than the {EQUAL:.0%} of a fair comparison"
-    told = ", ".join(f"{model} {count:,}" for model, count in counts.items())
-    print(f"parameters: {told}; they differ by {spread:.1%} at most{fair}", file=sys.stderr)
 
 
 @dataclass(frozen=True)

@@ -62,12 +62,6 @@ ABOUT_PACKAGED = "the hourly temperatures of Seattle in 2010 that come with vega
 where summer time begins)."""
 
 
-def known_name(stem: str) -> str:
-    """The name of the data set in a file of this name without its ending: a known one as we write it, or as it is."""
-    names = {name.lower(): name for name in KNOWN} | {known.also.lower(): name for name, known in KNOWN.items()}
-    return names.get(stem.lower(), stem)
-
-
 def default_lookback(horizon: int) -> int:
     """The protocol's; for other horizons that of the next longer one."""
     return next((length for longest, length in LOOKBACKS.items() if horizon <= longest), max(LOOKBACKS.values()))
@@ -160,11 +154,15 @@ def read(data: str, reading: Reading | None = None) -> Series:
     """
     reading = reading or Reading()
     path = locate(data)
-    name = known_name(path.stem)
+    # A known data set is called as we write it, any other as its file.
+    names = {name.lower(): name for name in KNOWN} | {known.also.lower(): name for name, known in KNOWN.items()}
+    name = names.get(path.stem.lower(), path.stem)
     known = KNOWN.get(name, Known())
     rows = rows_of(path, known, reading)
     date_column = find_date_column(rows, reading.date_column)
-    id_column = find_id_column(rows, reading.id_column)
+    id_column = reading.id_column or (ID if ID in rows.columns else None)  # None: one row per date
+    there = f"one of the columns of {rows.path}: {', '.join(rows.columns)}"
+    check(id_column is None or id_column in rows.columns, "id_column", id_column, there)
     columns, unused = chosen(rows, [date_column, *([id_column] if id_column else [])], reading, id_column is not None)
     values = np.column_stack([rows.numbers(column) for column in columns])
     names = (*reading.known, *reading.past)
@@ -187,17 +185,9 @@ def read(data: str, reading: Reading | None = None) -> Series:
         dates = as_dates(rows, date_column, reading.date_format, repeated=name in KNOWN)
         return made(dates=dates, values=values, covariates=covariates)
     found = arranged(rows, id_column, in_any_order(rows, date_column, reading.date_format), values, covariates)
-    told = found.told
     if unused:
-        told += (f"{path.name}: {', '.join(unused)} not used; --known and --past name covariates",)
-    return made(
-        dates=found.dates,
-        values=found.values,
-        covariates=found.covariates,
-        id_column=id_column,
-        sections=found.sections,
-        told=told,
-    )
+        found["told"] += (f"{path.name}: {', '.join(unused)} not used; --known and --past name covariates",)
+    return made(id_column=id_column, **found)
 
 
 def rows_of(path: Path, known: Known, reading: Reading) -> Rows:
@@ -261,11 +251,10 @@ def without_count(rows: Rows, date_column: str | None) -> Rows:
     if not first.startswith("Unnamed: ") or date_column == first:
         return rows
     counts = frame[first].dtype.kind in "iu"
-    if date_column in others or any(is_date_name(name) for name in others):
-        return replace(rows, frame=frame.drop(columns=first)) if counts else rows
-    if counts and len(frame) and frame[first].iloc[0] in (0, 1):
+    dated = date_column in others or any(is_date_name(name) for name in others)
+    if counts and (dated or (len(frame) and frame[first].iloc[0] in (0, 1))):
         return replace(rows, frame=frame.drop(columns=first))
-    return replace(rows, frame=frame.rename(columns={first: DATE_NAMES[0]}))
+    return rows if dated else replace(rows, frame=frame.rename(columns={first: DATE_NAMES[0]}))
 
 
 def find_date_column(rows: Rows, given: str | None) -> str:
@@ -278,14 +267,6 @@ def find_date_column(rows: Rows, given: str | None) -> str:
         several = f"several columns that could be the dates, {', '.join(found)}" if found else "no column called date"
         raise ValueError(f"{rows.path} has {several}; choose --date-column out of {has}")
     return found[0]
-
-
-def find_id_column(rows: Rows, given: str | None) -> str | None:
-    """Of a long file; None for one row per date."""
-    if given is None:
-        return ID if ID in rows.columns else None
-    check(given in rows.columns, "id_column", given, f"one of the columns of {rows.path}: {', '.join(rows.columns)}")
-    return given
 
 
 TARGET = "y"
@@ -305,14 +286,12 @@ def chosen(rows: Rows, taken: Sequence[str], reading: Reading, long: bool) -> tu
             check(name in others, option, name, allowed)
         check(len({*names}) == len(names), option, names, allowed)
     twice = [name for name in covariates if name in columns or covariates.count(name) > 1]
-    check(
-        not twice, "known", reading.known, f"others than --past and --columns have: {', '.join(twice)} is there twice"
-    )
+    allowed = f"others than --past and --columns have: {', '.join(twice)} is there twice"
+    check(not twice, "known", reading.known, allowed)
     rest = [name for name in others if name not in covariates]
     if not long:
         check(len(rest) > 0, "known", covariates, f"fewer: no column of {rows.path} is left to forecast")
         return [*columns] or rest, []
     wanted = [*columns] or ([TARGET] if TARGET in rest else rest)
-    several = f"one of {', '.join(rest)}: a long file has one column to forecast"
-    check(len(wanted) == 1, "columns", wanted, several)
+    check(len(wanted) == 1, "columns", wanted, f"one of {', '.join(rest)}: a long file has one column to forecast")
     return wanted, [name for name in rest if name not in wanted]

@@ -200,14 +200,11 @@ def refuse_two_readings(rows: Rows, column: str, texts: Any) -> None:
     if max(first.max(), second.max()) <= 12 and (first != second).any():
         row = int((first != second).to_numpy().argmax())
         mark, year, rest = (numbers[place].iloc[row] for place in (1, 3, 4))
-        ending = mark + ("%Y" if len(year) == 4 else "%y") + as_format(rest)
+        # What follows, such as " 12:00", as a format.
+        time = re.sub(r"\d{1,2}(:\d\d)(:\d\d)?", lambda found: "%H:%M" + (":%S" if found[2] else ""), rest, count=1)
+        ending = mark + ("%Y" if len(year) == 4 else "%y") + time
         forms = " or ".join(repr(mark.join(parts) + ending) for parts in (("%d", "%m"), ("%m", "%d")))
         rows.refuse(row, f"{column} is {texts.iloc[row]!r}, and no row tells day from month; say --date-format {forms}")
-
-
-def as_format(time: str) -> str:
-    """What follows a date, such as " 12:00", as a format."""
-    return re.sub(r"\d{1,2}(:\d\d)(:\d\d)?", lambda found: "%H:%M" + (":%S" if found[2] else ""), time, count=1)
 
 
 def season_of(dates: Any, working_days: bool = False) -> int:
@@ -248,19 +245,12 @@ class Section(NamedTuple):
         return self.end - self.begin
 
 
-@dataclass(frozen=True)
-class Arranged:
-    """Series one after the other, each in the order of its dates, with a row at every step from first to last."""
+def arranged(rows: Rows, column: str, dates: Any, values: np.ndarray, covariates: np.ndarray | None) -> dict[str, Any]:
+    """Series one after the other, each in the order of its dates, with a row at every step from first to last: dates,
+    values, covariates, sections and what to tell of them.
 
-    dates: Any
-    values: np.ndarray
-    covariates: np.ndarray | None
-    sections: tuple[Section, ...]
-    told: tuple[str, ...]
-
-
-def arranged(rows: Rows, column: str, dates: Any, values: np.ndarray, covariates: np.ndarray | None) -> Arranged:
-    """Rows may stand in any order. Two of one series and date are an error; a step without a row is missing values."""
+    Rows may stand in any order. Two of one series and date are an error; a step without a row is missing values.
+    """
     pandas = require("pandas", "forecast")
     cells = rows.frame[column]
     missing = np.flatnonzero(cells.isna().to_numpy())
@@ -275,7 +265,13 @@ def arranged(rows: Rows, column: str, dates: Any, values: np.ndarray, covariates
         if twice.any():
             first, second = own[own.index == own.index[twice][0]].iloc[:2]
             rows.refuse(second, f"{name} {own.index[twice][0]} is there twice, first in {rows.place(first)}")
-    frequency = common_frequency(rows, [own.index for own in found.values()])
+    told_by: Counter[str] = Counter()  # frequency -> rows of the series that tell it, gaps or not
+    for own in found.values():
+        if (known := frequency_of(own.index)) is not None:
+            told_by[known] += len(own)
+    if not told_by:
+        raise ValueError(f"{rows.path} has no series with dates of one frequency: at least 3 dates, equal steps apart")
+    frequency = told_by.most_common(1)[0][0]
     held, every, sections, at, gaps = [], [], [], 0, 0
     for name, own in found.items():
         begin, end = own.index[[0, -1]]
@@ -293,22 +289,10 @@ def arranged(rows: Rows, column: str, dates: Any, values: np.ndarray, covariates
         at, gaps = at + len(steps), gaps + (len(steps) > len(own))
     together, lines, targets = np.concatenate(held), at - len(dates), values.shape[1]
     told = f"{rows.path.name}: {lines} rows are missing in {gaps} of {len(sections)} series, and are missing values"
-    return Arranged(
-        every[0].append(every[1:]),
-        together[:, :targets],
-        None if covariates is None else together[:, targets:],
-        tuple(sections),
-        (told,) if lines else (),
-    )
-
-
-def common_frequency(rows: Rows, pieces: list[Any]) -> str:
-    """Of most rows whose series tell one, gaps or not."""
-    found: Counter[str] = Counter()
-    for dates in pieces:
-        own = inferred(dates) or usual(dates)
-        if own is not None:
-            found[str(getattr(own, "freqstr", own))] += len(dates)
-    if not found:
-        raise ValueError(f"{rows.path} has no series with dates of one frequency: at least 3 dates, equal steps apart")
-    return found.most_common(1)[0][0]
+    return {
+        "dates": every[0].append(every[1:]),
+        "values": together[:, :targets],
+        "covariates": None if covariates is None else together[:, targets:],
+        "sections": tuple(sections),
+        "told": (told,) if lines else (),
+    }

@@ -3,7 +3,7 @@
 Of long files each series has splits and a scale of its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -111,9 +111,8 @@ def borders(series: Series, held: Held | None = None, horizon: int = 0) -> dict[
     else:
         ends = known.borders
         if rows < ends[-1]:
-            raise ValueError(
-                f"{series.name} has its splits in the first {ends[-1]} rows, and this file has {rows} rows"
-            )
+            told = f"has its splits in the first {ends[-1]} rows, and this file has {rows} rows"
+            raise ValueError(f"{series.name} {told}")
     return dict(zip(SPLITS, zip((0, *ends), ends, strict=False), strict=True))
 
 
@@ -125,23 +124,21 @@ def before(first: int, rows: int) -> tuple[int, int, int]:
 
 def scaling_of(series: Series, horizon: int = 1, held: Held | None = None) -> Scaling:
     """Mean and standard deviation (over n) of the training rows; a channel that is constant there keeps its scale."""
+
+    def of_columns(names: Sequence[str], rows: np.ndarray) -> np.ndarray:
+        found = [scale_of(series, f"the column {n!r}", column) for n, column in zip(names, rows.T, strict=True)]
+        return np.array(found).reshape(-1, 2).T
+
     if series.sections:
-        ends = [section_ends(section, horizon, held) for section in series.sections]
-        train = [slice(s.begin, s.begin + end[0]) for s, end in zip(series.sections, ends, strict=True)]
-        named = [
-            (f"the series {s.name!r}", series.values[rows]) for s, rows in zip(series.sections, train, strict=True)
-        ]
-        mean, std = np.array([scale_of(series, *each) for each in named]).T[..., None]
+        train = [slice(s.begin, s.begin + section_ends(s, horizon, held)[0]) for s in series.sections]
+        named = zip((s.name for s in series.sections), train, strict=True)
+        own = np.array([scale_of(series, f"the series {name!r}", series.values[rows]) for name, rows in named])
+        mean, std = own.T[..., None]
     else:
         train = [slice(*borders(series, held, horizon)["train"])]
-        columns = zip(series.columns, series.values[train[0]].T, strict=True)
-        mean, std = np.array([scale_of(series, f"the column {name!r}", column) for name, column in columns]).T
-    none = np.zeros(0)
-    if series.covariates is None:
-        return Scaling(mean, std, none, none)
-    rows = np.concatenate([series.covariates[part] for part in train])
-    columns = zip((*series.known, *series.past), rows.T, strict=True)
-    return Scaling(mean, std, *np.array([scale_of(series, f"the column {n!r}", column) for n, column in columns]).T)
+        mean, std = of_columns(series.columns, series.values[train[0]])
+    given = np.zeros((0, 0)) if series.covariates is None else np.concatenate([series.covariates[of] for of in train])
+    return Scaling(mean, std, *of_columns((*series.known, *series.past), given))
 
 
 def scale_of(series: Series, what: str, values: np.ndarray) -> list[float]:
@@ -185,7 +182,13 @@ def windows(
     lengths = [section.rows for section in series.sections]
     mean, std = (np.repeat(x, lengths, 0) if lengths else x for x in (scaling.mean, scaling.std))
     scaled = (series.values - mean) / std
-    check_scaled(series, scaled)
+    with np.errstate(over="ignore"):
+        too_large = np.argwhere(np.isinf(scaled.astype(np.float32)))
+    for row, channel in too_large[:1]:
+        raise ValueError(
+            f"{series.name}: the column {series.columns[channel]!r} has the value {series.values[row, channel]:.3g} in "
+            f"row {row + 1}, {scaled[row, channel]:.3g} deviations of the training rows from their mean: too large"
+        )
     scaled = placed.spread(scaled)
     missing = np.isnan(scaled)
     numbers = np.where(missing, 0.0, scaled).astype(np.float32)
@@ -195,25 +198,13 @@ def windows(
     if series.covariates is not None:
         rows = placed.spread((series.covariates - scaling.covariate_mean) / scaling.covariate_std)
         covariates = torch.from_numpy(np.nan_to_num(rows).astype(np.float32)).to(device)
-    times = placed.times(series) if series.sections else None
+    times = placed.spread(series.dates.as_unit("s").asi8[:, None])[:, 0] if series.sections else None
     shared: dict[str, Any] = {"covariates": covariates, "known": len(series.known)}
     split = {}
     for name, where in placed.places.items():
         moments = None if times is None else times[where]
         split[name] = Windows(values, observed, torch.from_numpy(where), lookback, horizon, moments=moments, **shared)
     return split, scaling
-
-
-def check_scaled(series: Series, scaled: np.ndarray) -> None:
-    """Raise a ValueError that names a value which is too large for a model's numbers."""
-    with np.errstate(over="ignore"):
-        bad = np.argwhere(np.isinf(scaled.astype(np.float32)))
-    if len(bad):
-        row, channel = bad[0]
-        raise ValueError(
-            f"{series.name}: the column {series.columns[channel]!r} has the value {series.values[row, channel]:.3g} in "
-            f"row {row + 1}, {scaled[row, channel]:.3g} deviations of the training rows from their mean: too large"
-        )
 
 
 class Placed(NamedTuple):
@@ -230,11 +221,6 @@ class Placed(NamedTuple):
             return values
         out = np.full((self.total, values.shape[1]), np.nan)
         out[self.rows] = values
-        return out
-
-    def times(self, series: Series) -> np.ndarray:
-        out = np.zeros(self.total, dtype=np.int64)
-        out[self.rows] = series.dates.as_unit("s").asi8
         return out
 
 
@@ -267,16 +253,11 @@ def long_places(series: Series, lookback: int, horizon: int, held: Held | None =
         elif train < validation:
             places["test"].append(begin + np.arange(validation, end - horizon + 1))
         at = begin + section.rows
-    found = {
-        split: np.concatenate([*own, np.zeros(0, dtype=np.int64)]).astype(np.int64) for split, own in places.items()
-    }
-    for split, own in found.items():
-        longest = max(section.rows for section in series.sections)
-        needed = rows_needed(horizon, held)
-        told = (
-            f"less: a series needs {needed} rows for horizon {horizon}, and the longest of {series.name} has {longest}"
-        )
-        check(len(own) > 0, "horizon", horizon, f"{told} ({split} split)")
+    found = {split: np.concatenate([np.zeros(0, dtype=np.int64), *own]) for split, own in places.items()}
+    longest, needed = max(section.rows for section in series.sections), rows_needed(horizon, held)
+    told = f"less: a series needs {needed} rows for horizon {horizon}, and the longest of {series.name} has {longest}"
+    for split, places_of_split in found.items():
+        check(len(places_of_split) > 0, "horizon", horizon, f"{told} ({split} split)")
     return Placed(found, np.concatenate(rows), at)
 
 

@@ -168,12 +168,8 @@ class Preparation:
         check(path.is_file(), "model", str(folder), f"a model of `femixer vision train`, which has {PREPARATION}")
         about = check_fields(read_json(path), FIELDS, path)
         found = cls(**{each.name: about[each.name] for each in fields(cls) if each.name in about})
-        for name, least, most in (
-            ("size", 1, 2**14),
-            ("channels", 1, 64),
-            ("crop", 1e-3, 1.0),
-            ("validation", 1e-6, 0.999999),
-        ):
+        ranges = {"size": (1, 2**14), "channels": (1, 64), "crop": (1e-3, 1.0), "validation": (1e-6, 0.999999)}
+        for name, (least, most) in ranges.items():
             value = getattr(found, name)
             fits = value is None or least <= value <= most
             check(fits, f"{path}: {name}", value, f"a number from {least:g} to {most:g}")
@@ -205,15 +201,9 @@ def stratified(labels: Tensor, share: float, purpose: str) -> tuple[Tensor, Tens
     left = round(share * len(labels)) - sum(counts.values())
     for label in sorted(wanted, key=lambda label: counts[label] - wanted[label])[: max(left, 0)]:
         counts[label] += counts[label] < wanted[label]
-    held = torch.cat([own[: counts[label]] for label, own in members.items()]).sort().values
-    return without(len(labels), held), held
-
-
-def without(count: int, held: Tensor) -> Tensor:
-    """The numbers 0 to count - 1 that are not held."""
-    kept = torch.ones(count, dtype=torch.bool)
-    kept[held] = False
-    return kept.nonzero()[:, 0]
+    held = torch.zeros(len(labels), dtype=torch.bool)
+    held[torch.cat([own[: counts[label]] for label, own in members.items()])] = True
+    return (~held).nonzero()[:, 0], held.nonzero()[:, 0]
 
 
 DIGITS = "digits"

@@ -1,5 +1,6 @@
 """Where images come from: folders with a folder per class, and data sets of the Hugging Face hub, streamed or not."""
 
+import functools
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,8 +48,9 @@ def read_folder(root: Path, reading: Reading, channels: int) -> DataSet:
     else:
         train = files(root, classes, broken)
         splits = divided(train, train.labels, reading.share)
-    if train is not None:
-        check_classes(train, classes)
+    for label, name in enumerate(classes if train is not None else ()):
+        if not (train.labels == label).any():
+            raise ValueError(f"{train.root / name} has no images; a class must have some, or no folder")
     names = [os.path.relpath(each[i].name, root) for each in splits.values() for i in range(len(each))]
     return DataSet(
         root.resolve().name,
@@ -64,14 +65,20 @@ def read_folder(root: Path, reading: Reading, channels: int) -> DataSet:
     )
 
 
-def arranged(parts: Mapping[str, Files], share: float) -> dict[str, Images]:
+def arranged(parts: Mapping[str, Any], share: float) -> dict[str, Images]:
     """train, validation and test, of those that there are."""
     if {*parts} == {"validation"}:
         return {"test": parts["validation"]}
     if {*parts} not in HOLDING_OUT:
         return {**parts}
     train, (other,) = parts["train"], (part for split, part in parts.items() if split != "train")
-    return {**held_out(train, train.labels, share), "test": other}
+    if not isinstance(train, Stream):
+        return {**held_out(train, train.labels, share), "test": other}
+    # The labels of a stream are not known beforehand: every so many rows, instead of a share of each class.
+    every = max(2, round(1 / share), -(-len(train) // OF_A_STREAM))
+    numbers = torch.arange(len(train))
+    held = numbers % every == every - 1
+    return {"train": some(train, numbers[~held]), "validation": some(train, numbers[held]), "test": other}
 
 
 def parts_of(root: Path) -> dict[str, Path]:
@@ -109,13 +116,6 @@ def files(folder: Path, classes: Sequence[str], broken: list[Broken]) -> Files:
     if not paths:
         raise ValueError(f"{folder} has no images in its folders {', '.join(classes[:5])}; {LAYOUT}")
     return Files(folder, paths, torch.tensor(labels))
-
-
-def check_classes(images: Files, classes: Sequence[str]) -> None:
-    """Raise a ValueError that names a class without images."""
-    for label, name in enumerate(classes):
-        if not (images.labels == label).any():
-            raise ValueError(f"{images.root / name} has no images; a class must have some, or no folder")
 
 
 def readable(folder: Path, root: Path, broken: list[Broken]) -> Iterator[str]:
@@ -157,18 +157,19 @@ class Columns:
 
     def read(self, row: Mapping[str, Any], channels: int) -> tuple[Image, int]:
         """Of an undecoded row."""
-        label = row[self.label]
-        if self.texts is not None:
-            if label not in self.texts:
-                raise ValueError(f"{self.label}={label!r} is not allowed; choose one of {', '.join(self.classes)}")
-            label = self.texts[label]
-        if label is None or not 0 <= label < len(self.classes):
-            raise ValueError(f"{self.label}={label!r} is not allowed; choose one of 0 to {len(self.classes) - 1}")
-        content = row[self.image]
+        label, content = self.number(row[self.label]), row[self.image]
         if content is None:
             raise Unreadable("there is none")
         given = content["bytes"] if content.get("bytes") is not None else Path(content["path"] or "")
-        return decoded(given, channels), int(label)
+        return decoded(given, channels), label
+
+    def number(self, label: Any) -> int:
+        """Of a class, by the label as it is in the data."""
+        known = range(len(self.classes)) if self.texts is None else self.texts
+        if label not in known:
+            allowed = f"0 to {len(self.classes) - 1}" if self.texts is None else ", ".join(self.classes)
+            raise ValueError(f"{self.label}={label!r} is not allowed; choose one of {allowed}")
+        return int(known[label])
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,16 @@ class Stored(Images):
 
     def __getitem__(self, index: int) -> Item:
         return Item(f"{self.title} row {index}", lambda channels: self.columns.read(self.rows[index], channels))
+
+    @functools.cached_property
+    def labels(self) -> Tensor:
+        found = []
+        for row, label in enumerate(self.rows[self.columns.label]):
+            try:
+                found.append(self.columns.number(label))
+            except ValueError as error:
+                raise ValueError(f"{self[row].name}: {error}") from None
+        return torch.tensor(found)
 
 
 @dataclass
@@ -245,12 +256,16 @@ def read_dataset(data: str, reading: Reading, channels: int) -> DataSet:
         for split, name in names.items()
         if split == "train" or not hidden(found[name], columns)
     }
-    splits = arranged_splits(parts, reading.share)
+    if {*parts} == {"train"}:
+        if reading.streaming:
+            raise ValueError("a stream must have a part called test or validation; without --streaming one is cut off")
+        splits = divided(parts["train"], parts["train"].labels, reading.share)
+    else:
+        splits = arranged(parts, reading.share)
     address = data.removeprefix(PREFIX)
     content = repr((address, columns.classes)).encode()
-    labels = [labels_of(images) for images in parts.values() if isinstance(images, Stored)]
-    for each in labels:
-        content += each.numpy().tobytes()
+    for images in parts.values() if not reading.streaming else ():
+        content += images.labels.numpy().tobytes()
     name = Path(address.partition(":")[0].partition("@")[0]).name
     return DataSet(
         name,
@@ -281,7 +296,8 @@ def hidden(rows: Any, columns: Columns) -> bool:
     return first is not None and first[columns.label] in (None, -1)
 
 
-def part(rows: Any, columns: Columns, title: str, reading: Reading) -> Images:
+def part(rows: Any, columns: Columns, title: str, reading: Reading) -> Any:
+    """Stored, or a Stream."""
     # Undecoded: what is no image must not end the reading of the others.
     rows = rows.select_columns([columns.image, columns.label])
     rows = rows.cast_column(columns.image, require("datasets", "vision").Image(decode=False))
@@ -290,46 +306,6 @@ def part(rows: Any, columns: Columns, title: str, reading: Reading) -> Images:
     known = (rows.info.splits or {}).get(str(rows.split)) if rows.info is not None else None
     count = known.num_examples if known is not None and known.num_examples else sum(1 for _ in rows)
     return Stream(rows, columns, title, count, reading.buffer)
-
-
-def arranged_splits(parts: Mapping[str, Images], share: float) -> dict[str, Images]:
-    """train, validation and test, of those that there are."""
-    test = parts.get("test") or parts.get("validation")
-    if "train" not in parts:
-        return {**parts}
-    train = parts["train"]
-    if {*SPLITS} <= {*parts}:
-        return {split: parts[split] for split in SPLITS}
-    if isinstance(train, Stored):
-        labels = labels_of(train)
-        if test is None:
-            return divided(train, labels, share)
-        return {**held_out(train, labels, share), "test": test}
-    if test is None:
-        raise ValueError("a stream must have a part called test or validation; without --streaming one is cut off")
-    # The labels of a stream are not known beforehand: every so many rows, instead of a share of each class.
-    every = max(2, round(1 / share), -(-len(train) // OF_A_STREAM))
-    numbers = torch.arange(len(train))
-    held = numbers % every == every - 1
-    return {"train": some(train, numbers[~held]), "validation": some(train, numbers[held]), "test": test}
-
-
-def labels_of(table: Stored) -> Tensor:
-    texts = table.columns.texts
-    if texts is not None:
-        named = table.rows[table.columns.label]
-        for number, label in enumerate(named):
-            if label not in texts:
-                told = f"{table.columns.label}={label!r} is not allowed; choose one of {', '.join(texts)}"
-                raise ValueError(f"{table[number].name}: {told}")
-        return torch.tensor([texts[label] for label in named])
-    labels = np.asarray(table.rows.with_format("numpy")[table.columns.label])
-    count = len(table.columns.classes)
-    bad = np.flatnonzero((labels < 0) | (labels >= count))
-    if len(bad):
-        value = int(labels[bad[0]])
-        raise ValueError(f"{table[bad[0]].name}: {table.columns.label}={value} is not allowed; choose 0 to {count - 1}")
-    return torch.from_numpy(labels.astype(np.int64))
 
 
 def columns_of(rows: Any, data: str, reading: Reading) -> Columns:
@@ -354,10 +330,8 @@ def class_names(rows: Any, label: str) -> tuple[str, ...]:
     if hasattr(kind, "names"):
         return tuple(kind.names)
     known = kind.dtype.startswith(("int", "uint")) or kind.dtype in TEXTS
-    fits = known and hasattr(rows, "with_format") and hasattr(rows, "__len__")
+    fits = known and hasattr(rows, "__len__")
     allowed = "a column of ClassLabels, or (not as a stream) of whole numbers 0, 1, ... or names"
     check(fits, "label_column", label, allowed)
-    if kind.dtype in TEXTS:
-        return tuple(sorted({name for name in rows[label] if name is not None}))
-    largest = int(np.max(np.asarray(rows.with_format("numpy")[label])))
-    return tuple(str(number) for number in range(largest + 1))
+    found = {each for each in rows[label] if each is not None}
+    return tuple(sorted(found)) if kind.dtype in TEXTS else tuple(map(str, range(max(found) + 1)))

@@ -189,17 +189,13 @@ class Batches(Dataset[tuple[Batch, list[Broken]]]):
     def __call__(self, step: int, part: Part) -> tuple[Batch, list[Broken]]:
         epoch, known = self.epochs.epoch(step), len(self.views.broken)
         views = [
-            self.views.instead(index, self._generator(epoch, place))
+            # Another word than "picture" would be other random numbers. Views without augmentation draw none.
+            self.views.instead(index, generator(self.seed, "picture", epoch, place))
             for index, place in self.epochs(step, part).tolist()
         ]
         drawing = generator(self.seed, "batch", step, part.index)
         made = self.augmentation.batch(*stacked(views), self.classes, self.views.preparation, drawing)
         return Batch(*made), [*self.views.broken.values()][known:]
-
-    def _generator(self, epoch: int, place: int) -> torch.Generator | None:
-        if self.views.augmentation is None:
-            return None
-        return generator(self.seed, "picture", epoch, place)  # another word would be other random numbers
 
 
 def shuffled(sizes: Sequence[int], repeats: int, drawing: torch.Generator) -> Tensor:
