@@ -17,26 +17,23 @@ from femixer.reporting import (
     Cell,
     Column,
     Group,
-    Ranking,
     Score,
     Table,
     as_csv,
     as_html,
     as_latex,
     as_markdown,
-    best_two,
     difference,
     half_up,
     marked,
     marked_columns,
     mean_of,
     rank,
-    ranks,
     show,
     write,
 )
 from femixer.reporting.figures import COLOURS, figure, looks, plain_log, quiet, save
-from femixer.reporting.table import number, transposed
+from femixer.reporting.table import Ranking, best_two, number, ranks, transposed
 from femixer.reporting.writers import in_csv, in_latex, in_markdown, one_line
 
 # Any text, and texts that are made of what some format takes for more than text.

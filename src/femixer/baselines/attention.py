@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from femixer.baselines.base import Baseline, Common, RMSNorm, ShortConvolution, check_sizes, made_with, token_before
+from femixer.baselines.base import Baseline, Common, RMSNorm, ShortConvolution, check_sizes, token_before
 from femixer.baselines.kernels.chunks import unit
 from femixer.kernels.operator import without_autocast
 from femixer.kernels.softmax import reading_dtype
@@ -62,7 +62,8 @@ class Attention(Baseline):
         expand: float = 1.0,
         **common: Unpack[Common],
     ) -> None:
-        super().__init__(dim, heads, **common)
+        own: Common = {"bias": True, **common}
+        super().__init__(dim, heads, **own)
         kv_heads = heads if kv_heads is None else kv_heads
         if kv_heads < 1:
             raise ValueError(f"kv_heads={kv_heads!r} must be a positive integer")
@@ -76,10 +77,9 @@ class Attention(Baseline):
         self.kv_heads, self.rope, self.rope_base = kv_heads, rope, rope_base
         self.width = head_width(dim, heads, expand, 2 if rope else 1)
         # Two products are as fast as one, and what is rotated need not stay in memory with the values.
-        bias, made = made_with({"bias": True, **common})
-        self.query_key_proj = nn.Linear(dim, (heads + kv_heads) * self.width, bias=bias, **made)
-        self.value_proj = nn.Linear(dim, kv_heads * self.width, bias=bias, **made)
-        self.out_proj = nn.Linear(heads * self.width, dim, bias=bias, **made)
+        self.query_key_proj = self.linear(dim, (heads + kv_heads) * self.width)
+        self.value_proj = self.linear(dim, kv_heads * self.width)
+        self.out_proj = self.linear(heads * self.width, dim)
         self.reset_parameters()
 
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
@@ -157,10 +157,9 @@ class GatedAttention(Attention):
         check(gate in GATES, "gate", gate, f"one of {', '.join(GATES)}")
         if expand is None:
             expand = 0.8 if gate == "elementwise" else 1.0
-        bias, made = made_with(common)
-        own: Common = {**common, "bias": bias}
+        own: Common = {"bias": False, **common}
         super().__init__(dim, heads, kv_heads=kv_heads, rope=rope, rope_base=rope_base, expand=expand, **own)
-        self.gate_proj = nn.Linear(dim, heads * (self.width if gate == "elementwise" else 1), bias=bias, **made)
+        self.gate_proj = self.linear(dim, heads * (self.width if gate == "elementwise" else 1))
         self.reset_parameters()
 
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
@@ -184,10 +183,9 @@ class Laser(Baseline):
         self.width = width = dim // heads
         if rope:
             check(width % 2 == 0, "heads", heads, f"so that rope has heads of an even width (dim={dim})")
-        bias, made = made_with(common)
-        self.query_key_proj = nn.Linear(dim, 2 * dim, bias=bias, **made)
-        self.value_proj = nn.Linear(dim, dim, bias=bias, **made)
-        self.out_proj = nn.Linear(dim, dim, bias=bias, **made)
+        self.query_key_proj = self.linear(dim, 2 * dim)
+        self.value_proj = self.linear(dim, dim)
+        self.out_proj = self.linear(dim, dim)
         self.prior = SoftmaxPrior(heads, heads, Widths(width, width), causal=True, rope=rope, rope_base=rope_base)
         self.reset_parameters()
 
@@ -228,14 +226,13 @@ class DiffTransformer(Baseline):
         check_base(rope_base)
         self.rope, self.rope_base = rope, rope_base
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * (depth - 1))
-        bias, made = made_with(common)
-        self.query_key_proj = nn.Linear(dim, 2 * dim, bias=bias, **made)
-        self.value_proj = nn.Linear(dim, dim, bias=bias, **made)
-        self.out_proj = nn.Linear(dim, dim, bias=bias, **made)
+        self.query_key_proj = self.linear(dim, 2 * dim)
+        self.value_proj = self.linear(dim, dim)
+        self.out_proj = self.linear(dim, dim)
         # The two maps of a head are two queries that read one key [k1, k2], each with zeros for the other's half.
         self.prior = SoftmaxPrior(heads, heads // 2, Widths(2 * width, 2 * width), causal=True, rope=False)
-        self.lam = nn.Parameter(torch.empty(4, width, **made))  # lq1, lk1, lq2, lk2
-        self.norm = RMSNorm(2 * width, eps=1e-5, **made)
+        self.lam = self.empty(4, width)  # lq1, lk1, lq2, lk2
+        self.norm = RMSNorm(2 * width, eps=1e-5, **self.made)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -295,15 +292,14 @@ class FoX(Baseline):
         check(variant in VARIANTS, "variant", variant, f"one of {', '.join(VARIANTS)}")
         self.pro = variant == "pro"
         self.width = width = head_width(dim, heads, (0.8 if self.pro else 1.0) if expand is None else expand, 2)
-        bias, made = made_with(common)
         self.widths = (heads * width, 2 * heads * width, heads)
-        self.in_proj = nn.Linear(dim, sum(self.widths), bias=bias, **made)
+        self.in_proj = self.linear(dim, sum(self.widths))
         if self.pro:
-            self.shift_proj = nn.Linear(dim, 2 * heads, bias=False, **made)
-            self.gate_proj = nn.Linear(dim, heads * width, bias=bias, **made)
-            self.query_norm, self.key_norm, self.norm = (HeadsNorm(heads, width, **made) for _ in range(3))
-        self.out_proj = nn.Linear(heads * width, dim, bias=bias, **made)
-        self.prior = FoxPrior(heads, heads, Widths(width, width), causal=True, rope=False, **made)
+            self.shift_proj = self.linear(dim, 2 * heads, bias=False)
+            self.gate_proj = self.linear(dim, heads * width)
+            self.query_norm, self.key_norm, self.norm = (HeadsNorm(heads, width, **self.made) for _ in range(3))
+        self.out_proj = self.linear(heads * width, dim)
+        self.prior = FoxPrior(heads, heads, Widths(width, width), causal=True, rope=False, **self.made)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -377,12 +373,11 @@ class PaTH(Baseline):
         rank = max(1, min(RANK, dim // 16)) if rank is None else rank
         check_sizes(rank=rank, conv_width=conv_width)
         self.widths = (3 * dim, rank)
-        bias, made = made_with(common)
-        self.in_proj = nn.Linear(dim, sum(self.widths), bias=bias, **made)
-        self.map_proj = nn.Linear(rank, dim, bias=False, **made)
-        self.beta_proj = nn.Linear(dim, heads, **made)
-        self.convolution = ShortConvolution(dim, conv_width, **made)
-        self.out_proj = nn.Linear(dim, dim, bias=bias, **made)
+        self.in_proj = self.linear(dim, sum(self.widths))
+        self.map_proj = self.linear(rank, dim, bias=False)
+        self.beta_proj = self.linear(dim, heads, bias=True)
+        self.convolution = ShortConvolution(dim, conv_width, **self.made)
+        self.out_proj = self.linear(dim, dim)
         self.reset_parameters()
 
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:

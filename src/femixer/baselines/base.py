@@ -61,11 +61,6 @@ class Common(TypedDict, total=False):
     dtype: torch.dtype | None
 
 
-def made_with(common: Common) -> tuple[bool, dict[str, Any]]:
-    """Whether projections have biases, and the device and the dtype of parameters as arguments of what makes them."""
-    return common.get("bias", False), {"device": common.get("device"), "dtype": common.get("dtype")}
-
-
 class Baseline(MixerLayer):
     """Mixer [B, T, dim] -> [B, T, dim], causal unless it can be an `encoder`. Subclasses define `mix` and the
     `out_proj` behind it.
@@ -87,10 +82,18 @@ class Baseline(MixerLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """bias, device, dtype: of the parameters, which subclasses make (`made_with`)."""
+        """bias, device, dtype: of the parameters, which subclasses make by `linear` and `empty`."""
         super().__init__(dim, heads, causal, dropout)
         if not causal and not self.encoder:
             raise ValueError(f"causal={causal!r} is not allowed: {type(self).__name__} is causal by definition")
+        self._biased, self.made = bias, dict[str, Any](device=device, dtype=dtype)
+
+    def linear(self, inputs: int, outputs: int, bias: bool | None = None) -> nn.Linear:
+        """bias: by default as it was asked for."""
+        return nn.Linear(inputs, outputs, bias=self._biased if bias is None else bias, **self.made)
+
+    def empty(self, *shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty(shape, **self.made))
 
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
         """x [B, T, dim] -> (the read [B, T, C] that `out_proj` maps to y, what to remember of it if `keep`).

@@ -17,7 +17,6 @@ from femixer.baselines.base import (
     RMSNorm,
     ShortConvolution,
     check_sizes,
-    made_with,
     random_steps_,
 )
 from femixer.baselines.kernels.chunks import delta_rule, unit
@@ -39,11 +38,10 @@ class DeltaNet(Baseline):
     def __init__(self, dim: int, heads: int, *, conv_width: int = 4, **common: Unpack[Common]) -> None:
         super().__init__(dim, heads, **common)
         check_sizes(conv_width=conv_width)
-        bias, made = made_with(common)
-        self.in_proj = nn.Linear(dim, 3 * dim + heads, bias=bias, **made)
-        self.convolution = ShortConvolution(3 * dim, conv_width, **made)
-        self.norm = RMSNorm(dim // heads, eps=1e-5, **made)
-        self.out_proj = nn.Linear(dim, dim, bias=bias, **made)
+        self.in_proj = self.linear(dim, 3 * dim + heads)
+        self.convolution = ShortConvolution(3 * dim, conv_width, **self.made)
+        self.norm = RMSNorm(dim // heads, eps=1e-5, **self.made)
+        self.out_proj = self.linear(dim, dim)
         self.reset_parameters()
 
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
@@ -93,13 +91,12 @@ class GatedDeltaNet(Baseline):
         keys, values = (heads * max(1, round(factor * dim / heads)) for factor in (expand_k, expand_v))
         self.streams = (keys, keys, values)
         self.widths = (sum(self.streams), values, heads, heads)
-        bias, made = made_with(common)
-        self.in_proj = nn.Linear(dim, sum(self.widths), bias=bias, **made)
-        self.convolution = ShortConvolution(sum(self.streams), conv_width, **made)
-        self.step_bias = nn.Parameter(torch.empty(heads, **made))
-        self.log_rate = nn.Parameter(torch.empty(heads, **made))  # A = exp(log_rate)
-        self.norm = RMSNorm(values // heads, eps=1e-5, **made)
-        self.out_proj = nn.Linear(values, dim, bias=bias, **made)
+        self.in_proj = self.linear(dim, sum(self.widths))
+        self.convolution = ShortConvolution(sum(self.streams), conv_width, **self.made)
+        self.step_bias = self.empty(heads)
+        self.log_rate = self.empty(heads)  # A = exp(log_rate)
+        self.norm = RMSNorm(values // heads, eps=1e-5, **self.made)
+        self.out_proj = self.linear(values, dim)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -143,15 +140,14 @@ class KDA(Baseline):
         rank = max(1, dim // 16) if rank is None else rank
         check_sizes(rank=rank, conv_width=conv_width)
         self.widths = (3 * dim, heads, rank, rank)
-        bias, made = made_with(common)
-        self.in_proj = nn.Linear(dim, sum(self.widths), bias=bias, **made)
-        self.convolution = ShortConvolution(3 * dim, conv_width, **made)
-        self.decay_proj = nn.Linear(rank, dim, bias=False, **made)
-        self.gate_proj = nn.Linear(rank, dim, **made)
-        self.step_bias = nn.Parameter(torch.empty(dim, **made))
-        self.log_rate = nn.Parameter(torch.empty(heads, **made))  # A = exp(log_rate)
-        self.norm = RMSNorm(dim // heads, eps=1e-5, **made)
-        self.out_proj = nn.Linear(dim, dim, bias=bias, **made)
+        self.in_proj = self.linear(dim, sum(self.widths))
+        self.convolution = ShortConvolution(3 * dim, conv_width, **self.made)
+        self.decay_proj = self.linear(rank, dim, bias=False)
+        self.gate_proj = self.linear(rank, dim, bias=True)
+        self.step_bias = self.empty(dim)
+        self.log_rate = self.empty(heads)  # A = exp(log_rate)
+        self.norm = RMSNorm(dim // heads, eps=1e-5, **self.made)
+        self.out_proj = self.linear(dim, dim)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from femixer.baselines.base import Baseline, Common, HeadNorm, RMSNorm, check_sizes, made_with
+from femixer.baselines.base import Baseline, Common, HeadNorm, RMSNorm, check_sizes
 from femixer.baselines.kernels.linear_attention import linear_attention
 from femixer.kernels.channel_scan import channel_scan
 from femixer.kernels.marks import reversed_marks
@@ -42,12 +42,11 @@ class LinearAttention(Baseline):
         super().__init__(dim, heads, **common)
         check(feature_map in FEATURE_MAPS, "feature_map", feature_map, f"one of {', '.join(FEATURE_MAPS)}")
         self.width = width = dim // heads
-        bias, made = made_with(common)
-        self.in_proj = nn.Linear(dim, 3 * dim, bias=bias, **made)
-        self.out_proj = nn.Linear(dim, dim, bias=bias, **made)
+        self.in_proj = self.linear(dim, 3 * dim)
+        self.out_proj = self.linear(dim, dim)
         self.feature_map: nn.Parameter | None = None  # of queries and of keys
         if feature_map == "learned":
-            self.feature_map = nn.Parameter(torch.empty(2, heads, width, width, **made))
+            self.feature_map = self.empty(2, heads, width, width)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -94,10 +93,9 @@ class RetNet(Baseline):
         value = heads * round(expand * dim / heads)
         self.width = 2 * -(-value // (4 * heads))
         self.widths = (heads * self.width, heads * self.width, value, value)
-        bias, made = made_with(common)
-        self.in_proj = nn.Linear(dim, sum(self.widths), bias=bias, **made)
-        self.norm = HeadNorm(heads, value, eps=1e-5, **made)
-        self.out_proj = nn.Linear(value, dim, bias=bias, **made)
+        self.in_proj = self.linear(dim, sum(self.widths))
+        self.norm = HeadNorm(heads, value, eps=1e-5, **self.made)
+        self.out_proj = self.linear(value, dim)
         self.reset_parameters()
 
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
@@ -132,11 +130,10 @@ class GLA(Baseline):
         self.width = -(-dim // (2 * heads))
         keys = heads * self.width
         self.widths = (keys, keys, dim, dim, rank)
-        bias, made = made_with(common)
-        self.in_proj = nn.Linear(dim, sum(self.widths), bias=bias, **made)
-        self.decay_proj = nn.Linear(rank, keys, **made)
-        self.norm = RMSNorm(dim // heads, eps=1e-5, **made)
-        self.out_proj = nn.Linear(dim, dim, bias=bias, **made)
+        self.in_proj = self.linear(dim, sum(self.widths))
+        self.decay_proj = self.linear(rank, keys, bias=True)
+        self.norm = RMSNorm(dim // heads, eps=1e-5, **self.made)
+        self.out_proj = self.linear(dim, dim)
         self.reset_parameters()
 
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
@@ -177,10 +174,9 @@ class GSA(Baseline):
         slots = dim // heads if slots is None else slots
         check_sizes(slots=slots)
         self.slots = slots
-        bias, made = made_with(common)
-        self.in_proj = nn.Linear(dim, 3 * dim + heads * slots, bias=bias, **made)
-        self.norm = RMSNorm(dim, eps=1e-5, **made)
-        self.out_proj = nn.Linear(dim, dim, bias=bias, **made)
+        self.in_proj = self.linear(dim, 3 * dim + heads * slots)
+        self.norm = RMSNorm(dim, eps=1e-5, **self.made)
+        self.out_proj = self.linear(dim, dim)
         self.reset_parameters()
 
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
@@ -209,9 +205,8 @@ class AFT(Baseline):
 
     def __init__(self, dim: int, heads: int, **common: Unpack[Common]) -> None:
         super().__init__(dim, heads, **common)
-        bias, made = made_with(common)
-        self.in_proj = nn.Linear(dim, 3 * dim, bias=bias, **made)
-        self.out_proj = nn.Linear(dim, dim, bias=bias, **made)
+        self.in_proj = self.linear(dim, 3 * dim)
+        self.out_proj = self.linear(dim, dim)
         self.reset_parameters()
 
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
@@ -246,13 +241,12 @@ class HGRN(Baseline):
         self.lower_bound, self.complex = lower_bound, complex
         self.parts = 2 if complex else 1
         self.width = max(1, round(4 * dim / 7)) if complex else dim
-        bias, made = made_with(common)
         inner = self.parts * self.width
-        self.in_proj = nn.Linear(dim, 2 * inner + self.width, bias=bias, **made)
-        self.out_proj = nn.Linear(inner, dim, bias=bias, **made)
+        self.in_proj = self.linear(dim, 2 * inner + self.width)
+        self.out_proj = self.linear(inner, dim)
         # Over all channels at once, so as one head.
-        self.norm = HeadNorm(1, inner, **made) if complex else RMSNorm(inner, eps=1e-5, **made)
-        self.theta = nn.Parameter(torch.empty(self.width, **made)) if complex else None
+        self.norm = HeadNorm(1, inner, **self.made) if complex else RMSNorm(inner, eps=1e-5, **self.made)
+        self.theta = self.empty(self.width) if complex else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -321,10 +315,9 @@ class HGRN2(Baseline):
         super().__init__(dim, heads, **common)
         check(0 <= lower_bound < 1, "lower_bound", lower_bound, "a number from 0 to below 1")
         self.lower_bound = lower_bound
-        bias, made = made_with(common)
-        self.in_proj = nn.Linear(dim, 3 * dim, bias=bias, **made)
-        self.norm = RMSNorm(dim, eps=1e-5, **made)
-        self.out_proj = nn.Linear(dim, dim, bias=bias, **made)
+        self.in_proj = self.linear(dim, 3 * dim)
+        self.norm = RMSNorm(dim, eps=1e-5, **self.made)
+        self.out_proj = self.linear(dim, dim)
         self.reset_parameters()
 
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:

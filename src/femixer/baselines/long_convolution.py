@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from femixer.baselines.base import Baseline, Common, ShortConvolution, made_with
+from femixer.baselines.base import Baseline, Common, ShortConvolution
 from femixer.baselines.kernels.long_convolution import long_convolution
 from femixer.kernels.operator import without_autocast
 from femixer.layout import Layout, segments_together
@@ -111,12 +111,11 @@ class Hyena(Baseline):
         super().__init__(dim, heads, **common)
         for name, size, least in (("length", length, 2), ("filter_width", filter_width, 1), ("bands", bands, 1)):
             check(isinstance(size, int) and size >= least, name, size, f"an integer of at least {least}")
-        bias, made = made_with(common)
-        self.in_proj = nn.Linear(dim, 3 * dim, bias=bias, **made)
-        self.convolution = ShortConvolution(3 * dim, 3, bias=True, **made)
-        self.filter = Filter(dim, filter_width, bands, frequency, length, **made)
-        self.skip = nn.Parameter(torch.empty(dim, **made))  # D
-        self.out_proj = nn.Linear(dim, dim, bias=bias, **made)
+        self.in_proj = self.linear(dim, 3 * dim)
+        self.convolution = ShortConvolution(3 * dim, 3, bias=True, **self.made)
+        self.filter = Filter(dim, filter_width, bands, frequency, length, **self.made)
+        self.skip = self.empty(dim)  # D
+        self.out_proj = self.linear(dim, dim)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -201,10 +200,9 @@ class TNN(Baseline):
             check(isinstance(size, int) and size >= least, name, size, f"an integer of at least {least}")
         check(0 < decay <= 1, "decay", decay, "a number above 0 and at most 1")
         channels = round(expand * dim)
-        bias, made = made_with(common)
-        self.in_proj = nn.Linear(dim, 2 * channels, bias=bias, **made)
-        self.coefficients = Coefficients(channels, rpe_width, layers, decay, **made)
-        self.out_proj = nn.Linear(channels, dim, bias=bias, **made)
+        self.in_proj = self.linear(dim, 2 * channels)
+        self.coefficients = Coefficients(channels, rpe_width, layers, decay, **self.made)
+        self.out_proj = self.linear(channels, dim)
         self.reset_parameters()
 
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:

@@ -17,7 +17,6 @@ from femixer.baselines.base import (
     RMSNorm,
     ShortConvolution,
     check_sizes,
-    made_with,
     random_steps_,
 )
 from femixer.baselines.kernels.linear_attention import linear_attention
@@ -53,14 +52,13 @@ class Mamba(Baseline):
         check_sizes(state_size=state_size, conv_width=conv_width, rank=rank)
         check(round(expand * dim) >= 1, "expand", expand, "a positive factor of dim")
         self.inner, self.state_size, self.rank = round(expand * dim), state_size, rank
-        bias, made = made_with(common)
-        self.in_proj = nn.Linear(dim, 2 * self.inner, bias=bias, **made)
-        self.convolution = ShortConvolution(self.inner, conv_width, bias=True, **made)
-        self.select_proj = nn.Linear(self.inner, rank + 2 * state_size, bias=False, **made)
-        self.step_proj = nn.Linear(rank, self.inner, **made)
-        self.log_rate = nn.Parameter(torch.empty(state_size, self.inner, **made))  # A = -exp(log_rate)
-        self.skip = nn.Parameter(torch.empty(self.inner, **made))  # D
-        self.out_proj = nn.Linear(self.inner, dim, bias=bias, **made)
+        self.in_proj = self.linear(dim, 2 * self.inner)
+        self.convolution = ShortConvolution(self.inner, conv_width, bias=True, **self.made)
+        self.select_proj = self.linear(self.inner, rank + 2 * state_size, bias=False)
+        self.step_proj = self.linear(rank, self.inner, bias=True)
+        self.log_rate = self.empty(state_size, self.inner)  # A = -exp(log_rate)
+        self.skip = self.empty(self.inner)  # D
+        self.out_proj = self.linear(self.inner, dim)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -118,14 +116,13 @@ class Mamba2(Baseline):
         check(round(expand * dim / heads) >= 1, "expand", expand, "a positive factor of dim / heads channels")
         self.state_size, inner = state_size, heads * round(expand * dim / heads)
         self.widths = (inner, inner + 2 * state_size, heads)
-        bias, made = made_with(common)
-        self.in_proj = nn.Linear(dim, sum(self.widths), bias=bias, **made)
-        self.convolution = ShortConvolution(self.widths[1], conv_width, bias=True, **made)
-        self.step_bias = nn.Parameter(torch.empty(heads, **made))
-        self.log_rate = nn.Parameter(torch.empty(heads, **made))  # A = exp(log_rate)
-        self.skip = nn.Parameter(torch.empty(heads, **made))  # D
-        self.norm = RMSNorm(inner, eps=1e-5, **made)
-        self.out_proj = nn.Linear(inner, dim, bias=bias, **made)
+        self.in_proj = self.linear(dim, sum(self.widths))
+        self.convolution = ShortConvolution(self.widths[1], conv_width, bias=True, **self.made)
+        self.step_bias = self.empty(heads)
+        self.log_rate = self.empty(heads)  # A = exp(log_rate)
+        self.skip = self.empty(heads)  # D
+        self.norm = RMSNorm(inner, eps=1e-5, **self.made)
+        self.out_proj = self.linear(inner, dim)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from femixer.baselines.base import Baseline, Common, HeadNorm, Memory, check_sizes, made_with, token_before
+from femixer.baselines.base import Baseline, Common, HeadNorm, Memory, check_sizes, token_before
 from femixer.baselines.kernels.chunks import delta_rule, unit
 from femixer.baselines.kernels.linear_attention import linear_attention
 from femixer.kernels.operator import without_autocast
@@ -46,22 +46,21 @@ class RWKV6(Baseline):
         check(expand_k > 0, "expand_k", expand_k, "a positive factor of dim / heads channels")
         self.width, value = max(1, round(expand_k * dim / heads)), dim // heads
         keys = heads * self.width
-        bias, made = made_with(common)
-        self.shift = nn.Parameter(torch.empty(dim, **made))  # m
-        self.shifts = nn.Parameter(torch.empty(USES, dim, **made))  # m_j
-        self.shift_down = nn.Parameter(torch.empty(USES * rank, dim, **made))  # A
-        self.shift_up = nn.Parameter(torch.empty(USES, rank, dim, **made))  # B
-        self.decay_bias = nn.Parameter(torch.empty(keys, **made))  # d
-        self.decay_down = nn.Parameter(torch.empty(2 * rank, dim, **made))  # D_1
-        self.decay_up = nn.Parameter(torch.empty(keys, 2 * rank, **made))  # D_2
-        self.bonus = nn.Parameter(torch.empty(heads, self.width, **made))  # u
-        self.key_proj = nn.Linear(dim, keys, bias=bias, **made)
-        self.value_proj = nn.Linear(dim, dim, bias=bias, **made)
-        self.receptance_proj = nn.Linear(dim, keys, bias=bias, **made)
-        self.gate_proj = nn.Linear(dim, dim, bias=bias, **made)
+        self.shift = self.empty(dim)  # m
+        self.shifts = self.empty(USES, dim)  # m_j
+        self.shift_down = self.empty(USES * rank, dim)  # A
+        self.shift_up = self.empty(USES, rank, dim)  # B
+        self.decay_bias = self.empty(keys)  # d
+        self.decay_down = self.empty(2 * rank, dim)  # D_1
+        self.decay_up = self.empty(keys, 2 * rank)  # D_2
+        self.bonus = self.empty(heads, self.width)  # u
+        self.key_proj = self.linear(dim, keys)
+        self.value_proj = self.linear(dim, dim)
+        self.receptance_proj = self.linear(dim, keys)
+        self.gate_proj = self.linear(dim, dim)
         # The published 64e-5 is for heads of 64 channels.
-        self.norm = HeadNorm(heads, dim, eps=1e-5 * value, **made)
-        self.out_proj = nn.Linear(dim, dim, bias=bias, **made)
+        self.norm = HeadNorm(heads, dim, eps=1e-5 * value, **self.made)
+        self.out_proj = self.linear(dim, dim)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -143,23 +142,22 @@ class RWKV7(Baseline):
         rate_rank = small if rate_rank is None else rate_rank
         gate_rank = max(1, round(0.6 * dim**0.8)) if gate_rank is None else gate_rank
         check_sizes(decay_rank=decay_rank, rate_rank=rate_rank, gate_rank=gate_rank)
-        bias, made = made_with(common)
-        self.shifts = nn.Parameter(torch.empty(len(SHIFTS), dim, **made))  # m_j
-        self.receptance_proj = nn.Linear(dim, dim, bias=bias, **made)
-        self.key_proj = nn.Linear(dim, dim, bias=bias, **made)
-        self.value_proj = nn.Linear(dim, dim, bias=bias, **made)
-        self.decay_down = nn.Linear(dim, decay_rank, bias=False, **made)
-        self.decay_up = nn.Linear(decay_rank, dim, **made)
-        self.rate_down = nn.Linear(dim, rate_rank, bias=False, **made)
-        self.rate_up = nn.Linear(rate_rank, dim, **made)
-        self.gate_down = nn.Linear(dim, gate_rank, bias=False, **made)
-        self.gate_up = nn.Linear(gate_rank, dim, bias=False, **made)
-        self.removal = nn.Parameter(torch.empty(dim, **made))  # xi
-        self.replacement = nn.Parameter(torch.empty(dim, **made))  # alpha
-        self.bonus = nn.Parameter(torch.empty(heads, dim // heads, **made))  # rho
+        self.shifts = self.empty(len(SHIFTS), dim)  # m_j
+        self.receptance_proj = self.linear(dim, dim)
+        self.key_proj = self.linear(dim, dim)
+        self.value_proj = self.linear(dim, dim)
+        self.decay_down = self.linear(dim, decay_rank, bias=False)
+        self.decay_up = self.linear(decay_rank, dim, bias=True)
+        self.rate_down = self.linear(dim, rate_rank, bias=False)
+        self.rate_up = self.linear(rate_rank, dim, bias=True)
+        self.gate_down = self.linear(dim, gate_rank, bias=False)
+        self.gate_up = self.linear(gate_rank, dim, bias=False)
+        self.removal = self.empty(dim)  # xi
+        self.replacement = self.empty(dim)  # alpha
+        self.bonus = self.empty(heads, dim // heads)  # rho
         # The published 64e-5 is for heads of 64 channels.
-        self.norm = HeadNorm(heads, dim, eps=1e-5 * (dim // heads), **made)
-        self.out_proj = nn.Linear(dim, dim, bias=bias, **made)
+        self.norm = HeadNorm(heads, dim, eps=1e-5 * (dim // heads), **self.made)
+        self.out_proj = self.linear(dim, dim)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

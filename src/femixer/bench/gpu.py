@@ -128,22 +128,8 @@ def main(args: Sequence[str]) -> int:
     options.validate()
     options.out.mkdir(parents=True, exist_ok=True)
     rows = estimated(options) if options.estimate else measured(options)
-    report = {
-        "benchmark": "gpu",
-        "estimate": options.estimate,
-        "environment": surroundings(options),
-        "options": {**asdict(options), "out": None},
-        "rows": rows,
-    }
-    atomic.write(options.out / "gpu.json", json.dumps(report, indent=2) + "\n")
-    show(*(estimate_tables(options, rows) if options.estimate else [measurement_table(rows)]))
-    print(f"Results are in {options.out}/gpu.json")
-    return 0
-
-
-def surroundings(options: Options) -> dict[str, Any]:
     there = not options.estimate and options.device.startswith("cuda")
-    return {
+    surroundings = {
         "femixer": __version__,
         "torch": torch.__version__,
         "triton": dispatch.triton_version(),
@@ -152,6 +138,12 @@ def surroundings(options: Options) -> dict[str, Any]:
         "rocm": torch.version.hip,
         "gpu": torch.cuda.get_device_name(options.device) if there else None,
     }
+    report = {"benchmark": "gpu", "estimate": options.estimate, "environment": surroundings}
+    report |= {"options": {**asdict(options), "out": None}, "rows": rows}
+    atomic.write(options.out / "gpu.json", json.dumps(report, indent=2) + "\n")
+    show(*(estimate_tables(options, rows) if options.estimate else [measurement_table(rows)]))
+    print(f"Results are in {options.out}/gpu.json")
+    return 0
 
 
 def fem_layer(prior: str, options: Options, **made: Any) -> FreeEnergyMixer:
@@ -247,13 +239,11 @@ def estimate_tables(options: Options, rows: list[dict[str, Any]]) -> Iterator[Ta
     for row in rows if options.kernels else ():
         if row["gpu"] == "H100":
             title = f"{row['layer']}, {row['dtype']}, T {row['length']}, H100"
-            launches = [_launch(*launch) for launch in row["kernels"]]
+            launches = []
+            for name, ours, size, flops, exponentials, again, micros in row["kernels"]:
+                work = (f"{size / 1e6:.2f}", f"{flops / 1e9:.2f}", f"{exponentials / 1e9:.3f}", f"{again / 1e9:.2f}")
+                launches.append([name if ours else f"{name} (torch)", *work, f"{micros:.1f}"])
             yield Table.of(("launch", "MB", "GFLOP", "Gexp", "again GB", "us"), launches, title)
-
-
-def _launch(name: str, ours: bool, size: int, flops: int, exponentials: int, again: int, micros: float) -> list[str]:
-    work = (f"{size / 1e6:.2f}", f"{flops / 1e9:.2f}", f"{exponentials / 1e9:.3f}", f"{again / 1e9:.2f}")
-    return [name if ours else f"{name} (torch)", *work, f"{micros:.1f}"]
 
 
 # Measurement

@@ -18,8 +18,6 @@ from femixer.bench.measure import (
     busy,
     bytes_cell,
     fits,
-    heads_of,
-    place_of,
     ratio_cell,
     timed,
     told,
@@ -275,10 +273,6 @@ def sequence_target(cost: SequenceCost, settings: Mapping[str, Any]) -> Target:
     return LINEAR_TIME.get(prior, {}).get(cost.length, Target()) if at_size else Target()
 
 
-def decode_target(cost: DecodeCost, settings: Mapping[str, Any]) -> float | None:
-    return DECODE.get(cost.cache or "") if fits(settings, DECODE_SIZE) else None
-
-
 # The tables: one per length and mode, and one for decoding
 
 FLOPS_NOTE = "GFLOPs: matrix products as plain torch computes them; scans per channel are elementwise and do not count."
@@ -286,8 +280,8 @@ FLOPS_NOTE = "GFLOPs: matrix products as plain torch computes them; scans per ch
 
 def tables(report: Report, targets: bool) -> Iterator[Table]:
     s = {"busy": 0, **report.settings}  # files from before there was --busy
-    place = place_of(report, "encoder" if s["encoder"] else "causal")
-    setting = f"dim {s['dim']}, {heads_of(s)}, {place}"
+    place = report.place("encoder" if s["encoder"] else "causal")
+    setting = f"dim {s['dim']}, {report.heads}, {place}"
     if s["busy"]:
         setting += f", beside {s['busy']} busy {'process' if s['busy'] == 1 else 'processes'}"
     notes = () if all(parse_prior(prior)[0] == "softmax" for prior in s["priors"]) else (FLOPS_NOTE,)
@@ -302,7 +296,8 @@ def tables(report: Report, targets: bool) -> Iterator[Table]:
             title = f"One layer, {mode}: {length} tokens, batch {s['batch']}, {setting}"
             yield Table.of(columns, rows, title, *notes)
     if report.decode:
-        rows = [_decode_row(cost, decode_target(cost, s) if targets else None) for cost in report.decode]
+        most = DECODE if targets and fits(s, DECODE_SIZE) else {}
+        rows = [_decode_row(cost, most.get(cost.cache or "")) for cost in report.decode]
         title = f"Decoding one token, eager: context {s['context']}, batch {s['decode_batch']}, {setting}"
         columns = ["layer", "cache", "ms per token", _ratio_column("time_ratio")]
         columns += ["state bytes", _ratio_column("state_ratio"), "bytes per token of context"]

@@ -19,9 +19,7 @@ from femixer.bench.measure import (
     Spread,
     bytes_cell,
     fits,
-    heads_of,
     paired_ratio,
-    place_of,
     ratio_cell,
     timed,
     told,
@@ -291,7 +289,7 @@ def _is_softmax(cost: TrainingCost | DecodeCost) -> bool:
 def tables(report: Report, targets: bool) -> Iterator[Table]:
     s = report.settings
     setting = (
-        f"{s['layers']} layers, dim {s['dim']}, {heads_of(s)}, vocabulary {s['vocabulary']}, {place_of(report)}, "
+        f"{s['layers']} layers, dim {s['dim']}, {report.heads}, vocabulary {s['vocabulary']}, {report.place()}, "
         f"transformers {report.environment['transformers']}"
     )
     if report.training:

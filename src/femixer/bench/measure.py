@@ -17,8 +17,7 @@ import typing
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -287,6 +286,18 @@ class Report:
     settings: dict[str, Any]
     environment: dict[str, Any]
 
+    @property
+    def heads(self) -> str:
+        """For titles."""
+        own, shared = self.settings["heads"], self.settings["kv_heads"]
+        return f"{own} heads" + ("" if shared is None else f" ({shared} for keys and values)")
+
+    def place(self, *words: str) -> str:
+        """Where and how it was measured, for titles."""
+        made, threads = self.environment, self.environment["threads"]
+        where = (f"{threads} thread{'s' * (threads > 1)}", f"torch {made['torch']}")
+        return ", ".join([self.settings["dtype"], *words, *where])
+
     def save(self, path: Path) -> None:
         """The file has the benchmark's name, and may have more behind a hyphen or a full stop."""
         benchmark = re.split("[-.]", path.name)[0]
@@ -316,7 +327,7 @@ def environment(threads: int, device: str) -> dict[str, Any]:
     return {
         "femixer": __version__,
         "torch": torch.__version__,
-        "numba": version("numba") if find_spec("numba") else None,  # without importing it
+        "numba": next((found.version for found in distributions(name="numba")), None),  # without importing it
         "python": platform.python_version(),
         "threads": threads,
         "instructions": torch.backends.cpu.get_cpu_capability() if device == "cpu" else torch.cuda.get_device_name(),
@@ -421,14 +432,3 @@ def bytes_cell(count: float | None) -> str:
 def fits(settings: Mapping[str, Any], size: Mapping[str, Any]) -> bool:
     """Whether a measurement has the size that a target is meant for."""
     return all(settings[name] == value for name, value in size.items())
-
-
-def heads_of(settings: Mapping[str, Any]) -> str:
-    grouped = "" if settings["kv_heads"] is None else f" ({settings['kv_heads']} for keys and values)"
-    return f"{settings['heads']} heads{grouped}"
-
-
-def place_of(report: Report, *words: str) -> str:
-    """Where and how it was measured, for a title."""
-    s, e = report.settings, report.environment
-    return ", ".join([s["dtype"], *words, f"{e['threads']} thread{'s' * (e['threads'] > 1)}", f"torch {e['torch']}"])

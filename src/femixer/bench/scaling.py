@@ -16,9 +16,7 @@ from femixer.bench.measure import (
     MixerOptions,
     Spread,
     command,
-    heads_of,
     paired_ratio,
-    place_of,
     ratio_cell,
     resumed,
     timed,
@@ -237,8 +235,8 @@ FROM, TO, TARGET = 4096, 65536, 1.30
 def tables(report: Report, targets: bool) -> Iterator[Table]:
     s = report.settings
     target = TARGET if targets and s["batch"] == 1 else None
-    setting = f"batch {s['batch']}, dim {s['dim']}, {heads_of(s)}, parts {s['parts'] or '(mean)'}"
-    above = f"One layer, eager: {setting}, {place_of(report, 'causal')}. "  # in front of the first table's title
+    setting = f"batch {s['batch']}, dim {s['dim']}, {report.heads}, parts {s['parts'] or '(mean)'}"
+    above = f"One layer, eager: {setting}, {report.place('causal')}. "  # in front of the first table's title
     for step, name in PASSES.items():
         points = {mixer: line for mixer in report.mixers if (line := report.sequence(mixer, step))}
         if not points:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from femixer.bench.calls import Call, flops, peak_memory
-from femixer.bench.measure import MeasureOptions, Timing, command, place_of, ratio_cell, resumed, timed
+from femixer.bench.measure import MeasureOptions, Timing, command, ratio_cell, resumed, timed
 from femixer.bench.measure import Report as BenchReport
 from femixer.models import FEMConfig, FEMModel
 from femixer.models.config import plain_refusals
@@ -297,7 +297,7 @@ def size_of(report: Report) -> str:
 
 
 def tables(report: Report) -> Iterator[Table]:
-    costs, title = report.costs, f"Time: {size_of(report)}, {place_of(report)}"
+    costs, title = report.costs, f"Time: {size_of(report)}, {report.place()}"
     yield Table.of(_columns("ms", "tokens/s"), [_time_row(cost, report) for cost in costs.values()], title)
     rows = [_size_row(cost, report, "peak", 1e6) for cost in costs.values()]
     yield Table.of(_columns("peak MB"), rows, "Peak memory with the weights")

@@ -18,7 +18,6 @@ from femixer.bench.measure import (
     Spread,
     Timing,
     fits,
-    place_of,
     ratio_cell,
     timed,
     unlimited_compilation,
@@ -77,7 +76,7 @@ def table(report: Report, title: str, speed: str, shown: Callable[[float], str],
         ratio = ratio_cell(cost.ratio, target.get(cost.key)) if number else "1"
         rows.append([cost.name, f"{cost.parameters:,}", f"{seconds * 1e3:.0f}", shown(seconds), ratio])
     header = ("model", "parameters", "ms per step", speed, "ratio to plain attention (smaller is better)")
-    return Table.of(header, rows, f"{title}, {place_of(report)}")
+    return Table.of(header, rows, f"{title}, {report.place()}")
 
 
 # Vision models

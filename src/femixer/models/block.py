@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from femixer.baselines import BASELINES
-from femixer.budget import BUDGETS
 from femixer.kernels.rms_norm import rms_norm
 from femixer.mixer import READOUTS, STARTS, TEMPERATURES, FreeEnergyMixer, check_read
 from femixer.options import check
@@ -132,24 +131,25 @@ def check_mixer(config: FEMConfig, layer: int) -> None:
     if name not in MIXERS:
         raise ValueError(f"mixer={name!r} is unknown; choose one of {', '.join(MIXERS)}")
     prior_class(config.at("prior", layer))
+
+    def fits(possible: bool, field: str, instead: str) -> None:
+        if not possible:
+            raise ValueError(f"{field}={getattr(config, field)!r} does not fit mixer={name!r}; {instead}")
+
     if name == "fem":
         check_read(config.parts, config.start, config.readout, config.mixer_temperature)
     elif config.mixer == name:  # in a hybrid, other layers have it
         for field, (usual, _) in (("start", STARTS), ("readout", READOUTS), ("mixer_temperature", TEMPERATURES)):
-            if getattr(config, field) != usual:
-                given = f"{field}={getattr(config, field)!r}"
-                raise ValueError(f"{given} does not fit mixer={name!r}; choose {usual!r}, or mixer='fem'")
+            fits(getattr(config, field) == usual, field, f"choose {usual!r}, or mixer='fem'")
     if not config.causal:
         check_encoder(name)
-    if config.window is not None and has_window(config.at("prior", layer)) and name != "fem":
-        raise ValueError(f"window={config.window!r} does not fit mixer={name!r}; only mixer='fem' has windows")
     if name in BASELINES:
-        known = inspect.signature(BASELINES[name]).parameters
-        kv_heads, heads = config.num_key_value_heads, config.num_attention_heads
-        if "kv_heads" not in known and kv_heads != heads:
-            raise ValueError(f"num_key_value_heads={kv_heads} does not fit mixer={name!r}; choose {heads} or None")
-        if config.rope and not takes_rope(name):
-            raise ValueError(f"rope={config.rope!r} does not fit mixer={name!r}; choose None")
+        windows = config.window is not None and has_window(config.at("prior", layer))
+        fits(not windows, "window", "only mixer='fem' has windows")
+        heads = config.num_attention_heads
+        takes_kv_heads = "kv_heads" in inspect.signature(BASELINES[name]).parameters
+        fits(takes_kv_heads or config.num_key_value_heads == heads, "num_key_value_heads", f"choose {heads} or None")
+        fits(not config.rope or takes_rope(name), "rope", "choose None")
     for field in ("mixer", "prior"):
         _check_options(config, field)
     for mixer, options in (config.mixer_options or {}).items():
@@ -161,7 +161,6 @@ def check_mixer(config: FEMConfig, layer: int) -> None:
 
 def check_budget(config: FEMConfig) -> None:
     """Raise a ValueError unless some layer uses each field that only some mixers and priors have."""
-    check(config.budget in BUDGETS, "budget", config.budget, f"one of {', '.join(BUDGETS)}")
     layers = {(config.at("mixer", layer), config.at("prior", layer)) for layer in range(config.num_hidden_layers)}
     priors = {prior for mixer, prior in layers if mixer == "fem"}
     with_keys = any(prior_class(prior).queries_and_keys for prior in priors)

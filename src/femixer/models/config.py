@@ -14,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
 from femixer import damage
+from femixer.budget import BUDGETS
 from femixer.models.block import check_budget, check_mixer
 from femixer.options import BelowOne, Positive, Rule, check, rules
 
@@ -69,6 +70,10 @@ def declared(kind: Any) -> dict[str, Any]:
     return {name: known for each in ours for name, known in inspect.get_annotations(each, eval_str=True).items()}
 
 
+def one_of(*names: str) -> Rule:
+    return Rule(f"one of {', '.join(names)}", lambda name: name in names)
+
+
 # Beyond any model: a larger number is a slip, and would be found out by what it takes to build.
 LARGEST, MOST_LAYERS = 2**31 - 1, 10_000
 Size = Annotated[int, Rule(f"a whole number from 1 to {LARGEST:,}", lambda x: 0 < x <= LARGEST)]
@@ -100,7 +105,7 @@ class MixerConfig(PreTrainedConfig):
     mixer: str | list[str] = "fem"
     prior: str | list[str] = "softmax"
     parts: str = "CLTG"
-    budget: str = "attention"
+    budget: Annotated[str, one_of(*BUDGETS)] = "attention"
     value_dim: Size | None = None
     start: str = "paper"
     readout: str = "free_energy"
@@ -110,15 +115,25 @@ class MixerConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         check_names(type(self), kwargs)
+        check_types(self)
+        for name, value in self.usual().items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
         super().__post_init__(**kwargs)
+
+    def usual(self) -> dict[str, Any]:
+        """Values of fields that follow from others where they are None."""
+        return {}
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """Nothing: see FEMPreTrainedModel."""
 
-    def mixer_fields(self) -> dict[str, Any]:
-        """These, for the FEMConfig of the layers."""
-        return {name: getattr(self, name) for name in inspect.get_annotations(MixerConfig)}
+    def layers(self, **others: Any) -> FEMConfig:
+        """The layers as a configuration from which their mixers are built, with other fields of it."""
+        names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        same = {name: getattr(self, name) for name in (*names, *inspect.get_annotations(MixerConfig))}
+        return FEMConfig(**same, **others)
 
 
 @strict
@@ -180,13 +195,9 @@ class FEMConfig(MixerConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
-    def __post_init__(self, **kwargs: Any) -> None:
-        check_types(self)
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
-        if self.intermediate_size is None:
-            self.intermediate_size = 256 * -(-8 * self.hidden_size // (3 * 256))
-        super().__post_init__(**kwargs)
+    def usual(self) -> dict[str, Any]:
+        inner = 256 * -(-8 * self.hidden_size // (3 * 256))
+        return {"num_key_value_heads": self.num_attention_heads, "intermediate_size": inner}
 
     def validate_architecture(self) -> None:
         """Called by transformers after a change: every layer must be possible."""

@@ -280,11 +280,8 @@ def auto_map(config: PreTrainedConfig) -> dict[str, str]:
 
 def write_module(config: PreTrainedConfig, folder: Path) -> None:
     names = sorted(CLASSES[config.model_type].values())
-    lines = {
-        "names": "\n".join(f"    {name}," for name in names),
-        "quoted": "\n".join(f'    "{name}",' for name in names),
-    }
-    (folder / f"{MODULE}.py").write_text(SOURCE.format(**lines), encoding="utf-8")
+    imported, quoted = ("\n".join(line.format(name) for name in names) for line in ("    {},", '    "{}",'))
+    (folder / f"{MODULE}.py").write_text(SOURCE.format(names=imported, quoted=quoted), encoding="utf-8")
 
 
 def check_whole(model: Any) -> None:
@@ -346,20 +343,18 @@ def is_ours(card: Path) -> bool:
 
 def card_of(model: Any, card: Card) -> str:
     """The text of a model card: what the model is, its sizes, and what `card` tells besides."""
-    config = model.config
-    kinds = {
-        "fem": "text-generation",
-        "fem_vision": "image-classification",
-        "fem-forecaster": "time-series-forecasting",
-    }
+    config, name = model.config, type(model).__name__
+    tags = {"FEMForCausalLM": "text-generation", "FEMForImageClassification": "image-classification"}
+    tag = "time-series-forecasting" if config.model_type == "fem-forecaster" else tags.get(name)
     head = ["---", "library_name: transformers", "tags: [free-energy-mixer]"]
-    if type(model).__name__ in ("FEMForCausalLM", "FEMForImageClassification") or config.model_type == "fem-forecaster":
-        head.append(f"pipeline_tag: {kinds[config.model_type]}")
-    rows = [("class", type(model).__name__), ("parameters", f"{model.num_parameters():,}")]
-    rows += [(name.replace("_", " "), _shown(getattr(config, name))) for name in SHOWN if hasattr(config, name)]
+    head += [] if tag is None else [f"pipeline_tag: {tag}"]
+    rows = [("class", name), ("parameters", f"{model.num_parameters():,}")]
+    for name_ in (each for each in SHOWN if hasattr(config, each)):
+        value = getattr(config, name_)
+        rows.append((name_.replace("_", " "), ", ".join(map(str, value)) if isinstance(value, list) else str(value)))
     parts = [
         "\n".join([*head, "---"]),
-        f"# {type(model).__name__}",
+        f"# {name}",
         "A model with Free Energy Mixer layers ([paper](https://arxiv.org/abs/2602.07160)).",
         "## Sizes\n\n" + _table(("", ""), rows),
     ]
@@ -379,10 +374,6 @@ SHOWN = (
     *("vocab_size", "max_position_embeddings", "image_size", "patch_size", "channels", "lookback", "horizon"),
     *("fem_parts", "fem_rank"),
 )
-
-
-def _shown(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> str:

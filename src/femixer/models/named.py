@@ -135,6 +135,11 @@ def parameters_of(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def sizes_of(width: int | None, layers: int | None, heads: int | None) -> Fields:
+    """Fields of a configuration: those that are given."""
+    return given(hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads)
+
+
 FIELDS = {"temperature": "mixer_temperature"}
 """Names in FEMConfig, where they are others."""
 NEEDS = {
@@ -213,13 +218,24 @@ class Rivals:
         """Option -> value; the last one counts."""
         found: dict[str, Any] = {}
         for text in self.mixer_options:
-            found |= _object(text) if text.lstrip().startswith("{") else _pair(text)
+            if text.lstrip().startswith("{"):
+                try:
+                    found |= dict(json.loads(text))
+                except ValueError:
+                    raise ValueError(f"mixer_options={text!r} is not allowed; choose {FORMS}") from None
+                continue
+            name, equals, value = text.partition("=")
+            check(bool(name and equals and value), "mixer_options", text, FORMS)
+            found[name] = value_of(value)
         return found
+
+    def taken(self, mixer: str) -> dict[str, Any]:
+        """Those that a mixer takes."""
+        return {name: value for name, value in self.values.items() if name in options_of(mixer)}
 
     def fitting(self, row: Mapping[str, Any]) -> Self:
         """What the mixers of a row take."""
-        known = {option for mixer in mixers_of(row) for option in options_of(mixer)}
-        taken = {name: value for name, value in self.values.items() if name in known}
+        taken = {name: value for mixer in mixers_of(row) for name, value in self.taken(mixer).items()}
         return replace(self, mixer_options=(json.dumps(taken),) if taken else ())
 
     def fields(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,8 +243,7 @@ class Rivals:
         empty."""
         options = {mixer: dict(own) for mixer, own in (row.get("mixer_options") or {}).items()}
         for mixer in mixers_of(row):
-            taken = {name: value for name, value in self.values.items() if name in options_of(mixer)}
-            if taken:
+            if taken := self.taken(mixer):
                 options[mixer] = {**options.get(mixer, {}), **taken}
         return {"mixer_options": options} if options else {}
 
@@ -242,18 +257,4 @@ class Rivals:
 
 
 def mixers_of(row: Mapping[str, Any]) -> Sequence[str]:
-    mixer = row.get("mixer", "fem")
-    return [mixer] if isinstance(mixer, str) else [*dict.fromkeys(mixer)]
-
-
-def _pair(text: str) -> dict[str, Any]:
-    name, equals, value = text.partition("=")
-    check(bool(name and equals and value), "mixer_options", text, FORMS)
-    return {name: value_of(value)}
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        return dict(json.loads(text))
-    except ValueError:
-        raise ValueError(f"mixer_options={text!r} is not allowed; choose {FORMS}") from None
+    return [*dict.fromkeys(listed(row.get("mixer", "fem")))]

@@ -26,11 +26,9 @@ class _Output(nn.Module):
         self.model = model
 
     def forward(self, x: Tensor) -> Tensor:
-        if isinstance(self.model, Forecaster):
-            return self.model(x)
-        if isinstance(self.model, FEMForImageClassification):
-            return self.model(x).logits
-        return self.model(x, use_cache=False).logits
+        keeps_states = not isinstance(self.model, Forecaster | FEMForImageClassification)
+        found = self.model(x, **({"use_cache": False} if keeps_states else {}))
+        return found if isinstance(self.model, Forecaster) else found.logits
 
 
 def to_onnx(model: Any, path: Any, length: int | None = None) -> None:

@@ -36,9 +36,9 @@ def cut_model(model: Any, cut: Cut) -> None:
 
 def _refuse(options: dict[str, Any]) -> None:
     """What makes no sense for a part of a sequence."""
-    for name, allowed in (("past_key_values", (None,)), ("use_cache", (None, False)), ("logits_to_keep", (None, 0))):
+    for name in ("past_key_values", "use_cache", "logits_to_keep"):
         value = options.get(name)
-        if not any(value is one or (isinstance(value, int) and value == one) for one in allowed):
+        if value is not None and not (isinstance(value, int) and value == 0 and name != "past_key_values"):
             raise ValueError(f"{name} does not fit a sequence that is cut over ranks; leave it out")
 
 

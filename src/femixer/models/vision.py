@@ -3,7 +3,7 @@ the mean."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -14,14 +14,13 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from femixer.models.block import GELUMLP, FEMBlock, build_mixer, check_encoder, takes_rope
-from femixer.models.config import FEMConfig, Layers, MixerConfig, Size, check_types, check_values
+from femixer.models.config import FEMConfig, Layers, MixerConfig, Size, check_values, one_of
 from femixer.models.language import FEMPreTrainedModel, check_arguments
 from femixer.options import BelowOne, Positive, check
 from femixer.priors import prior_class
 from femixer.rotary import Grid, on_grid
 
 PROBLEMS = ("single_label_classification", "multi_label_classification", "regression")
-POOLINGS = ("token", "mean")
 POSITIONS = ("learned", "rotary")
 
 
@@ -64,18 +63,15 @@ class FEMVisionConfig(MixerConfig):
     rope_base: Positive = 100.0
     mixer_bias: bool = True
     mixer_dropout: BelowOne = 0.0
-    pooling: str = "token"
-    positions: str = "learned"
+    pooling: Annotated[str, one_of("token", "mean")] = "token"
+    positions: Annotated[str, one_of(*POSITIONS)] = "learned"
     dropout: BelowOne = 0.0
     drop_path: BelowOne = 0.0
     layer_norm_eps: Positive = 1e-6
     initializer_range: Positive = 0.02
 
-    def __post_init__(self, **kwargs: Any) -> None:
-        check_types(self)
-        if self.intermediate_size is None:
-            self.intermediate_size = 4 * self.hidden_size
-        super().__post_init__(**kwargs)
+    def usual(self) -> dict[str, Any]:
+        return {"intermediate_size": 4 * self.hidden_size}
 
     def validate_architecture(self) -> None:
         """Called by transformers after a change: every layer must be possible."""
@@ -84,29 +80,22 @@ class FEMVisionConfig(MixerConfig):
         check(self.image_size % self.patch_size == 0, "image_size", self.image_size, multiple)
         problem = self.problem_type
         check(problem in (None, *PROBLEMS), "problem_type", problem, f"one of {', '.join(PROBLEMS)}, or None")
-        check(self.pooling in POOLINGS, "pooling", self.pooling, f"one of {', '.join(POOLINGS)}")
-        check(self.positions in POSITIONS, "positions", self.positions, f"one of {', '.join(POSITIONS)}")
         for mixer in [self.mixer] if isinstance(self.mixer, str) else self.mixer:
             check_encoder(mixer)
             if self.positions == "rotary" and not takes_rope(mixer):
                 raise ValueError(
                     f"positions='rotary' does not fit mixer={mixer!r}: it rotates nothing; choose 'learned'"
                 )
-        stack = self.stack()
-        if self.positions == "rotary":
-            for layer in range(self.num_hidden_layers):
-                self._check_rotary(stack.at("mixer", layer), stack.at("prior", layer))
-
-    def _check_rotary(self, mixer: str, prior: str) -> None:
-        if mixer == "fem" and not prior_class(prior).queries_and_keys:
-            raise ValueError(
-                f"positions='rotary' does not fit prior={prior!r}: it has no queries and keys; choose 'learned'"
-            )
-        usual = self.budget == "attention" and self.value_dim is None
-        if mixer != "fem" or usual:  # a head of queries has hidden_size / heads channels
-            four = 4 * self.num_attention_heads
-            multiple = f"a multiple of {four}: rotary positions rotate pairs of a head by rows and pairs by columns"
-            check(self.hidden_size % four == 0, "hidden_size", self.hidden_size, multiple)
+        stack, four = self.stack(), 4 * self.num_attention_heads
+        multiple = f"a multiple of {four}: rotary positions rotate pairs of a head by rows and pairs by columns"
+        for layer in range(self.num_hidden_layers) if self.positions == "rotary" else ():
+            fem, prior = stack.at("mixer", layer) == "fem", stack.at("prior", layer)
+            if fem and not prior_class(prior).queries_and_keys:
+                told = f"does not fit prior={prior!r}: it has no queries and keys; choose 'learned'"
+                raise ValueError(f"positions='rotary' {told}")
+            if not fem or (self.budget == "attention" and self.value_dim is None):
+                # A head of queries has hidden_size / heads channels.
+                check(self.hidden_size % four == 0, "hidden_size", self.hidden_size, multiple)
 
     @property
     def patches(self) -> int:
@@ -114,54 +103,32 @@ class FEMVisionConfig(MixerConfig):
         return self.image_size // self.patch_size
 
     def stack(self) -> FEMConfig:
-        """The layers as a configuration from which their mixers are built."""
-        return FEMConfig(
-            hidden_size=self.hidden_size,
-            num_hidden_layers=self.num_hidden_layers,
-            num_attention_heads=self.num_attention_heads,
-            intermediate_size=self.intermediate_size,
-            causal=False,
-            rope=self.positions == "rotary",
-            rope_base=self.rope_base,
-            mixer_bias=self.mixer_bias,
-            mixer_dropout=self.mixer_dropout,
-            **self.mixer_fields(),
-        )
-
-
-class Embedded(NamedTuple):
-    """Tokens [B, T, dim] of images with so many patches; a class token, if there is one, is the first."""
-
-    tokens: Tensor
-    grid: Grid
+        own = {name: getattr(self, name) for name in ("rope_base", "mixer_bias", "mixer_dropout")}
+        return self.layers(causal=False, rope=self.positions == "rotary", **own)
 
 
 class PatchEmbedding(nn.Module):
-    """Images [B, C, H, W] -> tokens [B, T, dim], the patches in the order of reading."""
+    """Images [B, C, H, W] -> tokens [B, T, dim], the patches in the order of reading, behind a class token if there is
+    one; and the grid of patches."""
 
     def __init__(self, config: FEMVisionConfig) -> None:
         super().__init__()
         dim, patch = config.hidden_size, config.patch_size
         self.channels, self.patch, self.side = config.num_channels, patch, config.patches
         self.projection = nn.Conv2d(config.num_channels, dim, patch, stride=patch)
-        self.class_token = nn.Parameter(torch.empty(1, 1, dim)) if config.pooling == "token" else None
-        self.positions: nn.Parameter | None = None
-        if config.positions == "learned":
-            self.positions = nn.Parameter(torch.empty(1, self.prefix + self.side**2, dim))
+        prefix = int(config.pooling == "token")
+        self.class_token = nn.Parameter(torch.empty(1, 1, dim)) if prefix else None
+        learned = config.positions == "learned"
+        self.positions = nn.Parameter(torch.empty(1, prefix + self.side**2, dim)) if learned else None
         self.dropout = nn.Dropout(config.dropout)
         self.reset_parameters()
-
-    @property
-    def prefix(self) -> int:
-        """Tokens in front of the patches."""
-        return int(self.class_token is not None)
 
     def reset_parameters(self) -> None:
         for parameter in (self.class_token, self.positions):
             if parameter is not None:
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, pixel_values: Tensor) -> Embedded:
+    def forward(self, pixel_values: Tensor) -> tuple[Tensor, Grid]:
         self.check(pixel_values)
         x = self.projection(pixel_values.to(self.projection.weight.dtype))
         grid = Grid(*x.shape[2:])
@@ -170,7 +137,7 @@ class PatchEmbedding(nn.Module):
             x = torch.cat([self.class_token.expand(len(x), -1, -1).to(x.dtype), x], 1)
         if self.positions is not None:
             x = x + self.positions_for(grid)
-        return Embedded(self.dropout(x), grid)
+        return self.dropout(x), grid
 
     def positions_for(self, grid: Grid) -> Tensor:
         """Learned positions [1, T, dim] of a grid, bicubic between those of the training images; the class token's is
@@ -178,7 +145,7 @@ class PatchEmbedding(nn.Module):
         assert self.positions is not None
         if grid == (self.side, self.side):
             return self.positions
-        prefix, patches = self.positions.split([self.prefix, self.side**2], 1)
+        prefix, patches = self.positions.tensor_split([-(self.side**2)], 1)
         square = patches.unflatten(1, (self.side, self.side)).permute(0, 3, 1, 2)
         wide = torch.promote_types(square.dtype, torch.float32)
         resized = F.interpolate(square.to(wide), grid, mode="bicubic", antialias=True).to(square.dtype)
@@ -315,9 +282,7 @@ class FEMForImageClassification(FEMVisionPreTrainedModel):
         squared error."""
         outputs = self.model(pixel_values=pixel_values, **kwargs)
         logits = self.classifier(outputs.pooler_output)
-        loss: Any = None
-        if labels is not None:
-            loss = self._loss(logits, labels)
+        loss: Any = None if labels is None else self._loss(logits, labels)
         return ImageClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from femixer.mixer import FreeEnergyMixer
-from femixer.parallel.context import cut_mixer
+from femixer.parallel.context import cut_mixer, has_summary
 from femixer.parallel.cut import Cut, own_tokens, summed, summed_over_cut, whole_sequence
 from femixer.parallel.heads import check_heads, cut_heads, cut_width, divide, full_state_dict, load_full_state_dict
 from femixer.priors.softmax import SoftmaxPrior
@@ -56,9 +56,14 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, shard: bool = False, ring
     sizes = _sizes(mesh)
     mixers = _checked(model, sizes)
     if sizes["cp"] > 1:
-        balanced = any(_grows(mixer) for mixer in mixers)
+        softmax = [mixer for mixer in mixers if mixer.causal and isinstance(mixer.prior, SoftmaxPrior)]
+        balanced = any(mixer.prior.window is None for mixer in softmax)  # later tokens cost more
         ring = sizes["cp"] > FEW if ring is None else ring
-        _cut_context(model, mixers, Cut(mesh["cp"].get_group(), zigzag=balanced, ring=ring))
+        cut = Cut(mesh["cp"].get_group(), zigzag=balanced, ring=ring)
+        for mixer in mixers:
+            cut_mixer(mixer, cut)
+        if not isinstance(model, FreeEnergyMixer):
+            model.cut_sequence(cut)  # type: ignore[operator]
     if sizes["tp"] > 1:
         parallelize_module(model, mesh["tp"], tensor_plan(model))
     replicas = [name for name in (*BATCH, "cp") if sizes[name] > 1]
@@ -84,8 +89,6 @@ def _sizes(mesh: DeviceMesh) -> dict[str, int]:
 
 def _checked(model: nn.Module, sizes: dict[str, int]) -> list[FreeEnergyMixer]:
     """The model's mixers, if all of them, and all else, can be divided."""
-    from femixer.parallel.context import has_summary
-
     mixers = [module for module in model.modules() if isinstance(module, FreeEnergyMixer)]
     if sizes["cp"] == sizes["tp"] == 1:
         return mixers
@@ -98,9 +101,8 @@ def _checked(model: nn.Module, sizes: dict[str, int]) -> list[FreeEnergyMixer]:
         if hasattr(mixer, "cut") or hasattr(mixer, "group"):
             raise ValueError("the model is divided over ranks already")
         if mixer.training and mixer.dropout.p > 0:
-            raise ValueError(
-                f"dropout={mixer.dropout.p} does not fit 'cp' or 'tp': ranks would drop the same; choose 0"
-            )
+            told = "does not fit 'cp' or 'tp': ranks would drop the same; choose 0"
+            raise ValueError(f"dropout={mixer.dropout.p} {told}")
         if sizes["tp"] > 1:
             check_heads(mixer, sizes["tp"])
         if sizes["cp"] > 1 and not (isinstance(mixer.prior, SoftmaxPrior) or has_summary(mixer.prior)):
@@ -110,18 +112,6 @@ def _checked(model: nn.Module, sizes: dict[str, int]) -> list[FreeEnergyMixer]:
 
 def _blocks(model: nn.Module) -> Iterator[Any]:
     return (module for module in model.modules() if hasattr(module, "mixer") and hasattr(module, "mlp"))
-
-
-def _grows(mixer: FreeEnergyMixer) -> bool:
-    """Whether later tokens cost more."""
-    return mixer.causal and isinstance(mixer.prior, SoftmaxPrior) and mixer.prior.window is None
-
-
-def _cut_context(model: nn.Module, mixers: list[FreeEnergyMixer], cut: Cut) -> None:
-    for mixer in mixers:
-        cut_mixer(mixer, cut)
-    if not isinstance(model, FreeEnergyMixer):
-        model.cut_sequence(cut)  # type: ignore[operator]
 
 
 class HeadParallel(ParallelStyle):

@@ -127,12 +127,9 @@ class Stretch(NamedTuple):
 
 def prior_before(cut: Cut, stretch: Stretch, last: Any, backwards: bool) -> Any:
     """The state of a prior before this rank's stretches; `last` is the one that they leave when read from nothing."""
-    for kind, summarize in _KINDS.items():
-        if isinstance(stretch.prior, kind):
-            summary, carry = summarize(stretch, last)
-            state = state_before(cut, summary, carry, backwards)
-            return type(last)(*state) if isinstance(last, tuple) else state[0]
-    raise TypeError(f"{type(stretch.prior).__name__} has no state that ranks can pass on")
+    summarize = next(own for kind, own in _KINDS.items() if isinstance(stretch.prior, kind))
+    state = state_before(cut, *summarize(stretch, last), backwards)
+    return type(last)(*state) if isinstance(last, tuple) else state[0]
 
 
 def has_summary(prior: Prior) -> bool:
@@ -350,10 +347,7 @@ class CutConditioner(TimeDecayConditioner):
         return self._both_ways(y, gates, marks, before), last
 
     def _carried(self, last: Tensor, decay: Tensor, backwards: bool) -> Tensor:
-        def carry(sums: Tensor, decay: Tensor, place: int) -> tuple[Tensor, ...]:
-            return (carried_sums(sums, decay, place),)
-
-        return state_before(self.cut, (last, decay), carry, backwards)[0]
+        return state_before(self.cut, (last, decay), lambda *given: (carried_sums(*given),), backwards)[0]
 
     def _both_ways(self, y: Tensor, gates: Tensor, marks: Tensor | None, before: Tensor) -> Tensor:
         """As in femixer.kernels.conditioner, from a state on either side."""

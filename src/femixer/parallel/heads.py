@@ -167,11 +167,8 @@ def cut_width(mlp: Any, mesh: DeviceMesh, known: Known) -> None:
 def cut_inputs(linear: nn.Linear, mesh: DeviceMesh, known: Known) -> None:
     """A linear map of whose inputs each rank has some."""
 
-    def dimension(name: str) -> Dimension:
-        return 1 if name == "weight" else None
-
     swapped(linear, SummedOutput).group = mesh.get_group()
-    divide(linear, mesh, dimension, known)
+    divide(linear, mesh, lambda name: 1 if name == "weight" else None, known)
 
 
 class HeadsMixer(FreeEnergyMixer):
@@ -232,14 +229,12 @@ class CutProjection(nn.Module):
     def widths(self) -> list[int]:
         return [c.width for c in self.columns.values()]
 
-    def _pieces(self, kind: str) -> list[Tensor]:
-        return [getattr(self.get_submodule(name), kind) for name in self.columns]
-
     def _own(self, kind: str) -> Tensor | None:
         """This rank's columns [width, ...]; heads on other ranks read shared ones too."""
         if kind not in self.kinds:
             return None
-        own = [piece.to_local() if isinstance(piece, DTensor) else piece for piece in self._pieces(kind)]
+        pieces = [getattr(self.get_submodule(name), kind) for name in self.columns]
+        own = [piece.to_local() if isinstance(piece, DTensor) else piece for piece in pieces]
         named = zip(self.columns, own, strict=True)
         return torch.cat([shared(x, self.group) if name in self.common else x for name, x in named])
 

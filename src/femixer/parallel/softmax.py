@@ -125,7 +125,8 @@ class _Ring(torch.autograd.Function):
             for meeting in _meetings(q, beta, segment, guests, source, cut, causal):
                 before, here = reads[meeting.number], meeting.partial()
                 reads[meeting.number] = here if before is None else merged(before, here, warmth)
-        whole = [cut.of_stretches([*parts]) for parts in zip(*(r for r in reads if r), strict=True) if _is(parts)]
+        parts = zip(*(read for read in reads if read), strict=True)
+        whole = [cut.of_stretches([*part]) for part in parts if part[0] is not None]
         log_total, mean = whole[:2]
         free = mean.new_empty(0) if beta is None else torch.maximum(whole[2], mean)  # but for rounding
         ctx.save_for_backward(q, k, v, beta, segment, log_total, mean, free)
@@ -196,10 +197,6 @@ class Upstream(NamedTuple):
 
 def _per_head(beta: Tensor, q: Tensor) -> Tensor:
     return beta.repeat_interleave(q.shape[2] // beta.shape[0], 0)
-
-
-def _is(parts: tuple[Any, ...]) -> bool:
-    return parts[0] is not None
 
 
 class CutSoftmax(SoftmaxPrior):

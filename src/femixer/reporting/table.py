@@ -213,9 +213,8 @@ def marked_columns(
     """The same for each column of a block of cells; higher: for all columns, or for each."""
     columns = transposed(rows)
     ways = [higher] * len(columns) if isinstance(higher, bool) else higher
-    return transposed([marked(column, way, second) for column, way in zip(columns, ways, strict=True)]) or [
-        [] for _ in rows
-    ]
+    found = [marked(column, way, second) for column, way in zip(columns, ways, strict=True)]
+    return transposed(found) if found else [[] for _ in rows]
 
 
 def transposed(rows: Sequence[Sequence[Item]]) -> list[list[Item]]:
@@ -251,11 +250,8 @@ def rank(rows: Sequence[Sequence[Value]], higher: bool = True) -> list[Ranking]:
     """The ranking of each row among `rows`. A missing value takes no part: the others are ranked without it."""
     check(len({len(row) for row in rows}) < 2, "rows", [len(row) for row in rows], "rows of one length")
     columns = [ranks(column, higher) for column in zip(*rows, strict=True)]
-    rankings = []
-    for row in range(len(rows)):
-        there = [place for column in columns if (place := column[row]) is not None]
-        rankings.append(Ranking(sum(there) / len(there) if there else None, there.count(1)))
-    return rankings
+    placed = [[place for column in columns if (place := column[row]) is not None] for row in range(len(rows))]
+    return [Ranking(statistics.mean(there) if there else None, there.count(1)) for there in placed]
 
 
 def half_up(average: float) -> float:

@@ -88,25 +88,22 @@ def as_markdown(*tables: Table) -> str:
     for table in tables:
         shown = _shown(table)
         lines = [[in_markdown(column.title) for column in shown], ["---:" if c.right else "---" for c in shown]]
+        marks = {"": "{}", "best": "**{}**", "second": "<u>{}</u>"}
         for group in table.groups:
             if group.title:
                 lines.append([f"**{in_markdown(group.title)}**", *[""] * (len(shown) - 1)])
-            lines += [[_markdown_cell(cell, table.empty) for cell in _cells(table, row)] for row in group.rows]
+            cells = (_cells(table, row) for row in group.rows)
+            lines += [[beside(cell, in_markdown, marks, table.empty) for cell in row] for row in cells]
         blocks.append(paragraph(table.title))
         blocks.append("\n".join("|" + "".join(f" {cell} |" if cell else " |" for cell in line) for line in lines))
         blocks += map(paragraph, table.notes)
     return "\n\n".join(filter(None, blocks)) + "\n"
 
 
-def _markdown_cell(cell: Cell | str, empty: str) -> str:
-    return in_markdown(cell) if isinstance(cell, str) else beside(cell, in_markdown, _MARKDOWN_MARKS, empty)
-
-
-_MARKDOWN_MARKS = {"": "{}", "best": "**{}**", "second": "<u>{}</u>"}
-
-
-def beside(cell: Cell, escape: Callable[[str], str], marks: Mapping[str, str], empty: str) -> str:
+def beside(cell: Cell | str, escape: Callable[[str], str], marks: Mapping[str, str], empty: str) -> str:
     """A cell on one line: value ± error [missing] (paper)."""
+    if isinstance(cell, str):
+        return escape(cell)
     value = escape(cell.value)
     parts = [
         value and marks[cell.mark].format(value),
@@ -210,7 +207,7 @@ def _html_lines(table: Table) -> Iterator[str]:
 
 def _html_cell(column: Column, cell: Cell | str, empty: str) -> str:
     marks = {"": "{}", "best": "<strong>{}</strong>", "second": "<u>{}</u>"}
-    text = in_html(cell) if isinstance(cell, str) else beside(cell, in_html, marks, in_html(empty))
+    text = beside(cell, in_html, marks, in_html(empty))
     return f'<td style="text-align: right">{text}</td>' if column.right else f"<td>{text}</td>"
 
 
@@ -290,27 +287,24 @@ def show(*tables: Table) -> None:
     console = require("rich.console", "cli").Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)
     for table in tables:
         notes = "\n".join(table.notes)
-        drawn = rich.Table(
-            title=_text(table.title), title_justify="left", caption=_text(notes) if notes else None,
-            caption_justify="left",
-        )  # fmt: skip
-        places = [place for place, column in enumerate(table.columns) if not column.hidden]
-        for column in (table.columns[place] for place in places):
+        around = {"title": _text(table.title), "caption": _text(notes) if notes else None}
+        drawn = rich.Table(**around, title_justify="left", caption_justify="left")
+        for column in _shown(table):
             drawn.add_column(_text(column.title), justify="right" if column.right else "left")
         for group in table.groups:
             if group.title:
                 drawn.add_section()
                 drawn.add_row(_text(group.title, "bold"))
             for row in group.rows:
-                drawn.add_row(*(_drawn(row[place], table.empty) for place in places))
+                drawn.add_row(*(_drawn(cell, table.empty) for cell in _cells(table, row)))
         console.print(drawn)
 
 
 def _drawn(cell: Cell | str, empty: str) -> Any:
-    if isinstance(cell, str):
-        return _text(cell)
-    style = {"": "", "best": "bold", "second": "underline"}[cell.mark]
-    return _text(beside(cell, str, {cell.mark: "{}"}, empty), style)
+    styles = {"": "", "best": "bold", "second": "underline"}
+    return _text(
+        beside(cell, str, dict.fromkeys(styles, "{}"), empty), "" if isinstance(cell, str) else styles[cell.mark]
+    )
 
 
 def _text(text: str, style: str = "") -> Any:

@@ -135,7 +135,10 @@ def main(args: Sequence[str]) -> int:
     check_no_run(command.out)
     command.out.mkdir(parents=True, exist_ok=True)
     start, unit = kernel_shares(unit=False), kernel_shares(unit=True)
-    costs = node_costs(command.dim, command.lengths)
+    costs: Costs = {}
+    for length in command.lengths:
+        for name, node in nodes(command.dim, length, 4, device="meta").items():
+            costs.setdefault(name, []).append((length, cost(node, command.dim, length)))
     tables = as_markdown(kernel_table(start, unit), node_table(costs), state_table(), score_table(), head_table())
     with atomic.replacing_files(command.out) as new:
         atomic.write(new / "tables.md", tables)
@@ -174,31 +177,22 @@ def kernel_table(start: Shares, unit: Shares) -> Table:
     return Table(columns, blocks, "Shares of the tangent kernel's trace, in percent")
 
 
-def node_costs(dim: int, lengths: Sequence[int], heads: int = 4) -> dict[str, list[tuple[int, NodeCost]]]:
-    """{node: [(tokens, its costs)]}"""
-    found: dict[str, list[tuple[int, NodeCost]]] = {}
-    for length in lengths:
-        for name, node in nodes(dim, length, heads, device="meta").items():
-            found.setdefault(name, []).append((length, cost(node, dim, length)))
-    return found
+Costs = dict[str, list[tuple[int, NodeCost]]]
+"""{node: [(tokens, its costs)]}"""
 
 
-def node_table(costs: dict[str, list[tuple[int, NodeCost]]]) -> Table:
+def node_table(costs: Costs) -> Table:
     rows = []
     for name, of in costs.items():
-        _, last = of[-1]
+        (_, before), (_, last) = of[-2:]
         shown = [f"{last.flops / 1e6:,.0f}", f"{last.written / 1e6:,.1f}", f"{last.kept / 1e3:,.1f}"]
-        rows.append([name, *(x for what, n in zip(NodeCost._fields, shown, strict=True) for x in (n, power(of, what)))])
+        # By which power of the number of tokens it grows, at the last doubling.
+        powers = [f"T^{math.log2(after / earlier):.2f}" for after, earlier in zip(last, before, strict=True)]
+        rows.append([name, *(text for pair in zip(shown, powers, strict=True) for text in pair)])
     units = ("Mflop", "MB written", "kB kept")
-    powers = [Column("grows as", f"{what}_power", "right") for what in NodeCost._fields]
-    columns = ("node", *(column for pair in zip(units, powers, strict=True) for column in pair))
+    grows = [Column("grows as", f"{what}_power", "right") for what in NodeCost._fields]
+    columns = ("node", *(column for pair in zip(units, grows, strict=True) for column in pair))
     return Table.of(columns, rows, f"One forward pass over {next(iter(costs.values()))[-1][0]} tokens")
-
-
-def power(costs: Sequence[tuple[int, NodeCost]], what: str) -> str:
-    """By which power of the number of tokens it grows, at the last doubling."""
-    (_, before), (_, after) = costs[-2:]
-    return f"T^{math.log2(getattr(after, what) / getattr(before, what)):.2f}"
 
 
 def state_table() -> Table:
@@ -252,15 +246,6 @@ def digits(count: int) -> int:
     return len(str(count)) - 1
 
 
-def singular_values(length: int = 48, channels: int = 32) -> dict[float, Tensor]:
-    """Of the weights [channels, positions] of one token at each temperature, the largest set to one."""
-    torch.manual_seed(0)
-    p = torch.randn(1, length, dtype=torch.float64).softmax(-1)
-    v = torch.randn(length, channels, dtype=torch.float64)
-    found = {beta: torch.linalg.svdvals(posterior(p, v, beta)[0].T) for beta in TEMPERATURES}
-    return {beta: values / values[0] for beta, values in found.items()}
-
-
 def kernel_figure(shares: Shares) -> object:
     """Left: which parameters a layer learns by. Right: in how many ways the channels of a head weigh positions."""
     drawing = figure(10.0, 3.8)
@@ -274,9 +259,13 @@ def kernel_figure(shares: Shares) -> object:
     bars.set(ylim=(0, 1))
     bars.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
     quiet(bars)
-    for n, (beta, values) in enumerate(singular_values().items()):
-        label = "mean: rank 1" if beta == 0 else f"beta {beta:g}"
-        ranks.plot(range(1, len(values) + 1), values.clamp_min(1e-4), color=COLOURS[n], marker="o", ms=3, label=label)
+    # Singular values of the weights [channels, positions] of one token at each temperature, the largest set to one.
+    torch.manual_seed(0)
+    p, v = torch.randn(1, 48, dtype=torch.float64).softmax(-1), torch.randn(48, 32, dtype=torch.float64)
+    for n, beta in enumerate(TEMPERATURES):
+        values = torch.linalg.svdvals(posterior(p, v, beta)[0].T)
+        label, shown = "mean: rank 1" if beta == 0 else f"beta {beta:g}", (values / values[0]).clamp_min(1e-4)
+        ranks.plot(range(1, len(values) + 1), shown, color=COLOURS[n], marker="o", ms=3, label=label)
     ranks.set(yscale="log", ylim=(0.8e-4, 1.5), xlim=(0, 33), xlabel="number of the singular value")
     ranks.set_ylabel("relative to the largest, at least 1e-4")
     ranks.set_title("Channel-by-token weights of one read", loc="left")
@@ -285,7 +274,7 @@ def kernel_figure(shares: Shares) -> object:
     return drawing
 
 
-def node_figure(costs: dict[str, list[tuple[int, NodeCost]]]) -> object:
+def node_figure(costs: Costs) -> object:
     """Left: operations against tokens. Right: what is kept for the next token."""
     drawing = figure(10.0, 3.8)
     axes = drawing.subplots(1, 2)

@@ -58,8 +58,8 @@ class FEMForecaster(Forecaster):
 
     def __init__(self, config: ForecastConfig) -> None:
         super().__init__(config)
-        sizes, patch = config.sizes(), config.horizon
-        dim, dropout = sizes.width, sizes.dropout
+        layers, _, dim, inner, dropout = config.sizes()
+        stack, patch = config.stack(), config.horizon
         self.patches = -(-config.lookback // patch)
         self.across = nn.Linear(config.channels, config.channels)
         self.context_embedding, self.own_embedding = nn.Linear(patch, dim), nn.Linear(patch, dim)
@@ -69,16 +69,8 @@ class FEMForecaster(Forecaster):
         self.dropout = Dropout(dropout)
         self.input_norm = RMSNorm(dim, eps=EPS)
         self.layers = nn.ModuleList(
-            FEMBlock(
-                dim,
-                build_mixer(config.stack(), layer),
-                sizes.intermediate,
-                EPS,
-                layer,
-                mlp=GELUMLP,
-                drop=Dropout(dropout),
-            )
-            for layer in range(sizes.layers)
+            FEMBlock(dim, build_mixer(stack, layer), inner, EPS, layer, mlp=GELUMLP, drop=Dropout(dropout))
+            for layer in range(layers)
         )
         self.output_norm = RMSNorm(dim, eps=EPS)
         self.head = nn.Linear(dim, patch)
@@ -160,10 +152,8 @@ class FEMForecaster(Forecaster):
     def embedded(self, covariates: Covariates) -> tuple[Tensor, Tensor | None]:
         """[B, N, width] each: covariates of every patch, and the known ones of the patch after it."""
         count, patch = self.patches, self.config.horizon
-        known, past = (
-            covariate_patches(covariates.known, count + 1, patch),
-            covariate_patches(covariates.past, count, patch),
-        )
+        known = covariate_patches(covariates.known, count + 1, patch)
+        past = covariate_patches(covariates.past, count, patch)
         so_far = self.covariates_so_far(torch.cat([known[:, :-1], past], -1))
         return so_far, self.covariates_to_come(known[:, 1:]) if known.shape[-1] else None
 

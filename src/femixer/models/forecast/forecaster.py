@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -14,16 +14,16 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from femixer.damage import check_tensor, reading
-from femixer.models.config import LARGEST, FEMConfig, MixerConfig, check_types
+from femixer.models.config import FEMConfig, MixerConfig, Size, check_values, one_of
 from femixer.models.files import check_kind
 from femixer.models.forecast import frames
 from femixer.models.forecast.window import (
+    BATCH,
     NONE,
     Covariates,
     Kind,
     Prediction,
     Window,
-    batches,
     chosen_kind,
     covariates_of,
     fitted,
@@ -33,7 +33,7 @@ from femixer.models.forecast.window import (
     stacked,
 )
 from femixer.models.language import FEMPreTrainedModel
-from femixer.options import check
+from femixer.options import BelowOne, check
 
 KINDS = ("fem", "dlinear", "nlinear", "patchtst", "itransformer", "last-value", "seasonal-naive", "ets")
 # Up to as many channels a data set counts as small: PatchTST and iTransformer were published with a small setting for
@@ -41,18 +41,8 @@ KINDS = ("fem", "dlinear", "nlinear", "patchtst", "itransformer", "last-value", 
 FEW_CHANNELS = 8
 
 
-class Sizes(NamedTuple):
-    """Sizes of a forecaster with layers; `intermediate` is the width inside of their MLP."""
-
-    layers: int
-    heads: int
-    width: int
-    intermediate: int
-    dropout: float
-
-
-# The fields of the configuration that hold them, in this order.
-FIELDS = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "dropout")
+# The sizes of a forecaster with layers.
+SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "dropout")
 
 
 @strict
@@ -100,17 +90,17 @@ class ForecastConfig(MixerConfig):
 
     model_type = "fem-forecaster"
 
-    kind: str = "fem"
-    channels: int = 1
-    lookback: int = 336
-    horizon: int = 96
-    hidden_size: int | None = None
-    num_hidden_layers: int | None = None
-    num_attention_heads: int | None = None
-    intermediate_size: int | None = None
-    dropout: float | None = None
+    kind: Annotated[str, one_of(*KINDS)] = "fem"
+    channels: Size = 1
+    lookback: Size = 336
+    horizon: Size = 96
+    hidden_size: Size | None = None
+    num_hidden_layers: Size | None = None
+    num_attention_heads: Size | None = None
+    intermediate_size: Size | None = None
+    dropout: BelowOne | None = None
     rope: bool | None = None
-    season: int = 24
+    season: Size = 24
     scaler_mean: list[float] | None = None
     scaler_std: list[float] | None = None
     frequency: str | None = None
@@ -128,38 +118,33 @@ class ForecastConfig(MixerConfig):
     series_scale: dict[str, list[float]] | None = None
     label: str | None = None
 
-    def __post_init__(self, **kwargs: Any) -> None:
-        check_types(self)
-        published = _published(self.kind, self.channels, self.num_attention_heads, self.hidden_size)
-        for name, size in zip(FIELDS, published or (), strict=False):
-            if getattr(self, name) is None:
-                setattr(self, name, size)
-        super().__post_init__(**kwargs)
+    def usual(self) -> dict[str, Any]:
+        """Sizes of kinds that have layers, as published, with this number of heads and width if they are given."""
+        few, heads, width = self.channels <= FEW_CHANNELS, self.num_attention_heads, self.hidden_size
+        sizes: tuple[float, ...] = ()
+        if self.kind == "fem":
+            heads = heads or 8
+            # An even number of channels per head, which rotary positions need.
+            width = width or 2 * heads * -(-32 * max(1, math.isqrt(max(self.channels, 1))) // (2 * heads))
+            sizes = (3, heads, width, 4 * width, 0.1)
+        elif self.kind == "patchtst":
+            sizes = (3, 4, 16, 128, 0.3) if few else (3, 16, 128, 256, 0.2)
+        elif self.kind == "itransformer":
+            width = width or (256 if few else 512)
+            sizes = (2 if few else 3, 8, width, width, 0.1)
+        return dict(zip(SIZES, sizes, strict=False))
 
     def validate_architecture(self) -> None:
         """Called by transformers after a change: the model must be possible."""
-        check_types(self)
-        check(self.kind in KINDS, "kind", self.kind, f"one of {', '.join(KINDS)}")
-        for name in ("channels", "lookback", "horizon", "season", *FIELDS[:-1]):
-            size = getattr(self, name)
-            check(size is None or 0 < size <= LARGEST, name, size, f"a whole number from 1 to {LARGEST:,}")
-        check(self.dropout is None or 0 <= self.dropout < 1, "dropout", self.dropout, "at least 0 and below 1")
+        check_values(self)
         if self.hidden_size is not None and self.num_attention_heads is not None:
             multiple = f"a multiple of num_attention_heads={self.num_attention_heads}"
             check(self.hidden_size % self.num_attention_heads == 0, "hidden_size", self.hidden_size, multiple)
         for name in ("scaler_mean", "scaler_std", "columns"):
             given = getattr(self, name)
             check(given is None or len(given) == self.channels, name, given, f"one per channel, {self.channels}")
-        for mean in self.scaler_mean or ():
-            check(math.isfinite(mean), "scaler_mean", mean, "finite numbers")
         for std in self.scaler_std or ():
-            check(0 < std < math.inf, "scaler_std", std, "numbers above 0 (1 for a constant channel)")
-        self._check_extras()
-        if self.kind == "fem":
-            self.stack()
-
-    def _check_extras(self) -> None:
-        """Covariates and quantiles: of models that can take them."""
+            check(std > 0, "scaler_std", std, "numbers above 0 (1 for a constant channel)")
         only = f"None: kind={self.kind!r} takes none, models of a mixer's layers (FEM-SM, SMAttn, ...) do"
         for name in ("known_covariates", "past_covariates", "quantiles"):
             given = getattr(self, name)
@@ -175,44 +160,21 @@ class ForecastConfig(MixerConfig):
         check(ascending, "quantiles", given, "ascending numbers between 0 and 1, as 0.1 0.5 0.9")
         for level in self.conformal_levels or ():
             check(0 < level < 100, "conformal_levels", level, "percent between 0 and 100")
+        if self.kind == "fem":
+            self.stack()
 
     @property
     def covariates(self) -> list[str]:
         """Names of the known and then of the past ones."""
         return [*(self.known_covariates or ()), *(self.past_covariates or ())]
 
-    def sizes(self) -> Sizes:
-        """Of a kind that has layers."""
-        return Sizes(*(getattr(self, name) for name in FIELDS))
+    def sizes(self) -> tuple[Any, ...]:
+        """Of a kind that has layers: what SIZES names."""
+        return tuple(getattr(self, name) for name in SIZES)
 
     def stack(self) -> FEMConfig:
         """The layers of kind="fem" as a configuration from which their mixers are built."""
-        sizes = self.sizes()
-        return FEMConfig(
-            hidden_size=sizes.width,
-            num_hidden_layers=sizes.layers,
-            num_attention_heads=sizes.heads,
-            intermediate_size=sizes.intermediate,
-            rope=self.rope,
-            mixer_bias=True,
-            **self.mixer_fields(),
-        )
-
-
-def _published(kind: str, channels: int, heads: int | None, width: int | None) -> Sizes | None:
-    """Sizes of a kind that has layers, with these numbers of heads and this width if they are given."""
-    few = channels <= FEW_CHANNELS
-    if kind == "fem":
-        heads = heads or 8
-        # An even number of channels per head, which rotary positions need.
-        width = width or 2 * heads * -(-32 * max(1, math.isqrt(max(channels, 1))) // (2 * heads))
-        return Sizes(3, heads, width, 4 * width, 0.1)
-    if kind == "patchtst":
-        return Sizes(3, 4, 16, 128, 0.3) if few else Sizes(3, 16, 128, 256, 0.2)
-    if kind == "itransformer":
-        width = width or (256 if few else 512)
-        return Sizes(2 if few else 3, 8, width, width, 0.1)
-    return None
+        return self.layers(rope=self.rope, mixer_bias=True)
 
 
 class Forecaster(FEMPreTrainedModel):
@@ -329,38 +291,30 @@ class Forecaster(FEMPreTrainedModel):
         how = chosen_kind(self.config, levels, intervals) if levels else "conformal"
 
         def predict(windows: Sequence[Window]) -> list[Prediction]:
-            return [each for part in batches(windows) for each in self._predicted(part, levels, how)]
+            parts = (windows[first : first + BATCH] for first in range(0, len(windows), BATCH))
+            return [each for part in parts for each in self._predicted(part, levels, how)]
 
         if frames.is_frame(history):
             return frames.predicted(history, self.config, predict, future, levels)
         check(future is None, "future", type(future).__name__, "None for arrays, which have no time stamps")
         names = self.config.covariates
         check(not names, "history", type(history).__name__, f"a frame with the covariates {', '.join(names)}")
-        values, windows = self._arrays(history)
-        found = predict([Window(window) for window in windows])
-        none = np.empty((0, self.config.horizon, self.config.channels))
-        together = [None if x[0] is None else np.stack(x, -3) for x in zip(*found, strict=True)] or [none]
-        kind = values.dtype if values.dtype.kind == "f" else np.float64
-
-        def like_given(x: Any) -> Any:
-            x = None if x is None else x.astype(kind)
-            x = x[..., 0, :, :] if x is not None and values.ndim < 3 else x
-            return x[..., 0] if x is not None and values.ndim < 2 else x
-
-        result = Prediction(*map(like_given, together))
-        return result if levels else result.forecast
-
-    def _arrays(self, history: Any) -> tuple[np.ndarray, np.ndarray]:
-        """The history as an array, and as windows [B, L, C]."""
         if isinstance(history, np.ma.MaskedArray):
             history = np.where(np.ma.getmaskarray(history), np.nan, history.data)
         values = np.asarray(history)
         if values.dtype.kind not in "fiub":
             raise TypeError(f"history has dtype {values.dtype}; allowed are numbers, with NaN for missing ones")
-        windows = values[:, None] if values.ndim == 1 else values
+        windows = values[:, None] if values.ndim == 1 else values  # [B, L, C]
         windows = windows if windows.ndim == 3 else windows[None]
         self._check_channels("history", values.shape, windows.ndim == 3 and windows.shape[-1] == self.config.channels)
-        return values, windows
+        found = predict([Window(window) for window in windows])
+        none = np.empty((0, self.config.horizon, self.config.channels))
+        together = [None if x[0] is None else np.stack(x, -3) for x in zip(*found, strict=True)] or [none]
+        kind = values.dtype if values.dtype.kind == "f" else np.float64
+        whole = slice(None)
+        like_given = {1: (..., 0, whole, 0), 2: (..., 0, whole, whole), 3: (...,)}[values.ndim]
+        result = Prediction(*(None if x is None else x.astype(kind)[like_given] for x in together))
+        return result if levels else result.forecast
 
     @torch.no_grad()
     def _predicted(self, windows: Sequence[Window], levels: Sequence[float], how: str) -> list[Prediction]:

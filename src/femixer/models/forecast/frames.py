@@ -41,12 +41,13 @@ def predicted(
         if config.channels != 1:
             raise ValueError(f"history is a Series, which is 1 channel; this model was made for {config.channels}")
         name = 0 if history.name is None else history.name
-        found = predicted(history.to_frame(name), _unnamed(config), predict, future, levels)
+        unnamed = type(config).from_dict({**config.to_dict(), "columns": None})  # its name need not be the channel's
+        found = predicted(history.to_frame(name), unnamed, predict, future, levels)
         return found if levels else found[name].rename(history.name)
     if not isinstance(history, pandas.DataFrame):
         raise TypeError(f"history is a pandas {type(history).__name__}; allowed are DataFrame and Series")
     check_future(future, config)
-    if is_long(history, config):
+    if config.id_column is not None and config.id_column in history.columns:  # many series below each other
         windows = long_windows(history, config, future)
         return long_frame(windows, predict(windows), config, levels)
     date = date_column(history, config)
@@ -130,11 +131,6 @@ def future_values(future: Any, following: Any, config: ForecastConfig, name: str
     return rows.to_numpy(dtype=float)
 
 
-def is_long(frame: Any, config: ForecastConfig) -> bool:
-    """Whether it has many series below each other, as the model was trained on."""
-    return config.id_column is not None and config.id_column in frame.columns
-
-
 def long_windows(frame: Any, config: ForecastConfig, future: Any) -> list[Window]:
     """One per series, in the order of their first rows; rows of a series may stand in any order."""
     pandas, column = require("pandas", "forecast"), config.id_column
@@ -171,11 +167,6 @@ def long_frame(
         part.insert(0, config.id_column or "unique_id", window.name)
         parts.append(part)
     return pandas.concat(parts, ignore_index=True)
-
-
-def _unnamed(config: ForecastConfig) -> ForecastConfig:
-    """For a Series, whose name need not be that of the one channel."""
-    return type(config).from_dict({**config.to_dict(), "columns": None})
 
 
 def date_column(frame: Any, config: ForecastConfig) -> Any:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.baselines import Attention
-from femixer.models.forecast.forecaster import Dropout, ForecastConfig, Forecaster, Sizes
+from femixer.models.forecast.forecaster import Dropout, ForecastConfig, Forecaster
 from femixer.models.forecast.window import filled, last_value, normalised
 from femixer.optional import require
 from femixer.options import check
@@ -83,13 +83,13 @@ class PatchTST(Published):
     def __init__(self, config: ForecastConfig) -> None:
         super().__init__(config)
         check(config.lookback >= PATCH, "lookback", config.lookback, f"at least {PATCH} points for PatchTST")
-        sizes = config.sizes()
+        layers, heads, dim, inner, dropout = config.sizes()
         patches = (config.lookback - PATCH) // STRIDE + 2
-        self.embedding = nn.Linear(PATCH, sizes.width)
-        self.positions = nn.Embedding(patches, sizes.width)
-        self.dropout = Dropout(sizes.dropout)
-        self.layers = nn.ModuleList(PatchLayer(sizes) for _ in range(sizes.layers))
-        self.head = nn.Linear(patches * sizes.width, config.horizon)
+        self.embedding = nn.Linear(PATCH, dim)
+        self.positions = nn.Embedding(patches, dim)
+        self.dropout = Dropout(dropout)
+        self.layers = nn.ModuleList(PatchLayer(heads, dim, inner, dropout) for _ in range(layers))
+        self.head = nn.Linear(patches * dim, config.horizon)
         self.post_init()
 
     def reset_parameters(self) -> None:
@@ -112,17 +112,16 @@ class PatchLayer(nn.Module):
     They need not be kept for that: the sum of q_l k_l^T over layers is the product of the q_l and k_l side by side.
     """
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, heads: int, dim: int, width: int, dropout: float) -> None:
         super().__init__()
-        dim, width = sizes.width, sizes.intermediate
-        self.heads = sizes.heads
+        self.heads = heads
         self.query_key_value = nn.Linear(dim, 3 * dim)
         self.out = nn.Linear(dim, dim)
         self.up, self.down = nn.Linear(dim, width), nn.Linear(width, dim)
         self.attention_norm, self.mlp_norm = nn.BatchNorm1d(dim), nn.BatchNorm1d(dim)
-        self.dropout = Dropout(sizes.dropout)
+        self.dropout = Dropout(dropout)
         # Once in the attention and once on the residual branch, as published: kept by both, or dropped.
-        self.twice = Dropout(1 - (1 - sizes.dropout) ** 2)
+        self.twice = Dropout(1 - (1 - dropout) ** 2)
 
     def forward(self, x: Tensor, scored: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """x [B C, T, dim]; scored: queries and keys [2, B C, heads, T, dim / heads] of the layers below."""
@@ -159,12 +158,12 @@ class ITransformer(Published):
 
     def __init__(self, config: ForecastConfig) -> None:
         super().__init__(config)
-        sizes = config.sizes()
-        self.embedding = nn.Linear(config.lookback, sizes.width)
-        self.dropout = Dropout(sizes.dropout)
-        self.layers = nn.ModuleList(ChannelLayer(sizes) for _ in range(sizes.layers))
-        self.norm = nn.LayerNorm(sizes.width)
-        self.head = nn.Linear(sizes.width, config.horizon)
+        layers, heads, dim, inner, dropout = config.sizes()
+        self.embedding = nn.Linear(config.lookback, dim)
+        self.dropout = Dropout(dropout)
+        self.layers = nn.ModuleList(ChannelLayer(heads, dim, inner, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, config.horizon)
         self.post_init()
 
     def forecast(self, window: Tensor, observed: Tensor | None) -> Tensor:
@@ -179,13 +178,12 @@ class ITransformer(Published):
 class ChannelLayer(nn.Module):
     """x = norm(x + attention(x)), x = norm(x + W_2 gelu(x W_1)), [B, C, dim]; no positions: channels have no order."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, heads: int, dim: int, width: int, dropout: float) -> None:
         super().__init__()
-        dim, width = sizes.width, sizes.intermediate
-        self.attention = Attention(dim, sizes.heads, causal=False, rope=False)
+        self.attention = Attention(dim, heads, causal=False, rope=False)
         self.attention_norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.up, self.down = nn.Linear(dim, width), nn.Linear(width, dim)
-        self.dropout = Dropout(sizes.dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         x = self.attention_norm(x + self.dropout(self.attention(x, mask=mask)))

@@ -4,7 +4,7 @@ prediction intervals: levels in percent, of a model's quantiles or by split conf
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -139,10 +139,6 @@ class Window(NamedTuple):
 
 BATCH = 256
 """Windows that are forecast at once."""
-
-
-def batches(windows: Sequence[Window]) -> Iterator[Sequence[Window]]:
-    return (windows[first : first + BATCH] for first in range(0, len(windows), BATCH))
 
 
 def stacked(windows: Sequence[Window], config: ForecastConfig) -> np.ndarray:
@@ -290,15 +286,12 @@ def chosen_kind(config: ForecastConfig, levels: Sequence[float], kind: str) -> L
     check(kind in ("auto", "quantiles", "conformal"), "intervals", kind, "auto, quantiles or conformal")
     check(len({*levels}) == len(levels), "levels", list(levels), "different ones")
     own = {"quantiles": quantile_levels(config), "conformal": [*(config.conformal_levels or ())]}
-    told = "; ".join(f"{name} {shown(has)}" if has else f"no {name}" for name, has in own.items())
+    shown = {name: ", ".join(f"{level:g}" for level in has) for name, has in own.items()}
+    told = "; ".join(f"{name} {has}" if has else f"no {name}" for name, has in shown.items())
     kinds: tuple[Any, ...] = ("quantiles", "conformal") if kind == "auto" else (kind,)
     fitting = [name for name in kinds if {*levels} <= {*own[name]}]
     check(bool(fitting), "levels", list(levels), f"levels of one kind, of which this model has: {told}")
     return fitting[0]
-
-
-def shown(levels: Sequence[float]) -> str:
-    return ", ".join(f"{level:g}" for level in levels)
 
 
 def column_names(name: str, levels: Sequence[float]) -> list[str]:

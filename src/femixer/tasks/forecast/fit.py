@@ -49,7 +49,13 @@ def window_sums(model: Callable[..., Any], windows: Windows, batch: int, what: s
     found = []
     with counting(len(mine), f"{what} windows scored") as told:
         for numbers in mine.split(batch):
-            found.append(batch_sums(model, windows.take(numbers)))
+            given = windows.take(numbers)
+            point, spread, known = forecasts(model, given)
+            error = (point - given.future).masked_fill(~known, 0)
+            parts = [known, error.square(), error.abs()]
+            if spread is not None:
+                parts.append(pinball(spread, given.future, model.config.quantiles).masked_fill(~known, 0))
+            found.append(torch.stack([x.flatten(1).sum(1, dtype=torch.float64) for x in parts], 1).cpu())
             told(len(numbers))
     return torch.cat(found)
 
@@ -64,15 +70,6 @@ def forecasts(model: Any, given: Batch) -> tuple[Tensor, Tensor | None, Tensor]:
     known = torch.ones_like(given.future, dtype=torch.bool) if known is None else known
     found = model(given.history, given.observed, **options)
     return (*found, known) if "quantiles" in options else (found, None, known)
-
-
-def batch_sums(model: Any, given: Batch) -> Tensor:
-    point, spread, known = forecasts(model, given)
-    error = (point - given.future).masked_fill(~known, 0)
-    parts = [known, error.square(), error.abs()]
-    if spread is not None:
-        parts.append(pinball(spread, given.future, model.config.quantiles).masked_fill(~known, 0))
-    return torch.stack([x.flatten(1).sum(1, dtype=torch.float64) for x in parts], 1).cpu()
 
 
 BETAS, CLIP = (0.9, 0.95), 1.0

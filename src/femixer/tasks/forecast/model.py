@@ -8,7 +8,7 @@ import torch
 
 from femixer.models.config import plain_refusals
 from femixer.models.forecast import ForecastConfig, Forecaster, build
-from femixer.models.named import NAMED, Fields, Mixing, Rivals, parameters_of
+from femixer.models.named import NAMED, Fields, Mixing, Rivals, parameters_of, sizes_of
 from femixer.options import Count, NotNegative, Positive, Rule, check, check_all, check_options, given
 from femixer.tasks.forecast.data import KNOWN, Series, default_lookback
 from femixer.tasks.forecast.data.files import frequency_of, season_of
@@ -77,12 +77,7 @@ class Sizes:
 
     def fields(self) -> dict[str, Any]:
         """Of ForecastConfig, those that are given."""
-        return given(
-            hidden_size=self.width,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            dropout=self.dropout,
-        )
+        return {**sizes_of(self.width, self.layers, self.heads), **given(dropout=self.dropout)}
 
 
 @dataclass(frozen=True)

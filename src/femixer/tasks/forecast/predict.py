@@ -262,10 +262,6 @@ class Scored(NamedTuple):
 
 def cv(args: Sequence[str]) -> int:
     command = parse(CV, args, "forecast cv", CV())
-    return show_table(validated(command))
-
-
-def validated(command: CV) -> Results:
     command.run.apply()
     step = command.horizon if command.step_size is None else command.step_size
     check_options(command)
@@ -282,7 +278,7 @@ def validated(command: CV) -> Results:
         chosen_kind(possible, command.levels, command.intervals)
     results = Results("forecast cv", whole, command.run, [FRAME, *(f"window-{i + 1}" for i in range(held.windows))])
     if results.finished:
-        return results
+        return show_table(results)
     scored = []
     for number, (part, windows) in enumerate(parts, 1):
         inner = results
@@ -295,7 +291,7 @@ def validated(command: CV) -> Results:
         if command.refit and distributed.is_main():
             release(inner.folder)
     distributed.on_main(lambda: finish(results, whole, scored))
-    return results
+    return show_table(results)
 
 
 def until(series: Series, dropped: int) -> Series:

@@ -14,10 +14,9 @@ from __future__ import annotations
 import base64
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -71,6 +70,11 @@ class Compared:
     chosen: dict[tuple[str, int], list[Record]]
     """(model, horizon) -> the records that count, one per seed."""
 
+    @property
+    def look(self) -> str:
+        """As it is shown."""
+        return "protocol" if self.lookback is None else str(self.lookback)
+
     def score(self, model: str, metric: str, *horizons: int) -> Score:
         """The mean over the horizons, of the seeds that all of them have."""
         found = [{r["seed"]: r[metric] for r in self.chosen.get((model, horizon), ())} for horizon in horizons]
@@ -78,35 +82,25 @@ class Compared:
 
 
 def groups(records: Sequence[Record], tuned: Sequence[str] = TUNED) -> list[Compared]:
-    """In the order of the data sets' first records, the protocol's look-backs first."""
-    held: dict[tuple[str, int | None], list[Record]] = defaultdict(list)
-    for record in comparable(records, tuned):
-        held[record["dataset"], look(record)].append(record)
-    order = [*dict.fromkeys(dataset for dataset, _ in held)]
-    places = sorted(held, key=lambda place: (order.index(place[0]), place[1] is not None, -(place[1] or 0)))
-    return [group(*place, held[place], tuned) for place in places]
-
-
-def group(dataset: str, lookback: int | None, records: Sequence[Record], tuned: Sequence[str]) -> Compared:
-    of: dict[tuple[str, int], list[Record]] = defaultdict(list)
-    for record in records:
-        of[record["model"], record["horizon"]].append(record)
-    horizons, seeds = (tuple(sorted({record[name] for record in records})) for name in ("horizon", "seed"))
-    chosen = {place: best(own, tuned, lambda record: record["validation_mse"]) for place, own in of.items()}
-    return Compared(dataset, lookback, horizons, seeds, chosen)
-
-
-def look(record: Record) -> int | None:
-    return None if LOOKBACKS.get(record["horizon"]) == record["lookback"] else record["lookback"]
-
-
-def comparable(records: Sequence[Record], tuned: Sequence[str]) -> list[Record]:
-    """The records, each job once; an error if they are not of one experiment."""
+    """In the order of the data sets' first records, the protocol's look-backs first, each job once; an error if they
+    are not of one experiment."""
     same(records, "data of one name", lambda record: record["fingerprint"], "dataset")
     same(records, "ways of training", lambda record: as_text(besides(record, tuned)), "dataset", "lookback", "horizon")
     same(records, "models of one name", lambda record: as_text(record["fields"]), "model", "dataset")
     definition = ("model", "dataset", "horizon", "lookback", "seed", "training")
-    return distinct(records, lambda record: record["mse"], definition)
+    held: dict[tuple[str, int | None], dict[tuple[str, int], list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for record in distinct(records, lambda record: record["mse"], definition):
+        horizon, lookback = record["horizon"], record["lookback"]
+        place = record["dataset"], None if LOOKBACKS.get(horizon) == lookback else lookback
+        held[place][record["model"], horizon].append(record)
+    order = [*dict.fromkeys(dataset for dataset, _ in held)]
+    found = []
+    for place in sorted(held, key=lambda place: (order.index(place[0]), place[1] is not None, -(place[1] or 0))):
+        every = [record for own in held[place].values() for record in own]
+        horizons, seeds = (tuple(sorted({record[name] for record in every})) for name in ("horizon", "seed"))
+        chosen = {of: best(own, tuned, lambda record: record["validation_mse"]) for of, own in held[place].items()}
+        found.append(Compared(*place, horizons, seeds, chosen))
+    return found
 
 
 ORDER = (
@@ -132,21 +126,10 @@ def tabulate(records: Sequence[Record], tuned: Sequence[str] = TUNED) -> list[Ta
         )
         for metric in METRICS
     ]
-    paired, notes = paired_table(places(found), METRICS)
+    places = [(results, horizon) for results in found for horizon in results.horizons]
+    paired, notes = paired_table(places, METRICS)
     tables = tables if paired is None else [*tables, paired]
     return [*tables[:-1], replace(tables[-1], notes=[*legend(records, tables[0], tuned), *notes])]
-
-
-def places(found: Sequence[Compared]) -> Iterator[Place]:
-    for results in found:
-        look = shown_look(results)
-        for horizon in results.horizons:
-            chosen = {model: own for (model, length), own in results.chosen.items() if length == horizon}
-            yield Place(results.dataset, look, horizon, chosen)
-
-
-def shown_look(results: Compared) -> str:
-    return "protocol" if results.lookback is None else str(results.lookback)
 
 
 def columns_of(first: str, names: Sequence[str], hidden: bool) -> list[Column]:
@@ -157,12 +140,11 @@ def columns_of(first: str, names: Sequence[str], hidden: bool) -> list[Column]:
 
 def lines(results: Compared, models: Sequence[str], metric: str) -> Iterator[Row]:
     """One per horizon, their mean, and if that is over others than the paper's, a line of its figures alone."""
-    look = shown_look(results)
 
     def line(title: str, scores: Sequence[Score], published: Sequence[float | None]) -> Row:
         printed = ["" if figure is None or metric != "mse" else f"{figure:.3f}" for figure in published]
         cells = [score.cell(3, paper=paper) for score, paper in zip(scores, printed, strict=True)]
-        return [results.dataset, look, title, metric, *marked(cells, higher=False)]
+        return [results.dataset, results.look, title, metric, *marked(cells, higher=False)]
 
     for horizon in results.horizons:
         published = [PER_HORIZON.get((results.dataset, model), {}).get(horizon) for model in models]
@@ -278,34 +260,22 @@ def compared(ours: Sequence[Record], theirs: Sequence[Record], metric: str, hori
     return difference(differences[~np.isnan(differences)], horizon)
 
 
-class Place(NamedTuple):
-    """A row of the table: where models are compared."""
-
-    dataset: str
-    lookback: str
-    horizon: int
-    chosen: Mapping[str, Sequence[Record]]
-    """Model -> its records, one per seed."""
-
-
-def paired_table(places: Iterable[Place], metrics: Sequence[str]) -> tuple[Table | None, list[str]]:
-    """The table, None without any pair that has errors of windows; and sentences to stand below."""
-    places = [*places]
-    there = {model for place in places for model in place.chosen}
+def paired_table(places: Sequence[tuple[Compared, int]], metrics: Sequence[str]) -> tuple[Table | None, list[str]]:
+    """The table, None without any pair that has errors of windows; and sentences to stand below. places: results and
+    horizons at which models are compared."""
+    chosen = [{model: own for (model, h), own in results.chosen.items() if h == horizon} for results, horizon in places]
+    there = {model for models in chosen for model in models}
     pairs = [pair for pair in PAIRS if there.issuperset(pair)]
-    old = sum(not r.get(ERRORS) for place in places for own in place.chosen.values() for r in own)
+    old = sum(not r.get(ERRORS) for models in chosen for own in models.values() for r in own)
     notes = []
     if old and pairs:
         notes.append(f"{old} jobs were stored without the errors of single windows: they have no paired difference.")
     rows: list[Row] = []
-    for place in places:
+    for (results, horizon), models in zip(places, chosen, strict=True):
         for metric in metrics:
-            found = [
-                compared(place.chosen.get(ours, ()), place.chosen.get(prior, ()), metric, place.horizon)
-                for ours, prior in pairs
-            ]
+            found = [compared(models.get(ours, ()), models.get(prior, ()), metric, horizon) for ours, prior in pairs]
             if any(found):
-                rows.append([place.dataset, place.lookback, str(place.horizon), metric, *map(cell, found)])
+                rows.append([results.dataset, results.look, str(horizon), metric, *map(cell, found)])
     if not rows:
         return None, notes
     columns = columns_of("Difference", [" - ".join(pair) for pair in pairs], hidden=False)

@@ -84,22 +84,6 @@ class Train(Setting):
     run: RunOptions = field(default_factory=lambda: RunOptions(Path("results/forecast")))
 
 
-def trained(command: Train) -> Results:
-    """Train, score and save a model; the folder then holds everything about it."""
-    command.run.apply()
-    about = told(command.data, ABOUT_PACKAGED)
-    spec, series = prepared(command)
-    check_possible(spec, series)
-    results = Results("forecast", spec, command.run, (RECORD,), {"data": about})
-    if not results.finished:
-        made = fitted(spec, series, results)
-        check_trained(made.record)
-        rivals = simple(spec, series, made)
-        distributed.on_main(lambda: finish(results, spec, made, rivals, about))
-        check_trained(made.record, f"{results.folder / MODEL}/")
-    return results
-
-
 def prepared(command: Train, held: Held | None = None) -> tuple[Spec, Series]:
     """What is trained, and on what; the user is told what there is to know of the data."""
     command.sizes.validate([model_name(command.model)])
@@ -183,7 +167,19 @@ def summary(spec: Spec, made: Fitted, rivals: dict[str, dict[str, float]], about
 
 
 def train(args: Sequence[str]) -> int:
-    results = trained(parse(Train, args, "forecast train", Train()))
+    """Train, score and save a model; the folder then holds everything about it."""
+    command = parse(Train, args, "forecast train", Train())
+    command.run.apply()
+    about = told(command.data, ABOUT_PACKAGED)
+    spec, series = prepared(command)
+    check_possible(spec, series)
+    results = Results("forecast", spec, command.run, (RECORD,), {"data": about})
+    if not results.finished:
+        made = fitted(spec, series, results)
+        check_trained(made.record)
+        rivals = simple(spec, series, made)
+        distributed.on_main(lambda: finish(results, spec, made, rivals, about))
+        check_trained(made.record, f"{results.folder / MODEL}/")
     return show_table(results)
 
 

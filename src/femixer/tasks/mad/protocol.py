@@ -1,7 +1,7 @@
 """Protocols: how large the models are, which settings of the tasks are run, and how each is trained."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -68,12 +68,25 @@ class Protocol:
         return plan.steps or self.epochs * math.ceil(parameters["train"] / plan.batch)
 
 
-def quick(steps: int, batch: int, *rates: float, **parameters: Any) -> Plan:
-    return Plan(parameters, batch, steps, rates, (0.0,))
-
-
-RATES = (1e-3, 2e-3, 4e-3)
+SMALL_TASKS: dict[str, dict[str, Any]] = {
+    "compression": {"vocabulary": 12, "length": 16},
+    "fuzzy-recall": {"vocabulary": 12, "length": 32, "motif": 2},
+    "recall": {"length": 32},
+    "memorization": {"vocabulary": 1024},
+    "noisy-recall": {"vocabulary": 24, "length": 32},
+    "selective-copying": {"length": 32, "copies": 8},
+}
+"""What the small protocols change of the tasks."""
 SMALL: dict[str, Any] = {"width": 64, "heads": 8, "inner": 176, "validation": 256, "test": 512, "resumable": False}
+
+
+def small(steps: Sequence[int], rates: Sequence[tuple[float, ...]], train: int) -> dict[str, Plan]:
+    """Steps and learning rates of each of SMALL_TASKS; all but memorization have so many training sequences."""
+    found = {}
+    for (task, own), count, tried in zip(SMALL_TASKS.items(), steps, rates, strict=True):
+        parameters = own if task == "memorization" else {**own, "train": train}
+        found[task] = Plan(parameters, 32, count, tried, (0.0,))
+    return found
 
 
 PROTOCOLS = {
@@ -83,27 +96,13 @@ PROTOCOLS = {
             "lite",
             **SMALL,
             evaluations=5,
-            plans={
-                "compression": quick(700, 32, 2e-3, vocabulary=12, length=16, train=6400),
-                "fuzzy-recall": quick(900, 32, 4e-3, vocabulary=12, length=32, motif=2, train=6400),
-                "recall": quick(800, 32, 4e-3, length=32, train=6400),
-                "memorization": quick(200, 32, 4e-3, vocabulary=1024),
-                "noisy-recall": quick(800, 32, 4e-3, vocabulary=24, length=32, train=6400),
-                "selective-copying": quick(500, 32, 4e-3, length=32, copies=8, train=6400),
-            },
+            plans=small((700, 900, 800, 200, 800, 500), [(2e-3,), *[(4e-3,)] * 5], train=6400),
         ),
         Protocol(
             "small",
             **SMALL,
             evaluations=20,
-            plans={
-                "compression": quick(2000, 32, *RATES, vocabulary=12, length=16, train=12800),
-                "fuzzy-recall": quick(4000, 32, *RATES, vocabulary=12, length=32, motif=2, train=12800),
-                "recall": quick(2000, 32, *RATES, length=32, train=12800),
-                "memorization": quick(400, 32, *RATES, vocabulary=1024),
-                "noisy-recall": quick(2000, 32, *RATES, vocabulary=24, length=32, train=12800),
-                "selective-copying": quick(1500, 32, *RATES, length=32, copies=8, train=12800),
-            },
+            plans=small((2000, 4000, 2000, 400, 2000, 1500), [(1e-3, 2e-3, 4e-3)] * 6, train=12800),
         ),
         Protocol("baseline"),
         Protocol("full", sweeps=True),

@@ -61,41 +61,30 @@ class Variant:
         return {**fem("softmax", self.parts), **({"start": self.start} if self.start != "paper" else {})}
 
 
-VARIANTS: dict[str, Variant] = {
-    "attention": Variant(),
-    "CLTG-paper": Variant("CLTG"),
-    "CLTG-prior": Variant("CLTG", "prior"),
-    "LTG-paper": Variant("LTG"),
-    "LTG-prior": Variant("LTG", "prior"),
-    "C": Variant("C"),
-    "G": Variant("G", "prior"),
-    "LT": Variant("LT", "prior"),
-    "G-rate-0.3": Variant("G", "prior", rate=0.3),
-    "LTG-rate-0.3": Variant("LTG", "prior", rate=0.3),
-    "CLTG-conditioner-0.1": Variant("CLTG", "prior", conditioner=0.1),
-    "CLTG-conditioner-0.3": Variant("CLTG", "prior", conditioner=0.3),
-    "CLTG-rate-0.3-conditioner-0.1": Variant("CLTG", "prior", rate=0.3, conditioner=0.1),
-    "CLTG-torch": Variant("CLTG", maps="torch"),
-    "LTG-torch": Variant("LTG", maps="torch"),
-    "CLTG-lam-0.05": Variant("CLTG", "prior", lam=0.05),
-    "LTG-lam-0.05": Variant("LTG", "prior", lam=0.05),
-    "CLTG-lam-0.5": Variant("CLTG", "prior", lam=0.5),
-    "LTG-lam-0.5": Variant("LTG", "prior", lam=0.5),
-    "CLTG-maps-normal": Variant("CLTG", "prior", maps="normal"),
-    "CLTG-lam-0.05-maps-normal": Variant("CLTG", "prior", lam=0.05, maps="normal"),
-    "CLTG-beta-1": Variant("CLTG", "prior", beta=1.0),
-    "CLTG-beta-0.5": Variant("CLTG", "prior", beta=0.5),
-    "CLTG-lam-0.05-beta-0.02": Variant("CLTG", "prior", lam=0.05, beta=0.02),
-    "CLTG-without-v": Variant("CLTG", "prior", without="v"),
-    "CLTG-without-lam": Variant("CLTG", "prior", without="lam"),
-    "CLTG-without-gate": Variant("CLTG", "prior", without="gate"),
-    "CLTG-without-q": Variant("CLTG", "prior", without="q"),
-    "CLTG-without-k": Variant("CLTG", "prior", without="k"),
-    "CLTG-decay-0.1": Variant("CLTG", "prior", decay=0.1),
-    "CLTG-rate-3": Variant("CLTG", "prior", rate=3.0),
-    "CLTG-rate-0.3": Variant("CLTG", "prior", rate=0.3),
-    "CG": Variant("CG", "prior"),
-    "CLT": Variant("CLT", "prior"),
+def named(name: str) -> Variant:
+    """The variant that a name says: parts, then fields and their values. Mixers with gates start="prior" unless the
+    name says paper or torch, which is how its maps start."""
+    parts, *words = name.split("-")
+    if parts == "attention":
+        return Variant()
+    if words in (["paper"], ["torch"]) or not {"T", "G"} & {*parts}:
+        return Variant(parts, maps="torch" if "torch" in words else None)
+    own: dict[str, Any] = {}
+    for option, value in zip(words[::2], words[1::2], strict=False):
+        own[option] = value if option in ("maps", "without") else float(value)
+    return Variant(parts, "prior", **own)
+
+
+VARIANTS = {
+    name: named(name)
+    for name in (
+        *("attention", "CLTG-paper", "CLTG-prior", "LTG-paper", "LTG-prior", "C", "G", "LT", "G-rate-0.3"),
+        *("LTG-rate-0.3", "CLTG-conditioner-0.1", "CLTG-conditioner-0.3", "CLTG-rate-0.3-conditioner-0.1"),
+        *("CLTG-torch", "LTG-torch", "CLTG-lam-0.05", "LTG-lam-0.05", "CLTG-lam-0.5", "LTG-lam-0.5"),
+        *("CLTG-maps-normal", "CLTG-lam-0.05-maps-normal", "CLTG-beta-1", "CLTG-beta-0.5", "CLTG-lam-0.05-beta-0.02"),
+        *("CLTG-without-v", "CLTG-without-lam", "CLTG-without-gate", "CLTG-without-q", "CLTG-without-k"),
+        *("CLTG-decay-0.1", "CLTG-rate-3", "CLTG-rate-0.3", "CG", "CLT"),
+    )
 }
 """The most telling ones first."""
 
@@ -121,15 +110,14 @@ def begin(model: nn.Module, variant: Variant) -> None:
         if variant.maps in ("zero", "normal"):
             for rows in columns(mixer.value_proj.linear.weight, mixer.value_proj, *GATES):
                 nn.init.normal_(rows, std=0.02) if variant.maps == "normal" else nn.init.zeros_(rows)
-        for projection in (mixer.prior_proj, mixer.value_proj) if variant.without else ():
-            if projection is not None and projection.modulation is not None:
-                projection.modulation.register_hook(without_columns(projection, variant.without))
+        for projection, modulation in modulations(mixer) if variant.without else ():
+            modulation.register_hook(without_columns(projection, variant.without))
 
 
-def conditioning(mixer: FreeEnergyMixer) -> list[Tensor]:
-    """Parameters of the conditioner and of its maps to the projections."""
-    maps = [p.modulation for p in (mixer.prior_proj, mixer.value_proj) if p is not None and p.modulation is not None]
-    return [*maps, *(mixer.conditioner.parameters() if mixer.conditioner is not None else ())]
+def modulations(mixer: FreeEnergyMixer) -> list[tuple[Projection, Tensor]]:
+    """The projections that the conditioner modulates, and its maps to them."""
+    both = ((p, None if p is None else p.modulation) for p in (mixer.prior_proj, mixer.value_proj))
+    return [(p, m) for p, m in both if p is not None and m is not None]
 
 
 def without_columns(projection: Projection, name: str) -> Callable[[Tensor], Tensor]:
@@ -154,11 +142,13 @@ def optimizer_of(model: nn.Module, variant: Variant, lr: float, weight_decay: fl
                 if bare is not None:
                     own[bare] = {"lr": lr * variant.rate, "weight_decay": decay}
         if variant.conditioner != 1:
-            own |= {p: {"lr": lr * variant.conditioner, "weight_decay": weight_decay} for p in conditioning(mixer)}
+            parts = [m for _, m in modulations(mixer)]
+            parts += mixer.conditioner.parameters() if mixer.conditioner is not None else ()
+            own |= {part: {"lr": lr * variant.conditioner, "weight_decay": weight_decay} for part in parts}
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if p not in own]
-    for p, options in own.items():
-        optimizer.add_param_group({"params": [p], **options})
+    for parameter, options in own.items():
+        optimizer.add_param_group({"params": [parameter], **options})
     if variant.rate != 1:
         rows = [each for m in mixers(model) for each in columns(m.value_proj.linear.weight, m.value_proj, *GATES)]
         hurry(optimizer, rows, variant.rate)

@@ -19,7 +19,7 @@ import numpy as np
 from femixer.optional import require
 from femixer.options import check
 from femixer.reporting import Cell, Column, Group, Score, Table, marked_columns, mean_of
-from femixer.reporting.figures import figure
+from femixer.reporting.figures import figure, quiet
 from femixer.tasks.mad.data import TASKS
 from femixer.tasks.mad.protocol import PROTOCOLS
 from femixer.tasks.runner import Tabulate, note_of_priors, over_seeds
@@ -73,6 +73,12 @@ MISPRINTS = {"FEM-GLA": "The paper prints an average of 74.9 for FEM-GLA; its si
 
 def comparable(records: Sequence[Record]) -> list[Record]:
     """The records, each job once; an error if they are not of one experiment."""
+
+    def training(record: Record) -> str:
+        """Besides the learning rate and weight decay."""
+        others = {name: value for name, value in record.get("training", {}).items() if name != "fields"}
+        return as_text({"steps": record["steps"], **others})
+
     for record in records:
         check(record["task"] in TASKS, "task", record["task"], f"one of {', '.join(TASKS)}, in every record")
         check(len(record["evaluations"]) > 0, "evaluations", record["evaluations"], "at least one, in every record")
@@ -81,7 +87,8 @@ def comparable(records: Sequence[Record]) -> list[Record]:
     if protocol is None or not protocol.sweeps:
         same(records, "settings of a task", setting, "task")
     same(records, "ways of training a task", training, "task", "parameters")
-    same(records, "models of one name", fields, "model", "task", "parameters")
+    made = "model", "task", "parameters"
+    same(records, "models of one name", lambda record: as_text(record.get("training", {}).get("fields")), *made)
     definition = ("model", "task", "parameters", "lr", "weight_decay", "seed")
     return distinct(records, lambda record: as_text(record["evaluations"]), definition)
 
@@ -89,17 +96,6 @@ def comparable(records: Sequence[Record]) -> list[Record]:
 def setting(record: Record) -> str:
     """All parameters of the task."""
     return as_text(record["parameters"])
-
-
-def training(record: Record) -> str:
-    """How it was trained, besides the learning rate and weight decay."""
-    others = {name: value for name, value in record.get("training", {}).items() if name != "fields"}
-    return as_text({"steps": record["steps"], **others})
-
-
-def fields(record: Record) -> str:
-    """What the model was."""
-    return as_text(record.get("training", {}).get("fields"))
 
 
 SELECT = ("validation", "test")
@@ -141,19 +137,16 @@ def score(
     return Score(scores, len(seeds), sum(finished.values()), each * len(seeds))
 
 
-def average(row: Row) -> Score:
-    """Over the six tasks, of the seeds that all of them have."""
-    return mean_of([*row.values()])
+def with_average(row: Row) -> list[Score]:
+    """Of the six tasks, and their average, of the seeds that all of them have."""
+    return [*row.values(), mean_of([*row.values()])]
 
 
 def accuracy(jobs: Iterable[Record], select: str) -> float:
     """On the test split, of the best of jobs that differ only in learning rate and weight decay."""
-    best = max((checkpoint(job, select) for job in jobs), key=lambda at: (at[select]["accuracy"], -loss(at, select)))
+    chosen = [min(job["evaluations"], key=lambda at: loss(at, select)) for job in jobs]
+    best = max(chosen, key=lambda at: (at[select]["accuracy"], -loss(at, select)))
     return best["test"]["accuracy"]
-
-
-def checkpoint(job: Record, select: str) -> Record:
-    return min(job["evaluations"], key=lambda at: loss(at, select))
 
 
 def loss(evaluation: Record, select: str) -> float:
@@ -173,9 +166,10 @@ def planned(protocol: str, task: str) -> set[str]:
     return {as_text(each) for each in parameters}
 
 
+TITLES = {name: task.title.replace(" ", "\n", 1) for name, task in TASKS.items()}
 COLUMNS = (
     Column("Model"),
-    *(Column(task.title.replace(" ", "\n", 1), key=name, scores=True) for name, task in TASKS.items()),
+    *(Column(title, key=name, scores=True) for name, title in TITLES.items()),
     Column("Avg", key="average", scores=True),
     Column("Size", align="right"),
 )
@@ -202,7 +196,7 @@ def cells(name: str, row: Row | None) -> list[Cell]:
     """Accuracies in percent, the six and their average, the paper's beside them."""
     figures = FIGURES.get(name)
     papers = [""] * (len(TASKS) + 1) if figures is None else map(str, figures)
-    found = [Score()] * (len(TASKS) + 1) if row is None else [*row.values(), average(row)]
+    found = [Score()] * (len(TASKS) + 1) if row is None else with_average(row)
     return [each.cell(1, 100, paper) for each, paper in zip(found, papers, strict=True)]
 
 
@@ -270,22 +264,17 @@ class MadTabulate(Tabulate):
         return {"heatmap.png": heat_map(scores), "ablation.png": ablation(scores)}
 
 
-LADDERS = {
-    "Softmax attention": GROUPS["Softmax attention"],
-    WITHOUT_C: ("SMAttn", *GROUPS[WITHOUT_C]),
-    "GLA": GROUPS["GLA"],
-    "Mamba": GROUPS["Mamba"],
-    "AFT": GROUPS["AFT"],
-}
+LADDERS = {title: names for title, names in GROUPS.items() if title != "Baselines"}
+LADDERS[WITHOUT_C] = ("SMAttn", *GROUPS[WITHOUT_C])
 """From the bare mixer to all parts of FEM."""
-TICKS = (*(task.title.replace(" ", "\n", 1) for task in TASKS.values()), "Avg")
+TICKS = (*TITLES.values(), "Avg")
 
 
 def heat_map(table: Mapping[str, Row]) -> Any:
     """Mean accuracy in percent; a star where seeds are missing, a dash where all are."""
     order = dict.fromkeys(name for names in GROUPS.values() for name in names)
     models = [*(name for name in order if name in table), *(name for name in table if name not in order)]
-    cells = [[*table[model].values(), average(table[model])] for model in models]
+    cells = [with_average(table[model]) for model in models]
     values = np.array([percent([cell.mean for cell in row]) for row in cells])
     drawing = figure(8.5, 1.6 + 0.32 * len(models))
     axes = drawing.subplots()
@@ -298,10 +287,8 @@ def heat_map(table: Mapping[str, Row]) -> Any:
     axes.set_facecolor("0.93")
     for at, row in enumerate(cells):
         for column, cell in enumerate(row):
-            dark = cell.mean is not None and cell.mean > 0.6
-            axes.text(
-                column, at, label(cell), ha="center", va="center", fontsize=8.5, color="white" if dark else "0.15"
-            )
+            colour = "white" if cell.mean is not None and cell.mean > 0.6 else "0.15"
+            axes.text(column, at, label(cell), ha="center", va="center", fontsize=8.5, color=colour)
     axes.axvline(len(TASKS) - 0.5, color="white", linewidth=4)
     drawing.colorbar(image, ax=axes, label="test accuracy (%)", fraction=0.03, pad=0.02)
     if any(partial(cell) for row in cells for cell in row):
@@ -328,7 +315,7 @@ def ablation(table: Mapping[str, Row]) -> Any:
     panels = drawing.subplots(count, 1, squeeze=False)[:, 0]
     for axes, (title, names) in zip(panels, ladders.items(), strict=False):
         axes.set_title(title, fontsize=10, loc="left")
-        bars(axes, {name: [*table[name].values(), average(table[name])] for name in names})
+        bars(axes, {name: with_average(table[name]) for name in names})
     if not ladders:
         panels[0].text(0.5, 0.5, "The results have no two models of one family", ha="center", va="center")
         panels[0].set_axis_off()
@@ -355,9 +342,8 @@ def bars(axes: Any, ladder: Mapping[str, Sequence[Score]]) -> None:
         axes.set_xlabel("hatched: some seeds are missing", fontsize=8.5, loc="right")
     axes.set_xticks(range(len(TICKS)), TICKS, fontsize=9)
     axes.set(ylim=(0, 105), ylabel="test accuracy (%)")
-    axes.grid(axis="y", color="0.9")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    quiet(axes)
+    axes.grid(visible=False, axis="x")
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
 
 

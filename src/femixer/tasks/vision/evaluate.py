@@ -20,15 +20,7 @@ from femixer.options import Count, check, check_threads, model_named, parse
 from femixer.reporting.figures import BLUE, GREY, VERMILION, figure, quiet, save
 from femixer.reporting.figures import label as short
 from femixer.tasks.runner import told
-from femixer.tasks.vision.data import (
-    ABOUT_DIGITS,
-    DIGITS,
-    DataSet,
-    Files,
-    Reading,
-    decoded,
-    found,
-)
+from femixer.tasks.vision.data import ABOUT_DIGITS, DIGITS, DataSet, Files, Reading, decoded, found
 from femixer.tasks.vision.data.views import Views, spread, stacked
 from femixer.tasks.vision.fit import Predictions, predicted
 from femixer.tasks.vision.model import Classifier
@@ -178,19 +170,13 @@ def choose(
     name = split or ("all" if dataset.one_part and not seen else "test")
     there = [each for each, images in dataset.splits.items() if len(images) > 0]
     check(name in (*there, "all"), "split", name, f"one that data={data!r} has: {', '.join(there)} or all")
-    parts = [dataset.splits[each] for each in (there if name == "all" else [name])]
-    joined: Any = ConcatDataset(parts)
-    return dataset, name, Views(joined, trained, labels=labels_of(dataset, classifier.classes))
-
-
-def labels_of(dataset: DataSet, classes: Sequence[str]) -> list[int]:
-    """Of the classes of images, the labels that the model has for them: it may have another order, or more."""
-    known = {name: label for label, name in enumerate(classes)}
-    strangers = [name for name in dataset.classes if name not in known]
-    if strangers:
-        told = f"it has the class {strangers[0]!r}, and the model knows {', '.join(classes)}"
+    joined: Any = ConcatDataset([dataset.splits[each] for each in (there if name == "all" else [name])])
+    # The labels that the model has for the classes: it may have another order, or more.
+    known = {each: label for label, each in enumerate(classifier.classes)}
+    for stranger in (each for each in dataset.classes if each not in known):
+        told = f"it has the class {stranger!r}, and the model knows {', '.join(known)}"
         raise ValueError(f"data={dataset.name!r} has other classes than the model: {told}")
-    return [known[name] for name in dataset.classes]
+    return dataset, name, Views(joined, trained, labels=[known[each] for each in dataset.classes])
 
 
 def evaluate(args: Sequence[str]) -> int:

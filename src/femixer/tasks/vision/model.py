@@ -11,7 +11,7 @@ from femixer.baselines import BASELINES
 from femixer.models import FEMForImageClassification, FEMVisionConfig, preset
 from femixer.models.config import plain_refusals
 from femixer.models.files import without_bars
-from femixer.models.named import NAMED, VISION_PRESETS, Mixing, Rivals, parameter_count
+from femixer.models.named import NAMED, VISION_PRESETS, Mixing, Rivals, parameter_count, sizes_of
 from femixer.options import BelowOne, Count, NotNegative, Positive, Share, check, check_options, given
 from femixer.tasks.vision.data import PREPARATION, DataSet, Preparation
 from femixer.tasks.vision.data.augmentation import Augmentation, Seen
@@ -94,16 +94,9 @@ class Sizes:
 
     def fields(self) -> dict[str, Any]:
         """Of FEMVisionConfig, those that are given."""
-        return given(
-            image_size=self.image_size,
-            patch_size=self.patch_size,
-            hidden_size=self.width,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            pooling=self.pooling,
-            positions=self.positions,
-            initializer_range=self.initializer_range,
-        )
+        same = ("image_size", "patch_size", "pooling", "positions", "initializer_range")
+        sizes = sizes_of(self.width, self.layers, self.heads)
+        return {**sizes, **given(**{name: getattr(self, name) for name in same})}
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,6 @@ TOP1 = {
 CLASSES = 1000
 
 
-def published(dataset: str, classes: int, preset: str, model: str) -> float | None:
-    """The paper's accuracy, if the images are ImageNet's."""
-    if "imagenet" not in dataset.lower().replace("-", "") or classes != CLASSES:
-        return None
-    return TOP1.get(preset, {}).get(model)
-
-
 TUNED = ("lr", "weight_decay")
 
 
@@ -50,38 +43,27 @@ class Compared:
 
 
 def groups(records: Sequence[Record]) -> list[Compared]:
-    """In the order of their first records."""
-    held: dict[tuple[str, str], list[Record]] = defaultdict(list)
-    for record in comparable(records):
-        held[record["dataset"], record["preset"]].append(record)
-    return [group(*place, own) for place, own in held.items()]
+    """In the order of their first records, each job once; an error if they are not of one experiment."""
 
+    def training(record: Record) -> str:
+        return as_text([besides(record, TUNED), record["augmentation"], record["eval_crop"]])
 
-def group(dataset: str, preset: str, records: Sequence[Record]) -> Compared:
-    models: dict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        models[record["model"]].append(record)
-    seeds = tuple(sorted({record["seed"] for record in records}))
-    chosen = {model: best(own, TUNED, lambda record: -record["validation_top1"]) for model, own in models.items()}
-    return Compared(dataset, preset, records[0]["classes"], seeds, chosen)
+    def made(record: Record) -> str:
+        return as_text([record["fields"], record["parameter_count"]])
 
-
-def comparable(records: Sequence[Record]) -> list[Record]:
-    """The records, each job once; an error if they are not of one experiment."""
     same(records, "images of one name", lambda record: record["fingerprint"], "dataset")
     same(records, "ways of training", training, "dataset", "preset")
-    same(records, "models of one name", fields, "model", "dataset", "preset")
-    return distinct(records, lambda record: record["top1"], ("model", "dataset", "preset", "seed", "training"))
-
-
-def training(record: Record) -> str:
-    """How it was trained, besides the learning rate and weight decay."""
-    return as_text([besides(record, TUNED), record["augmentation"], record["eval_crop"]])
-
-
-def fields(record: Record) -> str:
-    """What the model was."""
-    return as_text([record["fields"], record["parameter_count"]])
+    same(records, "models of one name", made, "model", "dataset", "preset")
+    held: dict[tuple[str, str], dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for record in distinct(records, lambda record: record["top1"], ("model", "dataset", "preset", "seed", "training")):
+        held[record["dataset"], record["preset"]][record["model"]].append(record)
+    found = []
+    for place, models in held.items():
+        every = [record for own in models.values() for record in own]
+        seeds = tuple(sorted({record["seed"] for record in every}))
+        chosen = {model: best(own, TUNED, lambda record: -record["validation_top1"]) for model, own in models.items()}
+        found.append(Compared(*place, every[0]["classes"], seeds, chosen))
+    return found
 
 
 ORDER = ("SMAttn", "FEM-SM", "GLA", "FEM-GLA")
@@ -117,12 +99,12 @@ def grouped(group: Compared) -> Table:
 
 
 def scores(group: Compared, model: str) -> list[Cell]:
-    paper = published(group.dataset, group.classes, group.preset, model)
+    # The paper's accuracy, if the images are ImageNet's.
+    imagenet = "imagenet" in group.dataset.lower().replace("-", "") and group.classes == CLASSES
+    paper = TOP1.get(group.preset, {}).get(model) if imagenet else None
     printed = {"top1": "" if paper is None else f"{paper:.2f}"}
-    return [
-        group.score(model, metric).cell(*((4, 1) if metric == "loss" else (2, 100)), printed.get(metric, ""))
-        for metric in METRICS
-    ]
+    digits = {"loss": (4, 1)}
+    return [group.score(model, m).cell(*digits.get(m, (2, 100)), printed.get(m, "")) for m in METRICS]
 
 
 def legend(records: Sequence[Record], tables: Sequence[Table]) -> list[str]:
@@ -134,7 +116,9 @@ def legend(records: Sequence[Record], tables: Sequence[Table]) -> list[str]:
         text.append(f"In parentheses: the paper's top-1 accuracy for {' and '.join(TOP1)}.")
     text += usual_notes(records, tables)
     for table in tables:
-        text += spread(table)
+        counts = [int(str(row[2]).replace(",", "")) for row in table.rows]
+        if len(counts) > 1:
+            text.append(f"Parameters of {table.header[0]} differ by {max(counts) / min(counts) - 1:.1%} at most.")
     pairs = {(record["model"], record["dataset"], record["preset"], setting(record, TUNED)) for record in records}
     if len(pairs) > len({each[:3] for each in pairs}):
         text.append("Learning rates and weight decays are those of the highest validation accuracy.")
@@ -142,9 +126,3 @@ def legend(records: Sequence[Record], tables: Sequence[Table]) -> list[str]:
     if broken:
         text.append(f"Up to {broken} images could not be read and were skipped.")
     return text + note_of_priors({record["model"] for record in records})
-
-
-def spread(table: Table) -> list[str]:
-    counts = [int(str(row[2]).replace(",", "")) for row in table.rows]
-    share = max(counts) / min(counts) - 1
-    return [f"Parameters of {table.header[0]} differ by {share:.1%} at most."] if len(counts) > 1 else []

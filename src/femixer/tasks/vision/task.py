@@ -113,26 +113,6 @@ class Train(Setting):
     run: RunOptions = field(default_factory=lambda: RunOptions(Path("results/vision")))
 
 
-def trained(command: Train) -> Results:
-    """Train, score and save a model; the folder then holds everything about it."""
-    command.validate()
-    command.run.apply()
-    command.sizes.validate(command.model)
-    about = told(command.data, ABOUT_DIGITS)
-    dataset = read(command.data, command.reading, command.sizes.channels)
-    spec = specified(command.model, dataset, command.seed, command.sizes, command.training, command.augmentation)
-    config = config_of(spec, dataset)  # the layers say what they cannot be, before anything is written
-    check_fits(parameter_count(config), "width", config.hidden_size)
-    written = (BROKEN, CONFUSION, PREDICTIONS, MAPS, RECORD)
-    results = Results("vision", spec, command.run, written, {"data": about})
-    if not results.finished:
-        made = fitted(spec, dataset, results, command.loading, command.engine)
-        check_trained(made.record)
-        distributed.on_main(lambda: finish(results, spec, dataset, made, about))
-        check_trained(made.record, f"{results.folder / MODEL}/")
-    return results
-
-
 def finish(results: Results, spec: Spec, dataset: DataSet, made: Fitted, about: str) -> None:
     """Save the model, and write figures and table: what makes the run finished comes last."""
     folder, record = results.folder, made.record
@@ -181,9 +161,25 @@ def summary(spec: Spec, dataset: DataSet, made: Fitted, about: str) -> Table:
 
 
 def train(args: Sequence[str]) -> int:
+    """Train, score and save a model; the folder then holds everything about it."""
     default, args = with_recipe_of_data(Train(), args)
     command = parse(Train, args, "vision train", default)
-    results = trained(replace(command, training=within_epochs(command.training, args)))
+    training = within_epochs(command.training, args)
+    command.validate()
+    command.run.apply()
+    command.sizes.validate(command.model)
+    about = told(command.data, ABOUT_DIGITS)
+    dataset = read(command.data, command.reading, command.sizes.channels)
+    spec = specified(command.model, dataset, command.seed, command.sizes, training, command.augmentation)
+    config = config_of(spec, dataset)  # the layers say what they cannot be, before anything is written
+    check_fits(parameter_count(config), "width", config.hidden_size)
+    written = (BROKEN, CONFUSION, PREDICTIONS, MAPS, RECORD)
+    results = Results("vision", spec, command.run, written, {"data": about})
+    if not results.finished:
+        made = fitted(spec, dataset, results, command.loading, command.engine)
+        check_trained(made.record)
+        distributed.on_main(lambda: finish(results, spec, dataset, made, about))
+        check_trained(made.record, f"{results.folder / MODEL}/")
     return show_table(results)
 
 

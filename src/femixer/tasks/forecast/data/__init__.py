@@ -213,8 +213,11 @@ def locate(data: str) -> Path:
     path = Path(data)
     if path.is_file():
         return path
-    if data == PACKAGED:
-        return packaged()
+    if data == PACKAGED:  # found without importing vega_datasets: that reads all its descriptions
+        spec = importlib.util.find_spec("vega_datasets")
+        if spec is None or spec.origin is None:
+            require("vega_datasets", "forecast")
+        return Path(str(spec and spec.origin)).parent / "_data" / f"{PACKAGED}.csv"
     stems = [path.name, *(known.also for name, known in KNOWN.items() if name == path.name and known.also)]
     bare = [".txt"] if path.name in KNOWN and KNOWN[path.name].bare else []
     candidates = [path.with_name(stem + ending) for stem in stems for ending in (*ENDINGS, *bare)]
@@ -226,14 +229,6 @@ def locate(data: str) -> Path:
         known = f"known by name are {', '.join(KNOWN)}, and {PACKAGED}, which needs no file"
         raise ValueError(f"data={data!r} is neither a file nor a folder/NAME of one; {offered}; {known}")
     return found
-
-
-def packaged() -> Path:
-    """The series in vega_datasets, found without importing it: that reads all its descriptions."""
-    spec = importlib.util.find_spec("vega_datasets")
-    if spec is None or spec.origin is None:
-        require("vega_datasets", "forecast")
-    return Path(str(spec and spec.origin)).parent / "_data" / f"{PACKAGED}.csv"
 
 
 def read_parquet(path: Path) -> Rows:

@@ -84,15 +84,12 @@ class Windows:
         """Of all windows only these are copied."""
         history, future = self._cut(self.values, numbers)
         seen, seen_future = (None, None) if self.observed is None else self._cut(self.observed, numbers)
-        return Batch(history, future, seen, seen_future, self._covariates(numbers))
-
-    def _covariates(self, numbers: Tensor) -> Mapping[str, Tensor]:
         if self.covariates is None:
-            return {}
+            return Batch(history, future, seen, seen_future)
         so_far, to_come = self._cut(self.covariates, numbers)
-        whole = torch.cat([so_far, to_come], 1)
-        both = {"known": whole[..., : self.known], "past": so_far[..., self.known :]}
-        return {name: values for name, values in both.items() if values.shape[-1]}
+        both = {"known": torch.cat([so_far, to_come], 1)[..., : self.known], "past": so_far[..., self.known :]}
+        there = {name: values for name, values in both.items() if values.shape[-1]}
+        return Batch(history, future, seen, seen_future, there)
 
     def _cut(self, series: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         every = series.unfold(0, self.lookback + self.horizon, 1).transpose(1, 2)  # a view [N, L + H, C]

@@ -283,9 +283,7 @@ def read(data: str, reading: Reading | None = None, channels: int | None = None)
     """The images that `data` names, in the three parts that a training needs."""
     dataset = found(data, reading, channels)
     if len(dataset.classes) < 2:
-        raise ValueError(
-            f"data={data!r} has one class only, {', '.join(dataset.classes)}; a classifier needs two or more"
-        )
+        raise ValueError(f"data={data!r} has one class only, {dataset.classes[0]}; a classifier needs two or more")
     if "train" not in dataset.splits or "test" not in dataset.splits:
         there = " and ".join(dataset.splits)
         needed = "a training and another part (val, validation or test), or all images in one"
@@ -305,7 +303,8 @@ def found(data: str, reading: Reading | None = None, channels: int | None = None
     reading = reading or Reading()
     check_options(reading)
     check(channels in (None, 1, 3), "channels", channels, "1 (grey) or 3 (colours)")
-    check(data not in ("", PREFIX), "data", data, f"{DIGITS}, a folder with a folder per class, or {PREFIX}NAME")
+    named = f"{DIGITS}, which needs no file, a folder with a folder per class, or {PREFIX}NAME[@REVISION][:CONFIG]"
+    check(data not in ("", PREFIX), "data", data, named)
     if data.startswith(PREFIX):
         return read_dataset(data, reading, channels or 3)
     check(not reading.streaming, "streaming", True, f"False for data={data!r}: only {PREFIX}NAME can be a stream")
@@ -314,7 +313,6 @@ def found(data: str, reading: Reading | None = None, channels: int | None = None
     if data == DIGITS:  # whatever the folder one is in holds; ./digits is a folder
         return read_digits(reading, channels or 1)
     if not Path(data).is_dir():
-        named = f"{DIGITS}, which needs no file, a folder with a folder per class, or {PREFIX}NAME[@REVISION][:CONFIG]"
         raise ValueError(f"data={data!r} is no folder; choose {named}")
     return read_folder(Path(data), reading, channels or 3)
 
@@ -325,18 +323,9 @@ def read_digits(reading: Reading, channels: int) -> DataSet:
     pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)
     whole = Arrays(pixels, torch.from_numpy(digits.target).long(), "digit")
     splits = divided(whole, whole.labels, reading.share)
-    classes = tuple(str(name) for name in digits.target_names)
-    content = pixels.tobytes()
-    return DataSet(
-        DIGITS,
-        classes,
-        splits,
-        fingerprint(content, splits),
-        channels,
-        whole=fingerprint(content),
-        validation=reading.share,
-        one_part=True,
-    )
+    classes, content = tuple(map(str, digits.target_names)), pixels.tobytes()
+    about: dict[str, Any] = {"whole": fingerprint(content), "validation": reading.share, "one_part": True}
+    return DataSet(DIGITS, classes, splits, fingerprint(content, splits), channels, **about)
 
 
 def divided(whole: Images, labels: Tensor, validation: float) -> dict[str, Images]:

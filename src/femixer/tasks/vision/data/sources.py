@@ -320,18 +320,15 @@ def columns_of(rows: Any, data: str, reading: Reading) -> Columns:
     usual = [name for name in LABELS if name in features]
     label = reading.label_column or (typed[0] if len(typed) == 1 else next(iter(usual), None))
     check(label in features, "label_column", label, f"a column of labels, out of {', '.join(features)}")
-    classes = class_names(rows, str(label))
-    told = getattr(features[label], "dtype", "") in TEXTS
-    return Columns(str(image), str(label), classes, {name: n for n, name in enumerate(classes)} if told else None)
-
-
-def class_names(rows: Any, label: str) -> tuple[str, ...]:
-    kind = rows.features[label]
+    kind = features[label]
     if hasattr(kind, "names"):
-        return tuple(kind.names)
+        return Columns(str(image), str(label), tuple(kind.names))
     known = kind.dtype.startswith(("int", "uint")) or kind.dtype in TEXTS
     fits = known and hasattr(rows, "__len__")
     allowed = "a column of ClassLabels, or (not as a stream) of whole numbers 0, 1, ... or names"
     check(fits, "label_column", label, allowed)
     found = {each for each in rows[label] if each is not None}
-    return tuple(sorted(found)) if kind.dtype in TEXTS else tuple(map(str, range(max(found) + 1)))
+    if kind.dtype not in TEXTS:
+        return Columns(str(image), str(label), tuple(map(str, range(max(found) + 1))))
+    classes = tuple(sorted(found))
+    return Columns(str(image), str(label), classes, {name: n for n, name in enumerate(classes)})
