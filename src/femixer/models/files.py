@@ -343,18 +343,18 @@ def is_ours(card: Path) -> bool:
 
 def card_of(model: Any, card: Card) -> str:
     """The text of a model card: what the model is, its sizes, and what `card` tells besides."""
-    config, name = model.config, type(model).__name__
+    config, kind = model.config, type(model).__name__
     tags = {"FEMForCausalLM": "text-generation", "FEMForImageClassification": "image-classification"}
-    tag = "time-series-forecasting" if config.model_type == "fem-forecaster" else tags.get(name)
+    tag = "time-series-forecasting" if config.model_type == "fem-forecaster" else tags.get(kind)
     head = ["---", "library_name: transformers", "tags: [free-energy-mixer]"]
     head += [] if tag is None else [f"pipeline_tag: {tag}"]
-    rows = [("class", name), ("parameters", f"{model.num_parameters():,}")]
-    for name_ in (each for each in SHOWN if hasattr(config, each)):
-        value = getattr(config, name_)
-        rows.append((name_.replace("_", " "), ", ".join(map(str, value)) if isinstance(value, list) else str(value)))
+    rows = [("class", kind), ("parameters", f"{model.num_parameters():,}")]
+    for name in (each for each in SHOWN if hasattr(config, each)):
+        value = getattr(config, name)
+        rows.append((name.replace("_", " "), ", ".join(map(str, value)) if isinstance(value, list) else str(value)))
     parts = [
         "\n".join([*head, "---"]),
-        f"# {name}",
+        f"# {kind}",
         "A model with Free Energy Mixer layers ([paper](https://arxiv.org/abs/2602.07160)).",
         "## Sizes\n\n" + _table(("", ""), rows),
     ]

@@ -312,8 +312,9 @@ class Forecaster(FEMPreTrainedModel):
         together = [None if x[0] is None else np.stack(x, -3) for x in zip(*found, strict=True)] or [none]
         kind = values.dtype if values.dtype.kind == "f" else np.float64
         whole = slice(None)
-        like_given = {1: (..., 0, whole, 0), 2: (..., 0, whole, whole), 3: (...,)}[values.ndim]
-        result = Prediction(*(None if x is None else x.astype(kind)[like_given] for x in together))
+        like_given: Any = {1: (..., 0, whole, 0), 2: (..., 0, whole, whole), 3: (...,)}[values.ndim]
+        shaped: list[Any] = [None if x is None else x.astype(kind)[like_given] for x in together]
+        result = Prediction(*shaped)
         return result if levels else result.forecast
 
     @torch.no_grad()

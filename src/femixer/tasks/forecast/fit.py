@@ -42,7 +42,7 @@ def means_of(sums: Tensor) -> dict[str, float]:
     return {name: total / count for name, total in zip(("mse", "mae", PINBALL), totals, strict=False)}
 
 
-def window_sums(model: Callable[..., Any], windows: Windows, batch: int, what: str) -> Tensor:
+def window_sums(model: Any, windows: Windows, batch: int, what: str) -> Tensor:
     """[N, 3] in float64: how many known values each of this process's windows has, and sums over them of
     (forecast - future)^2 and |forecast - future|; of a model with quantiles [N, 4], with that of their loss."""
     mine = torch.arange(windows.count)[distributed.part().rows(windows.count)]

@@ -267,8 +267,8 @@ def cv(args: Sequence[str]) -> int:
     check_options(command)
     held = Held(command.n_windows, step)
     spec, series = prepared(command, held)
-    asked = {"refit": command.refit, "levels": command.levels, "intervals": command.intervals}
-    whole = CVSpec(**vars(spec), n_windows=held.windows, step_size=step, **asked)
+    asked: dict[str, Any] = {"refit": command.refit, "levels": command.levels, "intervals": command.intervals}
+    whole = CVSpec(**{**vars(spec), **asked}, n_windows=held.windows, step_size=step)
     parts = [(until(series, (held.windows - 1 - i) * step), Held(1, step)) for i in range(held.windows)]
     parts = parts if command.refit else [(series, held)]
     for part, windows in parts:

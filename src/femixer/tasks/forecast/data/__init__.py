@@ -155,8 +155,8 @@ def read(data: str, reading: Reading | None = None) -> Series:
     reading = reading or Reading()
     path = locate(data)
     # A known data set is called as we write it, any other as its file.
-    names = {name.lower(): name for name in KNOWN} | {known.also.lower(): name for name, known in KNOWN.items()}
-    name = names.get(path.stem.lower(), path.stem)
+    written = {name.lower(): name for name in KNOWN} | {known.also.lower(): name for name, known in KNOWN.items()}
+    name = written.get(path.stem.lower(), path.stem)
     known = KNOWN.get(name, Known())
     rows = rows_of(path, known, reading)
     date_column = find_date_column(rows, reading.date_column)

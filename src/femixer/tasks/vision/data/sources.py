@@ -48,8 +48,8 @@ def read_folder(root: Path, reading: Reading, channels: int) -> DataSet:
     else:
         train = files(root, classes, broken)
         splits = divided(train, train.labels, reading.share)
-    for label, name in enumerate(classes if train is not None else ()):
-        if not (train.labels == label).any():
+    for label, name in enumerate(classes):
+        if train is not None and not (train.labels == label).any():
             raise ValueError(f"{train.root / name} has no images; a class must have some, or no folder")
     names = [os.path.relpath(each[i].name, root) for each in splits.values() for i in range(len(each))]
     return DataSet(
