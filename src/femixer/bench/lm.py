@@ -135,13 +135,8 @@ class Contestant:
         return model
 
 
-def trained(options: Options) -> list[Contestant]:
-    """The rivals first."""
-    return [Contestant(prior) for prior in (*RIVALS, *options.priors)]
-
-
 def decoding(options: Options) -> list[Contestant]:
-    """The same, once for each cache that the softmax prior has."""
+    """The rivals first; FEM once for each cache that the softmax prior has."""
     own = [Contestant(prior, cache) for prior in options.priors for cache in caches(prior, options.parts)]
     return [*map(Contestant, RIVALS), *own]
 
@@ -211,7 +206,8 @@ def training_of(contestant: Contestant, tokens: Tensor, options: Options) -> Tra
 def measure_training(options: Options) -> list[TrainingCost]:
     tokens = torch.randint(options.vocabulary, (options.batch, options.length), device=options.device)
     with unlimited_compilation(options.compile):
-        field = {contestant: training_of(contestant, tokens, options) for contestant in trained(options)}
+        contestants = map(Contestant, (*RIVALS, *options.priors))
+        field = {contestant: training_of(contestant, tokens, options) for contestant in contestants}
         seconds = timed("training", {contestant: training.time for contestant, training in field.items()}, options)
     rival = seconds[Contestant(ATTENTION)]
     return [

@@ -127,7 +127,7 @@ def tabulate(records: Sequence[Record], tuned: Sequence[str] = TUNED) -> list[Ta
         for metric in METRICS
     ]
     places = [(results, horizon) for results in found for horizon in results.horizons]
-    paired, notes = paired_table(places, METRICS)
+    paired, notes = paired_table(places)
     tables = tables if paired is None else [*tables, paired]
     return [*tables[:-1], replace(tables[-1], notes=[*legend(records, tables[0], tuned), *notes])]
 
@@ -260,7 +260,7 @@ def compared(ours: Sequence[Record], theirs: Sequence[Record], metric: str, hori
     return difference(differences[~np.isnan(differences)], horizon)
 
 
-def paired_table(places: Sequence[tuple[Compared, int]], metrics: Sequence[str]) -> tuple[Table | None, list[str]]:
+def paired_table(places: Sequence[tuple[Compared, int]]) -> tuple[Table | None, list[str]]:
     """The table, None without any pair that has errors of windows; and sentences to stand below. places: results and
     horizons at which models are compared."""
     chosen = [{model: own for (model, h), own in results.chosen.items() if h == horizon} for results, horizon in places]
@@ -272,7 +272,7 @@ def paired_table(places: Sequence[tuple[Compared, int]], metrics: Sequence[str])
         notes.append(f"{old} jobs were stored without the errors of single windows: they have no paired difference.")
     rows: list[Row] = []
     for (results, horizon), models in zip(places, chosen, strict=True):
-        for metric in metrics:
+        for metric in METRICS:
             found = [compared(models.get(ours, ()), models.get(prior, ()), metric, horizon) for ours, prior in pairs]
             if any(found):
                 rows.append([results.dataset, results.look, str(horizon), metric, *map(cell, found)])

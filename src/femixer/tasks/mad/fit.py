@@ -1,8 +1,8 @@
 """One job: a model trained on one setting of a task, with one learning rate, weight decay and seed, and its scores."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +82,6 @@ def macro_accuracy(predicted: Tensor, targets: Tensor, classes: int) -> Tensor:
     return (hit / shown.clamp(min=1)).sum() / present.sum().clamp(min=1)
 
 
-SPLITS = ("validation", "test")
 SOLVED = 0.999
 """Training ends when the accuracy on both splits is above, so that either of them may select afterwards."""
 
@@ -108,6 +107,8 @@ class MadJob(Job):
     precision: Literal["no", "bf16"] = "no"
     gates: Literal["own", "torch"] = "own"
     """How gates, decays and conditioners start: as their mixer says, or as torch starts all linear maps."""
+    splits: ClassVar[tuple[str, ...]] = ("validation", "test")
+    """On which it is evaluated."""
 
     @classmethod
     def of(cls, how: Protocol, task: str, parameters: Mapping[str, Any], row: Mapping[str, Any], **own: Any) -> Self:
@@ -136,11 +137,6 @@ class MadJob(Job):
         sequences = {"train": self.parameters["train"], "validation": self.validation, "test": self.test}[split]
         arrays = sample(self.task, sequences, split, self.seed, **self.parameters)
         return Examples(*(torch.from_numpy(array).to(device) for array in arrays))
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """On which it is evaluated."""
-        return SPLITS
 
     def built(self) -> nn.Module:
         return build(self.task, self.fields, self.seed, self.gates)
@@ -186,13 +182,17 @@ class MadJob(Job):
 
     def record(self, metrics: Sequence[Record], diverged: str | None, parameters: int, device: torch.device) -> Record:
         """What a store keeps of a training."""
-        own = asdict(self)
+        own, evaluations = asdict(self), []
+        for step in dict.fromkeys(record["step"] for record in metrics):
+            at = {record["split"]: record for record in metrics if record["step"] == step}
+            scores = {s: {name: round(of[name], 6) for name in ("accuracy", "loss")} for s, of in at.items()}
+            evaluations.append({"step": step, **scores})
         how = ("fields", "batch", "evaluate_every", "validation", "test", "precision", "gates")
         return {
             **{name: value for name, value in own.items() if name not in how},
             "seconds": metrics[-1]["seconds"],
             "parameter_count": parameters,
-            "evaluations": [*evaluations(metrics)],
+            "evaluations": evaluations,
             "diverged": diverged,
             "training": {name: own[name] for name in how},
             "environment": {**environment(), "device": device.type},
@@ -201,14 +201,3 @@ class MadJob(Job):
 
 def solved(records: Sequence[Record]) -> bool:
     return all(record["accuracy"] > SOLVED for record in records)
-
-
-def evaluations(metrics: Sequence[Record]) -> Iterator[Record]:
-    """One record per step, with the scores of each split."""
-    for step in dict.fromkeys(record["step"] for record in metrics):
-        scores = {
-            record["split"]: {name: round(record[name], 6) for name in ("accuracy", "loss")}
-            for record in metrics
-            if record["step"] == step
-        }
-        yield {"step": step, **scores}

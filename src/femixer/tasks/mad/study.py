@@ -247,6 +247,7 @@ class StudyJob(MadJob):
     """One variant on one task, with one seed; its accuracy is per scored token, on the validation split."""
 
     variant: Mapping[str, Any] = field(default_factory=dict)
+    splits = ("validation",)
 
     @property
     def title(self) -> str:
@@ -256,10 +257,6 @@ class StudyJob(MadJob):
         when, last = learned(record), record["evaluations"][-1]
         told = "has not learned" if when is None else f"has learned at step {when}"
         return f"{told}; accuracy {last['validation']['accuracy']:.3f} at step {last['step']}"
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        return ("validation",)
 
     def built(self) -> nn.Module:
         model = super().built()

@@ -73,10 +73,6 @@ class Windows:
     """Of a long file: the time at which each window's future begins."""
 
     @property
-    def first(self) -> int:
-        return int(self.places[0])
-
-    @property
     def count(self) -> int:
         return len(self.places)
 
