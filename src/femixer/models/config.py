@@ -116,12 +116,12 @@ class MixerConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         check_names(type(self), kwargs)
         check_types(self)
-        for name, value in self.usual().items():
+        for name, value in self._usual().items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
         super().__post_init__(**kwargs)
 
-    def usual(self) -> dict[str, Any]:
+    def _usual(self) -> dict[str, Any]:
         """Values of fields that follow from others where they are None."""
         return {}
 
@@ -129,7 +129,7 @@ class MixerConfig(PreTrainedConfig):
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """Nothing: see FEMPreTrainedModel."""
 
-    def layers(self, **others: Any) -> FEMConfig:
+    def _layers(self, **others: Any) -> FEMConfig:
         """The layers as a configuration from which their mixers are built, with other fields of it."""
         names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
         same = {name: getattr(self, name) for name in (*names, *inspect.get_annotations(MixerConfig))}
@@ -195,7 +195,7 @@ class FEMConfig(MixerConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
-    def usual(self) -> dict[str, Any]:
+    def _usual(self) -> dict[str, Any]:
         inner = 256 * -(-8 * self.hidden_size // (3 * 256))
         return {"num_key_value_heads": self.num_attention_heads, "intermediate_size": inner}
 

@@ -70,7 +70,7 @@ class FEMVisionConfig(MixerConfig):
     layer_norm_eps: Positive = 1e-6
     initializer_range: Positive = 0.02
 
-    def usual(self) -> dict[str, Any]:
+    def _usual(self) -> dict[str, Any]:
         return {"intermediate_size": 4 * self.hidden_size}
 
     def validate_architecture(self) -> None:
@@ -104,7 +104,7 @@ class FEMVisionConfig(MixerConfig):
 
     def stack(self) -> FEMConfig:
         own = {name: getattr(self, name) for name in ("rope_base", "mixer_bias", "mixer_dropout")}
-        return self.layers(causal=False, rope=self.positions == "rotary", **own)
+        return self._layers(causal=False, rope=self.positions == "rotary", **own)
 
 
 class PatchEmbedding(nn.Module):

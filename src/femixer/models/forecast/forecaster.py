@@ -118,7 +118,7 @@ class ForecastConfig(MixerConfig):
     series_scale: dict[str, list[float]] | None = None
     label: str | None = None
 
-    def usual(self) -> dict[str, Any]:
+    def _usual(self) -> dict[str, Any]:
         """Sizes of kinds that have layers, as published, with this number of heads and width if they are given."""
         few, heads, width = self.channels <= FEW_CHANNELS, self.num_attention_heads, self.hidden_size
         sizes: tuple[float, ...] = ()
@@ -174,7 +174,7 @@ class ForecastConfig(MixerConfig):
 
     def stack(self) -> FEMConfig:
         """The layers of kind="fem" as a configuration from which their mixers are built."""
-        return self.layers(rope=self.rope, mixer_bias=True)
+        return self._layers(rope=self.rope, mixer_bias=True)
 
 
 class Forecaster(FEMPreTrainedModel):
