@@ -107,18 +107,18 @@ def test_half_precision_is_as_good_as_plain_torchs(gates: int) -> None:
 def test_read_in_pieces_it_is_the_definition(gates: int, pieces: list[int]) -> None:
     q, k, gate, v, beta, marks, *_ = one_head(example(129, gates=gates, marked=True, scale=3.0))
     wanted = definition(q, k, gate, v, beta, marks, None, None, False, True)
-    state, found = None, []
+    state, found = (None, None), []
     with use_backend("triton"), torch.no_grad():
         for part in torch.arange(129).split(pieces):
             cut = [None if x is None else x[:, part] for x in (q, k, gate, v)]
-            found.append(decayed_linear_read(*cut, beta, marks[:, part], state))
-            state = found[-1].state
+            found.append(decayed_linear_read(*cut, beta, marks[:, part], *state))
+            state = found[-1][3:]
     for i, name in enumerate(("mean", "free", "log_total")):
         torch.testing.assert_close(
             torch.cat([x[i] for x in found], 1), wanted[i].float(), rtol=1e-5, atol=1e-5, msg=name
         )
-    torch.testing.assert_close(state.sums, wanted[3], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(state.top, wanted[4], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state[0], wanted[3], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state[1], wanted[4], rtol=1e-5, atol=1e-5)
 
 
 class TestAnyRange:
@@ -127,10 +127,10 @@ class TestAnyRange:
         q, k, gate, v, beta, *_ = one_head(example(71, gates=gates))
         v[:, 66] = 1e4
         with use_backend("triton"), torch.no_grad():
-            read = decayed_linear_read(q, k, gate, v, beta, keep=False)
+            mean, free, *_ = decayed_linear_read(q, k, gate, v, beta, keep=False)
         wanted = definition(q, k, gate, v, beta, None, None, None, False, False)
-        assert_same(read.free, wanted[1])
-        assert_same(read.mean, wanted[0])
+        assert_same(free, wanted[1])
+        assert_same(mean, wanted[0])
 
     @pytest.mark.parametrize("exponent", [1e4, -1e4, 640.0])
     @pytest.mark.parametrize("strength", [3.0, 100.0])
@@ -177,17 +177,16 @@ def test_nothing_of_another_segment_or_of_padding_is_seen() -> None:
     for x, y in zip(reads[0][:3], reads[1][:3], strict=True):
         for rows in (slice(0, 5), slice(41, 83)):
             torch.testing.assert_close(x[0, rows], y[0, rows], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(reads[0].state.sums, reads[1].state.sums, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(reads[0][3], reads[1][3], rtol=1e-6, atol=1e-6)
 
 
 def test_what_is_not_a_number_stays_that() -> None:
     q, k, gate, v, beta, *_ = one_head(example(11))
     v[0, 4] = torch.nan
     with use_backend("triton"), torch.no_grad():
-        read = decayed_linear_read(q, k, gate, v, beta)
-    assert read.free is not None
-    assert read.mean[0, 4:].isnan().all()
-    assert read.free[0, 4:].isnan().all()
+        mean, free, *_ = decayed_linear_read(q, k, gate, v, beta)
+    assert mean[0, 4:].isnan().all()
+    assert free[0, 4:].isnan().all()
 
 
 def test_tensors_may_be_views() -> None:
@@ -198,7 +197,7 @@ def test_tensors_may_be_views() -> None:
     with use_backend("triton"), torch.no_grad():
         read = decayed_linear_read(views[0], views[1], views[3], views[2], beta)
         wanted = decayed_linear_read(q, k, gate, v, beta)
-    assert torch.equal(read.free, wanted.free)
+    assert torch.equal(read[1], wanted[1])
 
 
 def meta(length: int, gates: int, keys: int = 64, values: int = 32) -> list[Any]:
@@ -216,10 +215,9 @@ def test_launches_do_not_depend_on_the_length(gates: int) -> None:
     for length in (1000, 64000):
         given = meta(length, gates)
         with use_backend("triton"), recorded() as forward:
-            read = decayed_linear_read(*given)
-        assert read.free is not None
+            mean, free, *_ = decayed_linear_read(*given)
         with recorded() as backward:
-            (read.mean + read.free).sum().backward()
+            (mean + free).sum().backward()
         counts.append((len(forward), len(backward)))
     assert counts == [(4, 5), (4, 5)]
 
@@ -227,11 +225,11 @@ def test_launches_do_not_depend_on_the_length(gates: int) -> None:
 @GATES
 def test_one_token_is_one_launch(gates: int) -> None:
     with use_backend("triton"), torch.no_grad(), recorded() as launches:
-        state = decayed_linear_read(*meta(7, gates)).state
+        *_, sums, top = decayed_linear_read(*meta(7, gates))
         launches.clear()
-        decayed_linear_read(*meta(1, gates), state)
+        decayed_linear_read(*meta(1, gates), sums, top)
     assert len(launches) == 1
-    assert state.sums.dtype == torch.float32
+    assert sums.dtype == torch.float32
 
 
 def test_what_the_kernels_do_not_serve_is_said() -> None:

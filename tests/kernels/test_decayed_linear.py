@@ -13,14 +13,29 @@ from torch import Tensor
 
 from femixer import use_backend
 from femixer.kernels import check
-from femixer.kernels.decayed_linear import OPERATOR, decayed_linear_read, definition, example
+from femixer.kernels.decayed_linear import OPERATOR, FastWeights, decayed_linear_read, definition, example
 from femixer.kernels.marks import PADDING, START
+from femixer.kernels.reading import Reading
 
 from .backends import BACKENDS, examples
 
 EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS)
 GATES = pytest.mark.parametrize("gates", [0, 1, 5], ids=["none", "head", "channel"])
 EXACT = 1e-9  # float64; the compiled logarithm is good to about 1e-10
+
+
+def read_of(
+    q: Tensor,
+    k: Tensor,
+    gate: Tensor | None,
+    v: Tensor,
+    beta: Tensor,
+    marks: Tensor | None = None,
+    state: FastWeights | None = None,
+    keep: bool = True,
+) -> Reading:
+    *read, sums, top = decayed_linear_read(q, k, gate, v, beta, marks, *(state or (None, None)), keep=keep)
+    return Reading(*read, FastWeights(sums, top))
 
 
 @examples(OPERATOR)
@@ -49,11 +64,11 @@ def test_any_length(backend: str, gates: int, exclusive: bool, length: int) -> N
 def test_read_in_pieces_it_is_the_whole(backend: str, gates: int, pieces: list[int]) -> None:
     q, k, gate, v, beta, marks, *_ = example(73, gates=gates, marked=True, scale=30.0)
     with use_backend(backend):
-        whole = decayed_linear_read(q, k, gate, v, beta, marks)
+        whole = read_of(q, k, gate, v, beta, marks)
         state, found = None, []
         for part in torch.arange(73).split(pieces):
             cut = [None if x is None else x[:, part] for x in (q, k, gate, v)]
-            read = decayed_linear_read(*cut, beta, marks[:, part], state)
+            read = read_of(*cut, beta, marks[:, part], state)
             state = read.state
             found.append(read)
     for name in ("mean", "free", "log_total"):
@@ -67,11 +82,11 @@ def test_read_in_pieces_it_is_the_whole(backend: str, gates: int, pieces: list[i
 def test_a_later_token_decides_no_earlier_result(backend: str, gates: int) -> None:
     q, k, gate, v, beta, *_ = example(67, gates=gates)
     with use_backend(backend):
-        before = decayed_linear_read(q, k, gate, v, beta, keep=False)
+        before = read_of(q, k, gate, v, beta, keep=False)
         for at in (3, 9, 66):
             later = v.clone()
             later[:, at] = 1e4
-            after = decayed_linear_read(q, k, gate, later, beta, keep=False)
+            after = read_of(q, k, gate, later, beta, keep=False)
             for x, y in zip(before[:2], after[:2], strict=True):
                 assert ((x - y).abs() <= 1e-5 * x.abs().clamp(min=1))[:, :at].all(), at
             wanted = definition(q, k, gate, later, beta, None, None, None, False, False)[1]
@@ -91,7 +106,7 @@ def test_nothing_of_another_segment_or_of_padding_is_seen(backend: str, gates: i
             changed = v.clone()
             changed[0, 5:41] *= size
             changed[:, 50:53] = size
-            reads.append(decayed_linear_read(q, k, gate, changed, beta, marks))
+            reads.append(read_of(q, k, gate, changed, beta, marks))
     for x, y in zip(reads[0][:3], reads[1][:3], strict=True):
         for rows in (slice(0, 5), slice(41, 83)):
             torch.testing.assert_close(x[0, rows], y[0, rows], rtol=1e-6, atol=1e-6)
@@ -155,7 +170,7 @@ class TestHeadsThatAreReadAgain:
         q[:, :, 0, 0] = q[:, :, 1, 1] = k[0, 0, 0, 1] = k[0, 1, 0, 0] = 1
         k[0, 1, 0, 1], v[0, 0] = 0.5, 100
         beta = torch.ones(1, 1, dtype=dtype, requires_grad=True)
-        free = decayed_linear_read(q, k, None, v, beta, keep=False).free
+        free = read_of(q, k, None, v, beta, keep=False).free
         assert free is not None
         free.sum().backward()
         # Only the second head's last token weighs two values, 2/3 on 100 and 1/3 on 0: dF/dbeta = -log(2/3) / beta^2.
@@ -181,7 +196,7 @@ def test_what_is_not_a_number_stays_that(backend: str, gates: int) -> None:
     q, k, gate, v, beta, *_ = example(11, gates=gates)
     v[0, 4] = torch.nan
     with use_backend(backend):
-        read = decayed_linear_read(q, k, gate, v, beta)
+        read = read_of(q, k, gate, v, beta)
     assert read.free is not None
     assert read.mean[0, 4:].isnan().all()
     assert read.free[0, 4:].isnan().all()
@@ -193,9 +208,9 @@ def test_what_is_not_a_number_stays_that(backend: str, gates: int) -> None:
 def test_of_no_tokens_the_state_is_the_one_before(backend: str, gates: int) -> None:
     q, k, gate, v, beta, *_ = example(5, gates=gates)
     with use_backend(backend):
-        state = decayed_linear_read(q, k, gate, v, beta).state
+        state = read_of(q, k, gate, v, beta).state
         nothing = [None if x is None else x[:, :0] for x in (q, k, gate, v)]
-        read = decayed_linear_read(*nothing, beta, state=state)
+        read = read_of(*nothing, beta, state=state)
     assert read.mean.shape == (2, 0, 3, 2)
     torch.testing.assert_close(read.state, state, rtol=1e-12, atol=1e-12)
 
@@ -207,7 +222,7 @@ def test_transforms_of_functions_go_through(gates: int) -> None:
 
     def energy(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, marks: Tensor) -> Tensor:
         gate = None if gate is None else gate[None]
-        read = decayed_linear_read(q[None], k[None], gate, v[None], beta, marks[None])
+        read = read_of(q[None], k[None], gate, v[None], beta, marks[None])
         assert read.free is not None
         return read.free.square().sum() + read.mean.sum()
 

@@ -236,11 +236,12 @@ class DirectedPrior(Prior):
                 mirrored = {name: x.flip(1) for name, x in tracks.items()}
                 future = self.scan(mirrored, v.flip(1), beta, reversed_marks(marks), None, False, exclusive=True)
                 per_head = None if beta is None else beta.repeat_interleave(mean.shape[2] // beta.shape[0], 0)
-                mean, free, log_total = two_reads(past[:3], future[:3], per_head)
+                mean, free, log_total = two_reads(*past[:3], *future[:3], per_head)
             if not self.normalize:
                 if layout.padding is not None:
                     log_total = log_total.masked_fill(layout.padding[..., None, None], 0)
                 mean, free = unnormalized(mean, free, log_total.expand_as(mean), beta)
+            free = None if beta is None else free
             if layout.padding is not None:
                 padding = layout.padding[..., None, None]
                 mean, free = mean.masked_fill(padding, 0), None if free is None else free.masked_fill(padding, 0)

@@ -87,9 +87,10 @@ class InteractivePrior(DirectedPrior):
     ) -> Reading:
         write_map, read_map = (softplus(at_least(x, v.dtype)) for x in (self.write_map, self.read_map))
         system = PairSystem(tracks["gate"], tracks["b"], tracks["c"], write_map, read_map)
-        state = PairSums.empty(system.gate) if state is None else state
-        beta = None if beta is None else beta[:, 0]
-        return pair_state_space_read(system, v, beta, marks, state, exclusive)
+        sums, top = PairSums.empty(system.gate) if state is None else state
+        temperatures = None if beta is None else beta[:, 0]
+        mean, free, log_total, *last = pair_state_space_read(*system, v, temperatures, marks, sums, top, exclusive)
+        return Reading(mean, None if beta is None else free, log_total, PairSums(*last))
 
     def log_scores(self, tracks: dict[str, Tensor], rows: Tensor) -> Tensor:
         """[B, H, rows, T * D, D]: over pairs (i, k), for every output channel j."""

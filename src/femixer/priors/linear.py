@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.conditioner import spread_decay_
-from femixer.kernels.decayed_linear import decayed_linear_read
+from femixer.kernels.decayed_linear import FastWeights, decayed_linear_read
 from femixer.kernels.reading import Reading
 from femixer.kernels.softplus import softplus
 from femixer.layout import Layout
@@ -70,8 +70,11 @@ class LinearPrior(DirectedPrior):
         exclusive: bool,
     ) -> Reading:
         q, k, gate = tracks["q"], tracks["k"], tracks.get("gate")
-        read = decayed_linear_read(q, k, gate, v, beta, marks, state, exclusive, keep)
-        return Reading(read.mean, read.free, read.log_total[..., None], read.state)
+        sums, top = (None, None) if state is None else state
+        read = decayed_linear_read(q, k, gate, v, beta, marks, sums, top, exclusive, keep)
+        mean, free, log_total, sums, top = read
+        state = FastWeights(sums, top) if keep else None
+        return Reading(mean, None if beta is None else free, log_total[..., None], state)
 
     def log_scores(self, tracks: dict[str, Tensor], rows: Tensor) -> Tensor:
         repeats = self.heads // self.kv_heads

@@ -145,4 +145,5 @@ def with_itself(read: Reading, v: Tensor, beta: Tensor | None, log_weight: Tenso
     """
     own, weight = v.flip(1), log_weight.expand_as(v).flip(1)
     free = None if read.free is None else own
-    return Reading(*two_reads(read[:3], (own, free, weight), beta), read.state)
+    mean, free, log_total = two_reads(*read[:3], own, free, weight, beta)
+    return Reading(mean, None if beta is None else free, log_total, read.state)

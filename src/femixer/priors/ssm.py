@@ -13,7 +13,7 @@ from femixer.conditioner import inverse_softplus, memory_spans
 from femixer.kernels.operator import at_least
 from femixer.kernels.reading import Reading
 from femixer.kernels.softplus import softplus
-from femixer.kernels.state_space import System, state_space_read
+from femixer.kernels.state_space import Modes, System, state_space_read
 from femixer.layout import Layout
 from femixer.priors.base import DirectedPrior, Widths
 from femixer.projection import Columns
@@ -51,10 +51,11 @@ class StateSpacePrior(DirectedPrior):
     ) -> Reading:
         system = self.system(tracks, v.dtype)
         flat, shape = v.flatten(-2), v.shape[-2:]
-        beta = None if beta is None else beta.flatten()
-        read = state_space_read(system, flat, beta, marks, state, exclusive)
-        free = None if read.free is None else read.free.unflatten(-1, shape)
-        return Reading(read.mean.unflatten(-1, shape), free, read.log_total.unflatten(-1, shape), read.state)
+        temperatures = None if beta is None else beta.flatten()
+        sums, top = Modes.empty(system.rate, flat) if state is None else state
+        mean, free, log_total, *last = state_space_read(*system, flat, temperatures, marks, sums, top, exclusive)
+        free_energy = None if beta is None else free.unflatten(-1, shape)
+        return Reading(mean.unflatten(-1, shape), free_energy, log_total.unflatten(-1, shape), Modes(*last))
 
 
 class SSMPrior(StateSpacePrior):

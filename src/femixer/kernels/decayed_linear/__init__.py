@@ -16,8 +16,8 @@ from torch import Tensor
 
 from femixer.kernels.check import Tolerance
 from femixer.kernels.marks import PADDING, START, is_padding, is_start
-from femixer.kernels.operator import Operator, wide_dtype
-from femixer.kernels.reading import Reading, state_dtype
+from femixer.kernels.operator import declared, wide_dtype
+from femixer.kernels.reading import state_dtype
 
 
 class FastWeights(NamedTuple):
@@ -30,19 +30,28 @@ class FastWeights(NamedTuple):
     top: Tensor
 
 
-def _results(
+# The internal result is which heads [B, H] were read again.
+@declared(outputs=6, internal=1)
+def decayed_linear_read(
     q: Tensor,
     k: Tensor,
     gate: Tensor | None,
     v: Tensor,
     beta: Tensor | None,
-    marks: Tensor | None,
-    sums: Tensor | None,
-    top: Tensor | None,
-    exclusive: bool,
-    keep: bool,
-) -> tuple[Tensor, ...]:
-    """mean, free, log_total, the state's sums and top, and which heads [B, H] were read again (for the backward)."""
+    marks: Tensor | None = None,
+    sums: Tensor | None = None,
+    top: Tensor | None = None,
+    exclusive: bool = False,
+    keep: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """mean, free [B, T, H, D] (free empty without beta); log_total [B, T, H]; sums and top of the state after the last
+    token, empty unless they are to be kept. In float32 or better.
+
+    q [B, T, H, E]; k [B, T, G, E]; gate [B, T, G, E or 1]; v [B, T, G, D]; beta [G, D]; marks [B, T], see
+    femixer.kernels.marks. sums, top: the state before the tokens, None for an empty one. exclusive: a token reads those
+    before it, decayed by its own gate. Where a token sees nothing, and at padding, mean and free are zero and log_total
+    is -inf.
+    """
     batch, _, heads, channels = q.shape
     groups, width = v.shape[2:]
     mean = v.new_empty(*q.shape[:3], width, dtype=wide_dtype(v))
@@ -51,33 +60,11 @@ def _results(
     wide = state_dtype(v.device)
     last = v.new_empty((batch, groups, channels, columns) if keep else 0, dtype=wide)
     last_top = v.new_empty((batch, groups, width) if keep else 0, dtype=wide)
-    return mean, free, mean.new_empty(q.shape[:3]), last, last_top, v.new_empty(batch, heads, dtype=torch.bool)
+    again = v.new_empty(batch, heads, dtype=torch.bool)
+    return mean, free, mean.new_empty(q.shape[:3]), last, last_top, again  # type: ignore[return-value]
 
 
-OPERATOR = Operator(__name__, _results, outputs=6, internal=1)
-
-
-def decayed_linear_read(
-    q: Tensor,
-    k: Tensor,
-    gate: Tensor | None,
-    v: Tensor,
-    beta: Tensor | None,
-    marks: Tensor | None = None,
-    state: FastWeights | None = None,
-    exclusive: bool = False,
-    keep: bool = True,
-) -> Reading:
-    """mean, free [B, T, H, D] (free None without beta); log_total [B, T, H]; state after the last token, if kept. In
-    float32 or better.
-
-    q [B, T, H, E]; k [B, T, G, E]; gate [B, T, G, E or 1]; v [B, T, G, D]; beta [G, D]; marks [B, T], see
-    femixer.kernels.marks. exclusive: a token reads those before it, decayed by its own gate. Where a token sees
-    nothing, and at padding, mean and free are zero and log_total is -inf.
-    """
-    sums, top = (None, None) if state is None else state
-    mean, free, log_total, last, last_top, _ = OPERATOR(q, k, gate, v, beta, marks, sums, top, exclusive, keep)
-    return Reading(mean, None if beta is None else free, log_total, FastWeights(last, last_top) if keep else None)
+OPERATOR = decayed_linear_read.operator
 
 
 # Exponents beta v reach 2000 in the examples, of which a float32 F keeps no more digits for the backward.

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from femixer.kernels.marks import PADDING, START, is_padding, is_start
-from femixer.kernels.operator import Operator, wide_dtype
-from femixer.kernels.reading import Reading, state_dtype
+from femixer.kernels.operator import declared, wide_dtype
+from femixer.kernels.reading import state_dtype
 from femixer.kernels.state_space import dense_read, some_past
 
 
@@ -48,7 +48,8 @@ class PairSums(NamedTuple):
         return cls(sums, gate.new_full((batch, heads), -torch.inf, dtype=dtype))
 
 
-def _results(
+@declared(outputs=5)
+def pair_state_space_read(
     gate: Tensor,
     write: Tensor,
     read: Tensor,
@@ -59,30 +60,19 @@ def _results(
     marks: Tensor | None,
     sums: Tensor,
     top: Tensor,
-    exclusive: bool,
-) -> tuple[Tensor, ...]:
+    exclusive: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """mean, free (empty without beta) and log_total [B, T, H, D]; sums and top of the state after the last token.
+
+    gate to gather: the PairSystem; v [B, T, H, D]; beta [H]: a head's channels compete, so they share one temperature;
+    marks [B, T]; sums, top: the state before. exclusive: a token reads those before it, decayed by its own gate.
+    """
     mean, log_total = (v.new_empty(v.shape, dtype=wide_dtype(v)) for _ in range(2))
     free = mean.new_empty((0, 0, 0, 0) if beta is None else v.shape)
     return mean, free, log_total, sums.new_empty(sums.shape), top.new_empty(top.shape)
 
 
-OPERATOR = Operator(__name__, _results, 5)
-
-
-def pair_state_space_read(
-    system: PairSystem,
-    v: Tensor,
-    beta: Tensor | None,
-    marks: Tensor | None,
-    state: PairSums,
-    exclusive: bool = False,
-) -> Reading:
-    """v [B, T, H, D]; beta [H]: a head's channels compete, so they share one temperature; marks [B, T].
-
-    exclusive: a token reads those before it, decayed by its own gate.
-    """
-    mean, free, log_total, *last = OPERATOR(*system, v, beta, marks, *state, exclusive)
-    return Reading(mean, None if beta is None else free, log_total, PairSums(*last))
+OPERATOR = pair_state_space_read.operator
 
 
 def definition(*arguments: Any) -> tuple[Tensor, ...]:

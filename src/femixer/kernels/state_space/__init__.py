@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from femixer.kernels.marks import PADDING, START, is_padding, is_start
-from femixer.kernels.operator import Operator, wide_dtype
-from femixer.kernels.reading import Reading, state_dtype
+from femixer.kernels.operator import declared, wide_dtype
+from femixer.kernels.reading import state_dtype
 
 
 class System(NamedTuple):
@@ -52,7 +52,8 @@ class Modes(NamedTuple):
         return cls(sums, v.new_full((v.shape[0], v.shape[2]), -torch.inf, dtype=dtype))
 
 
-def _results(
+@declared(outputs=5)
+def state_space_read(
     rate: Tensor,
     step: Tensor | None,
     write: Tensor | None,
@@ -64,28 +65,19 @@ def _results(
     marks: Tensor | None,
     sums: Tensor,
     top: Tensor,
-    exclusive: bool,
-) -> tuple[Tensor, ...]:
+    exclusive: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """mean, free (empty without beta) and log_total [B, T, C]; sums and top of the state after the last token.
+
+    rate to skip: the System; v [B, T, C]; beta [C]; marks [B, T]; sums, top: the state before. exclusive: a token reads
+    those before it, decayed by its own step.
+    """
     mean, log_total = (v.new_empty(v.shape, dtype=wide_dtype(v)) for _ in range(2))
     free = mean.new_empty((0, 0, 0) if beta is None else v.shape)
     return mean, free, log_total, sums.new_empty(sums.shape), top.new_empty(top.shape)
 
 
-OPERATOR = Operator(__name__, _results, 5)
-
-
-def state_space_read(
-    system: System,
-    v: Tensor,
-    beta: Tensor | None,
-    marks: Tensor | None,
-    state: Modes | None = None,
-    exclusive: bool = False,
-) -> Reading:
-    """v [B, T, C]; beta [C]; marks [B, T]. exclusive: a token reads those before it, decayed by its own step."""
-    state = Modes.empty(system.rate, v) if state is None else state
-    mean, free, log_total, *last = OPERATOR(*system, v, beta, marks, *state, exclusive)
-    return Reading(mean, None if beta is None else free, log_total, Modes(*last))
+OPERATOR = state_space_read.operator
 
 
 def definition(*arguments: Any) -> tuple[Tensor, ...]:

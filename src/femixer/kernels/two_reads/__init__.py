@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from femixer.kernels.operator import Operator
+from femixer.kernels.operator import declared
 
 
-def _results(
+@declared(outputs=3, left_to_torch="a few passes over memory beside two scans")
+def two_reads(
     mean: Tensor,
     free: Tensor | None,
     log_total: Tensor,
@@ -25,25 +26,19 @@ def _results(
     later_free: Tensor | None,
     later_total: Tensor,
     beta: Tensor | None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """mean, free energy (empty without beta) and log total of both.
+
+    Of the past, and of the future in reversed time: mean [B, T, H, D], free energy of the same shape, log total
+    [B, T, H, D or 1], -inf where nothing is seen. beta [H, D]. Where neither sees anything, the results are those of
+    the past.
+    """
     both = torch.empty_like(mean, memory_format=torch.contiguous_format)
     total = torch.empty_like(log_total, memory_format=torch.contiguous_format)
     return both, mean.new_empty(0) if free is None else free.new_empty(free.shape), total
 
 
-OPERATOR = Operator(__name__, _results, outputs=3, left_to_torch="a few passes over memory beside two scans")
-
-
-def two_reads(
-    past: tuple[Tensor, Tensor | None, Tensor], future: tuple[Tensor, Tensor | None, Tensor], beta: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """mean, free energy (None without beta) and log total of both.
-
-    past, future: mean [B, T, H, D], free energy of the same shape, log total [B, T, H, D or 1], -inf where nothing is
-    seen; `future` is in reversed time. beta [H, D]. Where neither sees anything, the results are those of the past.
-    """
-    mean, free, log_total = OPERATOR(*past, *future, beta)
-    return mean, None if beta is None else free, log_total
+OPERATOR = two_reads.operator
 
 
 def forward(*arguments: Any) -> tuple[Tensor, ...]:

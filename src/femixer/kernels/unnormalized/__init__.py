@@ -10,22 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from femixer.kernels.operator import Operator
+from femixer.kernels.operator import declared
 
 
-def _results(mean: Tensor, free: Tensor | None, log_total: Tensor, beta: Tensor | None) -> tuple[Tensor, ...]:
+@declared(outputs=2, fusible=True)
+def unnormalized(mean: Tensor, free: Tensor | None, log_total: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """mean, free and log_total [B, T, H, D]; beta [H, D]; free and beta come together, without them free is empty.
+    Results: log_total's type."""
     return log_total.new_empty(mean.shape), log_total.new_empty(0 if free is None else mean.shape)
 
 
-OPERATOR = Operator(__name__, _results, outputs=2, fusible=True)
-
-
-def unnormalized(
-    mean: Tensor, free: Tensor | None, log_total: Tensor, beta: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """mean, free and log_total [B, T, H, D]; beta [H, D]; free and beta come together. Results: log_total's type."""
-    mean, energy = OPERATOR(mean, free, log_total, beta)
-    return mean, None if free is None else energy
+OPERATOR = unnormalized.operator
 
 
 def forward(mean: Tensor, free: Tensor | None, log_total: Tensor, beta: Tensor | None) -> tuple[Tensor, ...]:
