@@ -32,9 +32,9 @@ METHOD = sorted(
 ROOMS = sorted(path for path in PACKAGE.rglob("*.py") if path not in OPERATORS)
 FILES, ROOM_FILES, FILE_LINES, REPEATED = 238, 143, 480, 12
 # Of operators without Triton; the aim is 7,000 lines, and until then they may only become shorter.
-LINES, OPERATOR_FILES, FUNCTION_LINES, PARAMETERS = 11_202, 61, 80, 12
+LINES, OPERATOR_FILES, FUNCTION_LINES, PARAMETERS = 11_161, 61, 80, 12
 # Files that a training step passes through, and how often it goes from one to another; the aim for gla is 14 and 45.
-WAYS = {"gla": (19, 69), "softmax": (24, 93), "mamba": (18, 70)}
+WAYS = {"gla": (18, 68), "softmax": (24, 93), "mamba": (18, 70)}
 
 each = {"ids": lambda path: str(path.relative_to(PACKAGE))}
 
