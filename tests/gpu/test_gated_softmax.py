@@ -16,8 +16,15 @@ EXAMPLES = examples()
 
 def tokens(name: str, count: int) -> tuple[object, ...]:
     """The first tokens of one sequence of an example."""
-    given = EXAMPLES[name]
-    return tuple(x[:1, :count] if isinstance(x, Tensor) and i != 3 else x for i, x in enumerate(given))
+
+    def cut(i: int, x: object) -> object:
+        if not isinstance(x, Tensor) or i == 3:
+            return x
+        if i == 6:  # sums of decays before the tokens, and up to them
+            return torch.cat([sums[..., :count] for sums in x[:1].chunk(2, 2)], 2)
+        return x[:1, :count]
+
+    return tuple(cut(i, x) for i, x in enumerate(EXAMPLES[name]))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

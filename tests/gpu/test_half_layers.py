@@ -12,7 +12,7 @@ import femixer.priors.softmax
 from femixer import FreeEnergyMixer, use_backend
 from femixer.priors import parse_prior
 
-KINDS = ("softmax", "gla", "decay", "mamba:normalize=false", "mamba-interactive")
+KINDS = ("softmax", "fox", "gla", "decay", "mamba:normalize=false", "mamba-interactive")
 DIM, HEADS, LENGTH = 16, 2, 7
 
 

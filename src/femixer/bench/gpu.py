@@ -173,7 +173,9 @@ def trace(layer: nn.Module, batch: int, length: int, dim: int, dtype: torch.dtyp
 def attention_traces(options: Options, length: int, dtype: torch.dtype) -> Traces:
     """Torch's flash attention by hand, because it has no form without data: projections of q, k and v as one product, a
     fused rotation, the flash kernel, which halves its work where the mask is causal, and the output projection. Its
-    tiles have FLASH rows forward and as many keys backward, where gradients of queries are summed up in the cache."""
+    tiles have FLASH rows forward and as many keys backward. Backward there are three kernels: <o, to_o> of every row,
+    which also clears the float32 sums of the queries' gradients; the gradients, with these added up in the cache; and
+    their cast, which float32 does without."""
     tokens, dim, size = options.batch * length, options.dim, dtype.itemsize
     x, pairs = tokens * dim * size, options.batch * options.heads * length * length // 2
     width = dim // options.heads
@@ -191,8 +193,14 @@ def attention_traces(options: Options, length: int, dtype: torch.dtype) -> Trace
         Step("flash", True, 4 * x, products, pairs, dtype, again),
         *linear("out", 1),
     ]
-    flash = Step("flash backward", True, 8 * x, 5 * products // 2, pairs, dtype, again + pairs // FLASH * width * 4)
-    backward = [*linear("out backward", 1, 2), flash, rotation, *linear("qkv backward", 3, 2), bias]
+    sums = tokens * dim * 4
+    added = again + pairs // FLASH * width * 4
+    flash = [
+        Step("flash row sums", True, 2 * x + sums, 0, 0, dtype),
+        Step("flash backward", True, 6 * x + 2 * sums, 5 * products // 2, pairs, dtype, added),
+        *([] if size == 4 else [Step("flash cast", True, sums + x, 0, 0, dtype)]),
+    ]
+    backward = [*linear("out backward", 1, 2), *flash, rotation, *linear("qkv backward", 3, 2), bias]
     return Traces(forward, backward)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from femixer.conditioner import spread_decay_
+from femixer.kernels.softplus import softplus
 from femixer.layout import Layout
-from femixer.priors.base import Prior, Widths
+from femixer.priors.base import Widths
 from femixer.priors.softmax import SoftmaxPrior
 from femixer.projection import Columns
 
@@ -48,7 +48,7 @@ class FoxPrior(SoftmaxPrior):
 
     def log_decays(self, inputs: dict[str, Tensor], layout: Layout) -> Tensor:
         # float64, because their sums grow along the sequence while only differences of sums matter.
-        decay = -F.softplus(inputs["decay"].double() + self.decay_bias.double())
+        decay = softplus(inputs["decay"], self.decay_bias, scale=-1.0).double()
         return decay if layout.padding is None else decay.masked_fill(layout.padding[..., None], 0)
 
     def _read_from(
@@ -59,8 +59,7 @@ class FoxPrior(SoftmaxPrior):
         layout: Layout,
         dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        # In half precision the rounding error of the bias would be as large as a gate.
-        return super()._read_from(inputs, v.to(torch.promote_types(v.dtype, torch.float32)), beta, layout, dtype)
-
-    def gated_read(self, *given: Any) -> tuple[Tensor, Any]:
-        return Prior.gated_read(self, *given)
+        if beta is None:
+            # The plain mean is read in the type of the values; in half precision a bias would be rounded by a gate.
+            v, dtype = v.to(torch.promote_types(v.dtype, torch.float32)), None
+        return super()._read_from(inputs, v, beta, layout, dtype)

@@ -145,6 +145,15 @@ class SoftmaxPrior(Prior):
         """Log decay of earlier tokens' scores at each token, or None: [B, T, H] <= 0, float64, zero at padding."""
         return None
 
+    def _decays(self, decay: Tensor | None, layout: Layout) -> Tensor | None:
+        """Sums of log decays before each token and up to it, [B, H, 2 T]."""
+        if decay is None:
+            return None
+        until = _sums(decay, layout)
+        # A causal layer reads nothing ahead, so it does not use the sums before a token.
+        before = until if self.causal else until - decay
+        return torch.cat([before, until], 1).transpose(1, 2)
+
     def _bias(self, query: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor | None:
         return None if self.score_bias is None else self.score_bias(query, key).to(dtype)
 
@@ -154,14 +163,8 @@ class SoftmaxPrior(Prior):
         q, k, v, beta = self._read_from(inputs, v, beta, layout)
         decay = self.log_decays(inputs, layout)
         if state is None and not keep:
-            decays = None
-            if decay is not None:
-                until = _sums(decay, layout)
-                # A causal layer reads nothing ahead, so it does not use the sums before a token.
-                before = until if self.causal else until - decay
-                decays = torch.cat([before, until], 1).transpose(1, 2)
             visible = self._visible(layout, q.dtype)
-            mean, free = softmax_read(q, k, v, beta, causal=self.causal, decays=decays, **visible)
+            mean, free = softmax_read(q, k, v, beta, causal=self.causal, decays=self._decays(decay, layout), **visible)
             return mean, free, None
         one_more = state is not None and state.stream.shift is not None and q.shape[1] == 1
         if one_more and not torch.is_grad_enabled():
@@ -191,7 +194,8 @@ class SoftmaxPrior(Prior):
         q, k, v, beta = self._read_from(inputs, v, beta, layout, handed_dtype(v))
         gates = None if lam is None else lam.to(v.dtype), None if gate is None else gate.to(v.dtype)
         visible = self._visible(layout, v.dtype)
-        return gated_softmax_read(q, k, v, beta, gates, EPS, causal=self.causal, **visible), None
+        decays = self._decays(self.log_decays(inputs, layout), layout)
+        return gated_softmax_read(q, k, v, beta, gates, EPS, causal=self.causal, decays=decays, **visible), None
 
     def _read_from(
         self,

@@ -58,6 +58,7 @@ def gated_softmax_read(
     causal: bool = True,
     window: int | None = None,
     bias: Tensor | None = None,
+    decays: Tensor | None = None,
     segments: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """o [B, T, H, D]; gates: the logits a and b, [B, T, H, D] each; eps is added to the mean square of softplus(b).
@@ -67,10 +68,11 @@ def gated_softmax_read(
     """
     if q.shape[0] == 0 or q.shape[1] == 0:
         return q.new_zeros(*q.shape[:-1], v.shape[-1])
+    assert bias is None or decays is None
     if bias is not None:
-        bias = bias.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        decays = bias.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     of_queries, of_keys = (None, None) if segments is None else segments
-    return OPERATOR(q, k, v, beta, *gates, bias, of_queries, of_keys, causal, window, eps)[0]
+    return OPERATOR(q, k, v, beta, *gates, decays, of_queries, of_keys, causal, window, eps)[0]
 
 
 DIFFERENTIABLE = True
@@ -117,6 +119,8 @@ def examples() -> dict[str, tuple[Any, ...]]:
 
     segments = torch.arange(71)[None].expand(3, -1) // 40
     window = (*example()[:7], segments, segments, True, 5, 1e-6)
+    until = -0.3 * torch.randn(3, 2, 71, generator=generator).abs().cumsum(2)
+    decays = (*example()[:6], torch.cat([until, until], 2), None, None, True, None, 1e-6)
     return {
         "causal": example(),
         "encoder": example(causal=False),
@@ -130,4 +134,5 @@ def examples() -> dict[str, tuple[Any, ...]]:
         "mean": example(inverse=None, parts="G"),
         "free energy": example(parts=""),
         "window and segments": window,
+        "decays": decays,
     }

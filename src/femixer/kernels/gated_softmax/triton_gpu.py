@@ -9,14 +9,17 @@ from torch import Tensor
 
 from femixer.kernels.softmax import triton_call
 from femixer.kernels.softmax.triton_call import Call, Gates
-from femixer.kernels.softmax.triton_gpu import Found, backward_of, read, tops_shape
+from femixer.kernels.softmax.triton_gpu import Found, backward_of, looks_ahead, read, tops_shape
 from femixer.kernels.softmax.visibility import Visibility
 
 
 def refuse(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, *rest: Any
 ) -> str | None:
-    return triton_call.refuse(q, k, v, beta, Visibility(*rest[:5]), lam, gate)
+    seen = Visibility(*rest[:5])
+    if looks_ahead(seen):
+        return "scores that decay towards later keys are read by torch's attention, and gated afterwards"
+    return triton_call.refuse(q, k, v, beta, seen, lam, gate)
 
 
 def results(*arguments: Any) -> tuple[Tensor, ...]:
