@@ -37,13 +37,7 @@ def _results(
 
 # Around torch's attention on a CPU, kernels for both at once won 2 % of a step at most: each runs by itself.
 OPERATOR = Operator(
-    __name__,
-    _results,
-    outputs=7,
-    internal=6,
-    fusible=True,
-    composed=True,
-    left_to_torch="the read and its gates are operators that run one after the other",
+    __name__, _results, outputs=7, internal=6, fusible=True, composed=True, left_to_torch="the read, then its gates"
 )
 
 
@@ -85,11 +79,9 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
     beta = None if beta is None else beta.to(dtype)
     given = bias, segments_q, segments_k, causal, window, q.shape[3] ** -0.5
     mean, free, *_ = softmax.OPERATOR(q.to(dtype), k.to(dtype), v.to(dtype), beta, *given)
-    gate = None if gate is None else gate.to(dtype)
     if beta is None or lam is None:
         read = mean if beta is None else free
         return (read if gate is None else gating.gated(read, None, None, gate, eps),)
-    lam = lam.to(dtype)
     return (gating.gated(mean, free, lam, gate, eps),)
 
 
@@ -120,7 +112,6 @@ def examples() -> dict[str, tuple[Any, ...]]:
     segments = torch.arange(71)[None].expand(3, -1) // 40
     window = (*example()[:7], segments, segments, True, 5, 1e-6)
     until = -0.3 * torch.randn(3, 2, 71, generator=generator).abs().cumsum(2)
-    decays = (*example()[:6], torch.cat([until, until], 2), None, None, True, None, 1e-6)
     return {
         "causal": example(),
         "encoder": example(causal=False),
@@ -134,5 +125,5 @@ def examples() -> dict[str, tuple[Any, ...]]:
         "mean": example(inverse=None, parts="G"),
         "free energy": example(parts=""),
         "window and segments": window,
-        "decays": decays,
+        "decays": (*example()[:6], until.repeat(1, 1, 2), None, None, True, None, 1e-6),
     }

@@ -11,6 +11,10 @@ from femixer.kernels.softmax import triton_call
 from femixer.kernels.softmax.triton_call import Call, Gates
 from femixer.kernels.softmax.triton_gpu import Found, backward_of, looks_ahead, read, tops_shape
 from femixer.kernels.softmax.visibility import Visibility
+from femixer.kernels.triton_launch import target_of
+
+# Channels of a key, in half precision where scores decay.
+WIDEST_DECAYING = 64
 
 
 def refuse(
@@ -19,6 +23,12 @@ def refuse(
     seen = Visibility(*rest[:5])
     if looks_ahead(seen):
         return "scores that decay towards later keys are read by torch's attention, and gated afterwards"
+    if seen.decays and q.dtype != torch.float32:
+        # They would spill registers.
+        if target_of(q).startswith("gfx"):
+            return "scores that decay are read in float32 on AMD's GPUs, and gated afterwards"
+        if q.shape[3] > WIDEST_DECAYING:
+            return f"scores that decay are read in float32 if keys have more than {WIDEST_DECAYING} channels"
     return triton_call.refuse(q, k, v, beta, seen, lam, gate)
 
 
