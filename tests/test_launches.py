@@ -23,7 +23,7 @@ spec.loader.exec_module(launches)
 # aim is 120, 160 and 3 for every prior; until then they may only become fewer.
 MOST = {
     "softmax": (87, 130, 2.0),
-    "fox": (118, 187, 3.0),
+    "fox": (117, 186, 3.0),
     "linear": (120, 198, 2.7),
     "gla": (150, 234, 2.8),
     "gla:decay=channel": (217, 351, 3.7),

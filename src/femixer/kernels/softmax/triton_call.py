@@ -112,7 +112,8 @@ class Call:
             return Tiles(64, 32, 8, 1) if wide <= 128 and self.key_width <= 64 else Tiles(16, 32, 8, 1)
         if small:
             return Tiles(128 if wide <= 128 else 64, 64, 4 if 64 < wide <= 128 else 8, 1)
-        return Tiles(128 if wide <= (64 if target_of(self.q) == "sm_100" else 128) else 64, 64, 8, 2)
+        widest = {"sm_100": 64, "sm_120": 32 if self.seen.decays else 128}.get(target_of(self.q), 128)
+        return Tiles(128 if wide <= widest else 64, 64, 8, 2)
 
     @property
     def is_hopper(self) -> bool:

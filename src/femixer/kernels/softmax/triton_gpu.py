@@ -224,7 +224,10 @@ def tiles_of(call: Call) -> tuple[Tiles, Tiles]:
         return Tiles(16, 16, 8, 1, 64 if wide_decays and target_of(call.q) == "sm_120" else 16), of_rows
     if call.is_hopper:
         of_rows = Tiles(128, 32, 8, 1) if wide <= 64 else Tiles(64 if wide <= 128 else 32, 32, 8, 1)
-        return Tiles(32, 128, 8, 1) if wide <= 64 else Tiles(16, 64 if wide <= 128 else 32, 8, 1), of_rows
+        if wide <= 64:
+            fewer = wide > 32 and call.seen.decays and target_of(call.q) != "sm_90"
+            return Tiles(32, 64 if fewer else 128, 8, 1), of_rows
+        return Tiles(16, 64 if wide <= 128 else 32, 8, 1), of_rows
     of_rows = Tiles(128 if wide <= 64 else 32, 32, 8, 1)
     return Tiles(32 if wide <= 32 else 16, 64 if wide <= 64 else 32, 8, 1), of_rows
 
@@ -275,6 +278,8 @@ def _to_keys(
     key_tiles = -(-call.keys // tiles.keys)
     inputs = call.q, call.k, call.v, nothing if beta is None else beta, *call.masks
     options = {"BETA": beta is not None, "KEYS": call.tiles.keys, "APART": tiles.apart, **call.flags}
+    if call.seen.decays and call.q.dtype != torch.float32:
+        options |= all_registers(target_of(call.q))
     outputs = (nothing if x is None else x for x in (to.k, to.v, to_sums, to.q, to.bias))
     moved = call.bytes(call.q, call.k, call.v, call.bias, *inner[:4], to.k, to.v)
     # What is added is read and written: in memory once, in the cache by every tile of keys.
