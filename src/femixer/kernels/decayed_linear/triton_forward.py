@@ -265,7 +265,10 @@ def _read_exactly(
                 average = tl.load(AVG + at, mask=column < D, other=0)
                 lme = tl.load(LME + at, mask=column < D, other=0)
                 weight, mean, energy = _include(weight, mean, energy, more, average, lme)
-        for i in range(rolled(tl.minimum(C, length - start), length)):
+        count = tl.minimum(C, length - start)
+        if W > 1:  # with one gate per head it is the rolled loop that spills
+            count = rolled(count, length)
+        for i in range(count):
             seen = real & token_seen(t, real, segment, i, exclusive)
             far = (reach - row_of(reach, i)[None, :]) + (rest - row_of(rest, i)[None, :])
             key = token_row(K, start + i, k_t, E, BE)

@@ -241,7 +241,7 @@ def _read(given: Inputs, found: tuple[Tensor, ...]) -> None:
     }
     for kernel in (read, read_again):
         again_only = kernel is read_again  # which finds nothing to do, as a rule
-        tiles = {**plan.tiles, "num_warps": _readers(plan.BE, target_of(q), again_only)}
+        tiles = {**plan.tiles, "num_warps": _readers(plan, target_of(q), again_only)}
         launch(
             kernel,
             (plan.stretches * plan.rows,),
@@ -256,9 +256,10 @@ def _read(given: Inputs, found: tuple[Tensor, ...]) -> None:
         )
 
 
-def _readers(width: int, target: str, again: bool) -> int:
+def _readers(plan: Plan, target: str, again: bool) -> int:
     """Warps of a reader. A product of 32 rows has work for two of NVIDIA's; what spills decides."""
-    if target == "sm_80":
+    width = plan.BE
+    if target == "sm_80" or (again and plan.W == 1 and target in ("sm_89", "sm_120")):
         return WARPS if width <= 32 else 2 * WARPS
     if target.startswith("sm_") and not again and width <= 32:
         return WARPS // 2
@@ -396,6 +397,7 @@ def backward(
     numbers = plan.length, n, plan.steps, *given.parts, int(grads[2] is not None), int(given.exclusive), *strides
     options = {**plan.shape, **plan.flags, **plan.tiles, "num_warps": 8, "H": heads, "G": groups, "STATE": stateful}
     options |= {"BY_MEAN": grads[0] is not None, "BY_FREE": grads[1] is not None}
+    registers = all_registers(target_of(q)) if given.per_channel and target_of(q) == "sm_80" else {}
     slices, repeats, all_heads = triton.cdiv(channels, KEYS.value), heads // groups, batch * heads
     stored, stream = plan.stored(n) if stateful else 0, plan.streams if stateful else 0
     launch(
@@ -412,6 +414,7 @@ def backward(
         exponentials=plan.powers(
             all_heads, decays=1, channels=2, widths=3 + slices, states=stream and 2, sums=stream and 1
         ),
+        **registers,
         **options,
     )
     if states is not None:
