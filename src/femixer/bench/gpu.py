@@ -94,7 +94,7 @@ class Options:
     """Estimate from traces, without a GPU."""
     kernels: bool = False
     """With --estimate: also the table of launches of every layer."""
-    priors: tuple[str, ...] = ("softmax", "linear", "gla", "aft", "decay", "ssm", "mamba", "mamba-interactive")
+    priors: tuple[str, ...] = ("softmax", "fox", "linear", "gla", "aft", "decay", "ssm", "mamba", "mamba-interactive")
     """Priors of the FEM layers, with options as in gla:decay=channel."""
     dim: Count = 1024
     """Width of the layers."""
