@@ -396,7 +396,7 @@ def test_commands_train_a_tokenizer_and_tokenize_with_it(tmp_path, capsys, lines
     captured = capsys.readouterr()
     shards = open_shards(folder)
     assert f"| train | {shards.train.tokens:,} | {shards.train.documents}" in captured.out
-    assert "tokenized 1/1 parts" in captured.err
+    assert "1/1 parts tokenized" in captured.err
     assert main(command) == 0 and capsys.readouterr().err == ""  # nothing left to do
     assert main(["lm", "data", "--shards", str(folder)]) == 0  # as it is, without its source
     assert main(["lm", "data", "--shards", str(folder), "--tokenizer", "bytes"]) == 2

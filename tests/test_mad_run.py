@@ -240,7 +240,7 @@ def test_finished_jobs_are_not_repeated(tmp_path, monkeypatch, capsys):
     first = {path: path.read_text() for path in tmp_path.glob("jobs/*")}
     assert len(first) == 2 and not [*tmp_path.glob("running/*")]
     shown = capsys.readouterr()
-    assert "job 2/2" in shown.err and "| SMAttn |" in shown.out
+    assert "2/2 jobs" in shown.err and "| SMAttn |" in shown.out
     assert run(tmp_path, "--models", "SMAttn", "FEM-SM", "--seeds", 2, "--dry-run") == 0
     assert capsys.readouterr().out == "8 jobs, 2 of them finished\n"
     with monkeypatch.context() as patch:

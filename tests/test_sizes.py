@@ -56,5 +56,5 @@ def test_progress_is_a_line_now_and_then_also_where_the_end_is_not_known(monkeyp
     with journal.counting(None, "bytes") as told:
         told(1000)
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("3 of 7 windows, ") and first.endswith(" s left")
+    assert first.startswith("3/7 windows, ") and first.endswith(" s left")
     assert second == "1,000 bytes"

@@ -2,13 +2,14 @@
 
 import json
 from importlib.util import find_spec
+from typing import get_args
 
 import pytest
 from tiny_run import ELABORATE, Crash, crash_at, tiny_run
 
 from femixer.cli import main
-from femixer.training.journal import KINDS, Trackers
-from femixer.training.results import RunOptions
+from femixer.training.journal import Trackers
+from femixer.training.results import RunOptions, Tracker
 
 
 def test_tensorboard_shows_each_step_once_even_after_a_crash(tmp_path):
@@ -49,7 +50,7 @@ class Told:
 
 
 def test_trackers_that_cannot_forget_are_not_told_again_what_they_have():
-    told = {name: Told() for name in KINDS}
+    told = {name: Told() for name in get_args(Tracker)}
     tracked = Trackers(told, known=4)
     for step in (3, 4, 5):
         tracked.log({"SMAttn+C/loss": step / 2}, step)

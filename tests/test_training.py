@@ -25,7 +25,7 @@ from femixer.training import (
     generator,
 )
 from femixer.training.engine import Engine
-from femixer.training.journal import Bar
+from femixer.training.journal import Display, sample_text
 
 
 def stored_steps(folder):
@@ -395,14 +395,14 @@ def test_training_records_and_samples(tmp_path):
 
 def test_the_bar_shows_loss_speed_time_left_and_samples_as_they_are(monkeypatch):
     progress, console = pytest.importorskip("rich.progress"), pytest.importorskip("rich.console")
-    monkeypatch.setattr(Bar, "REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr(Display, "REFRESH_SECONDS", 0.0)
     out = io.StringIO()
     columns = (progress.TextColumn("{task.completed}/{task.total} {task.fields[loss]} {task.fields[rate]}"),)
     with progress.Progress(*columns, console=console.Console(file=out, width=100)) as shown:
-        bar = Bar(shown, 2, 7)
+        bar = Display(shown, 2, 7)
         bar.stepped(3, lambda: {"loss": torch.tensor(1.23456)}, "1,234 tokens/s")
-        bar.evaluated(3, [{"split": "validation", "loss": 1.5, "step": 3}])
-        bar.sampled([{"prompt": "[bold]", "text": "to be\nor not"}])
+        bar.recorded(3, [{"split": "validation", "loss": 1.5, "step": 3}])
+        bar.say(sample_text({"prompt": "[bold]", "text": "to be\nor not"}))
     assert "3/7 loss 1.235 1,234 tokens/s" in out.getvalue()
     assert "step 3/7 | validation loss 1.5" in out.getvalue()
     assert "    prompt: [bold]\n    text: to be\n    or not\n" in out.getvalue()

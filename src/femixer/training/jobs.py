@@ -10,10 +10,9 @@ import json
 import os
 import sys
 import tempfile
-import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -27,7 +26,7 @@ from femixer.optional import require
 from femixer.options import Count, NotNegative, arguments, check, check_options, check_threads, running
 from femixer.training import atomic, distributed
 from femixer.training.distributed import Interrupted, carried_out, cores
-from femixer.training.journal import terminal_bar
+from femixer.training.journal import counting, duration
 from femixer.training.results import Record, RunOptions, give_up, holds_run, release
 from femixer.training.store import ERRORS, INDEX, JOBS, RUNNING, RUNS, Kind, Store
 
@@ -287,31 +286,6 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-@contextlib.contextmanager
-def progress(jobs: int) -> Iterator[Callable[[Outcome], None]]:
-    """Gives the function that is told each outcome: `job 3/36, 12 min left: ...`, or a line above a bar."""
-    # Jobs take minutes or hours: all of them, and not the last half minute, tell how long one takes.
-    pattern = "{task.completed}/{task.total} jobs"
-    bar = terminal_bar(pattern, speed_estimate_period=float("inf")) if distributed.is_main() else None
-    task = None if bar is None else bar.add_task("", total=jobs)
-    done, began = 0, time.monotonic()
-
-    def told(outcome: Outcome) -> None:
-        nonlocal done
-        done += 1
-        if not distributed.is_main():
-            return
-        if bar is not None:
-            bar.console.print(line(outcome), highlight=False, markup=False)
-            bar.advance(task)
-            return
-        left = (time.monotonic() - began) / done * (jobs - done)
-        print(f"job {done}/{jobs}, {duration(left)} left: {line(outcome)}", file=sys.stderr, flush=True)
-
-    with bar or contextlib.nullcontext():
-        yield told
-
-
 def line(outcome: Outcome) -> str:
     """What became of a job."""
     job = outcome.job
@@ -325,13 +299,6 @@ def line(outcome: Outcome) -> str:
 
 def counted(jobs: int) -> str:
     return f"{jobs:,} job{'s' * (jobs != 1)}"
-
-
-def duration(seconds: float) -> str:
-    for unit, size in (("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 SomeJob = TypeVar("SomeJob", bound=Job)
@@ -395,14 +362,15 @@ def carry_out(todo: Sequence[Job], store: Store, how: Jobs, resumable: bool) -> 
     with engine.ready(assignments) as outcomes:
         if how.overwrite:
             run_again(assignments, store)
-        with progress(len(todo)) as tell:
+        # Jobs take minutes or hours: all of them, and not the last half minute, tell how long one takes.
+        with counting(len(todo), "jobs", each=True, speed_estimate_period=float("inf")) as told:
             for outcome in outcomes:
                 if outcome.record is not None:
                     store.add(outcome.job.name, outcome.record)  # who carried it out may not see the store
                 elif outcome.error is not None:
                     store.failed(outcome.job.name, outcome.error)
                     failed.append(outcome.job)
-                tell(outcome)
+                told(1, line(outcome))
     return failed
 
 

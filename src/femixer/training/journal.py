@@ -44,126 +44,84 @@ def terminal_bar(*texts: str, **options: Any) -> Any:
 
 SECONDS_BETWEEN_LINES = 10.0
 
-
 _shown: list[Any] = []
 """The bar of a training, above which lines stay readable and a second bar would not."""
 
 
 @contextmanager
-def counting(total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
-    """Gives the function that is told how many more of `total` are done: a bar, or a line now and then; in the main
-    process.
+def counting(
+    total: int | None, unit: str, done: int = 0, each: bool = False, **options: Any
+) -> Iterator[Callable[..., None]]:
+    """Gives the function that is told how many more of `total` are done, and what there is to say of it: a bar, or a
+    line now and then, `3/36 jobs, 12 min left: what was said`; in the main process.
 
-    total: None where nobody knows.
+    total: None where nobody knows. done: before this began. each: whether all that is said is a line of its own, above
+    the bar if there is one. options: of rich.progress.Progress.
     """
     if not distributed.is_main():
-        yield lambda more: None
+        yield lambda more, said="": None
         return
-    bar = (
-        None
-        if _shown
-        else terminal_bar("{task.completed:,}" + (f"/{total:,} {unit}" if total is not None else f" {unit}"))
-    )
-    task = None if bar is None else bar.add_task("", total=total)
-    done, began = 0, time.monotonic()
-    shown = began
+    of, before = "" if total is None else f"/{total:,}", done
+    texts = (f"{{task.completed:,}}{of} {unit}", "{task.fields[said]}")
+    bar = None if _shown else terminal_bar(*texts, **options)
+    task = None if bar is None else bar.add_task("", total=total, completed=done, said="")
+    began = shown = time.monotonic()
 
-    def told(more: int) -> None:
+    def told(more: int, said: str = "") -> None:
         nonlocal done, shown
         done, now = done + more, time.monotonic()
         if bar is not None:
-            bar.advance(task, more)
-        elif now - shown >= SECONDS_BETWEEN_LINES:
+            if each:
+                bar.console.print(said, highlight=False, markup=False)
+            bar.update(task, completed=done, said="" if each else said)
+        elif each or now - shown >= SECONDS_BETWEEN_LINES or (said and done == total):
             shown = now
-            of, left = "", ""
-            if total is not None:
-                of, left = f" of {total:,}", f", {(now - began) / max(done, 1) * (total - done):.0f} s left"
-            print(f"{done:,}{of} {unit}{left}", file=sys.stderr, flush=True)
+            rest = 0 if total is None else (now - began) / max(done - before, 1) * (total - done)
+            left = "" if total is None else f", {duration(rest)} left"
+            print(f"{done:,}{of} {unit}{left}{said and f': {said}'}", file=sys.stderr, flush=True)
 
     with bar or nullcontext():
         yield told
 
 
-@contextmanager
-def display(start: int, steps: int, shown: bool = True) -> Iterator[Display]:
-    """The display that suits standard error, for steps `start` to `steps`, or one that shows nothing."""
-    texts = ("{task.completed}/{task.total} steps", "{task.fields[loss]}", "{task.fields[rate]}")
-    bar = terminal_bar(*texts) if shown else None
-    if bar is None:
-        yield (Lines if shown else Display)(steps)
-        return
-    with bar:
-        _shown.append(bar)
-        try:
-            yield Bar(bar, start, steps)
-        finally:
-            _shown.pop()
+def duration(seconds: float) -> str:
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 class Display:
-    """What the training loop tells its watcher; this one shows nothing."""
+    """What the training loop tells its watcher: a bar with the losses, the speed and the time left, below one line per
+    evaluation and its samples; without a bar a line per record, and one per minute between those far apart."""
 
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def say(self, text: str) -> None: ...
-
-    def stepped(self, step: int, losses: Callable[[], Mapping[str, Tensor]], rate: str) -> None: ...
-
-    def trained(self, step: int, records: Records) -> None: ...
-
-    def evaluated(self, step: int, records: Records) -> None:
-        self.say(record_line(step, self.steps, records))
-
-    def sampled(self, samples: Records) -> None:
-        for sample in samples:
-            self.say(sample_text(sample))
-
-
-class Lines(Display):
-    """One line per record, and the samples; between records that are far apart, one per minute."""
-
-    SECONDS = 60.0
-
-    def __init__(self, steps: int) -> None:
-        super().__init__(steps)
-        self.last = time.monotonic()
-
-    def say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-        self.last = time.monotonic()
-
-    def stepped(self, step: int, losses: Callable[[], Mapping[str, Tensor]], rate: str) -> None:
-        if time.monotonic() - self.last >= self.SECONDS:
-            shown = {name: float(value) for name, value in losses().items()}
-            self.evaluated(step, [{"split": "training", **shown, "rate": rate}])
-
-    def trained(self, step: int, records: Records) -> None:
-        self.evaluated(step, records)
-
-
-class Bar(Display):
-    """A bar with the losses, the speed and the time left, below one line per evaluation and its samples."""
-
-    REFRESH_SECONDS = 0.25
+    REFRESH_SECONDS, SECONDS_BETWEEN_LINES = 0.25, 60.0
 
     def __init__(self, bar: Any, start: int, steps: int) -> None:
-        super().__init__(steps)
-        self.bar = bar
-        self.drawn = time.monotonic()
-        self.task = bar.add_task("", total=steps, completed=start, loss="", rate="")
+        self.bar, self.steps, self.last = bar, steps, time.monotonic()
+        self.task = None if bar is None else bar.add_task("", total=steps, completed=start, loss="", rate="")
 
     def say(self, text: str) -> None:
-        self.bar.console.print(text, highlight=False, markup=False)
+        if self.bar is not None:
+            self.bar.console.print(text, highlight=False, markup=False)
+        elif distributed.is_main():
+            print(text, file=sys.stderr, flush=True)
+            self.last = time.monotonic()
 
     def stepped(self, step: int, losses: Callable[[], Mapping[str, Tensor]], rate: str) -> None:
-        now = time.monotonic()
         # Reading a loss waits for the device, so not at every step.
-        if now - self.drawn < self.REFRESH_SECONDS and step < self.steps:
-            return
-        self.drawn = now
-        loss = " ".join(f"{name} {float(value):.4g}" for name, value in losses().items())
-        self.bar.update(self.task, completed=step, loss=loss, rate=rate)
+        waited = time.monotonic() - self.last
+        if self.bar is None:
+            if distributed.is_main() and waited >= self.SECONDS_BETWEEN_LINES:
+                shown = {name: float(value) for name, value in losses().items()}
+                self.recorded(step, [{"split": "training", **shown, "rate": rate}])
+        elif waited >= self.REFRESH_SECONDS or step == self.steps:
+            self.last = time.monotonic()
+            loss = " ".join(f"{name} {float(value):.4g}" for name, value in losses().items())
+            self.bar.update(self.task, completed=step, loss=loss, rate=rate)
+
+    def recorded(self, step: int, records: Records) -> None:
+        self.say(record_line(step, self.steps, records))
 
 
 def record_line(step: int, steps: int, records: Records) -> str:
@@ -219,20 +177,22 @@ class Journal:
         if self.tokens is not None:
             record |= {"tokens": step * self.tokens, "tokens_per_second": round(self.lap.per_second() * self.tokens, 1)}
         self.lap = Speed()
-        self._tell(step, [record], self.shown.trained)
+        self._tell(step, [record], shown=self.shown.bar is None)
 
     def evaluated(self, step: int, records: Sequence[Record], samples: Sequence[Record]) -> None:
-        self._tell(step, records, self.shown.evaluated)
+        self._tell(step, records)
         if samples:
             self.results.append([{**sample, "step": step} for sample in samples], SAMPLES)
-            self.shown.sampled(samples)
+            for sample in samples:
+                self.shown.say(sample_text(sample))
             told = {f"sample {number}": markdown(sample) for number, sample in enumerate(samples)}
             self.tracked.log(told, step)
 
-    def _tell(self, step: int, records: Sequence[Record], show: Callable[[int, Sequence[Record]], None]) -> None:
+    def _tell(self, step: int, records: Sequence[Record], shown: bool = True) -> None:
         records = [{**record, "step": step, "seconds": round(self.seconds(), 3)} for record in records]
         self.results.append(records)
-        show(step, records)
+        if shown:
+            self.shown.recorded(step, records)
         for record in records:
             self.tracked.log(scalars(record), step)
 
@@ -248,11 +208,12 @@ def markdown(sample: Record) -> str:
     return "\n\n".join(f"**{name}**\n\n{value}" for name, value in sample.items())
 
 
+@dataclass
 class Speed:
     """Steps per second of training, without the evaluations in between."""
 
-    def __init__(self) -> None:
-        self.steps, self.seconds = 0, 0.0
+    steps: int = 0
+    seconds: float = 0.0
 
     def add(self, seconds: float) -> None:
         self.steps, self.seconds = self.steps + 1, self.seconds + seconds
@@ -264,59 +225,38 @@ class Speed:
 @contextmanager
 def journal(results: Results, start: Position, known: int, steps: int, tokens: int | None) -> Iterator[Journal]:
     """The journal of the steps after `start`, up to `steps`; known: the last step that was recorded before."""
-    main = distributed.is_main()
-    with trackers(results, start.step, known, main) as tracked, display(start.step, steps, main) as shown:
-        yield Journal(results, shown, tracked, start.seconds, tokens)
+    texts = ("{task.completed}/{task.total} steps", "{task.fields[loss]}", "{task.fields[rate]}")
+    bar = terminal_bar(*texts) if distributed.is_main() else None
+    with trackers(results, start.step, known) as tracked, bar or nullcontext():
+        _shown[:] = [] if bar is None else [bar]
+        try:
+            yield Journal(results, Display(bar, start.step, steps), tracked, start.seconds, tokens)
+        finally:
+            _shown.clear()
 
 
 PROJECT = "femixer"
 
 
-@dataclass(frozen=True)
-class Kind:
-    """How one of accelerate's trackers begins or continues a run."""
+def made(name: str, results: Results, after: int, run: str) -> Any:
+    """The tracker of this name, of accelerate's, for a run that begins or continues after a step.
 
-    make: Callable[[Any, Results, int, str], Any]
-    """(accelerate.tracking, results, step after which it continues, name of the tracker's run) -> tracker"""
-    forgets: bool = False
-    """Whether it drops the steps after the one from which a run is resumed; others must not be told them twice."""
-    texts: bool = True
-    """Whether it takes texts."""
-    clean: Callable[[str], str] = lambda name: name
-    """The name of a metric, as the tracker allows it."""
-
-
-def _tensorboard(tracking: Any, results: Results, after: int, run: str) -> Any:
-    return tracking.TensorBoardTracker(TENSORBOARD, results.folder, purge_step=after + 1)
-
-
-def _wandb(tracking: Any, results: Results, after: int, run: str) -> Any:
-    project, name = os.environ.get("WANDB_PROJECT", PROJECT), name_of(results.run.out)
-    where = {"id": run, "name": name, "resume": "allow", "dir": str(results.folder)}
-    return tracking.WandBTracker(project, config=_options(results), **where)
-
-
-def _trackio(tracking: Any, results: Results, after: int, run: str) -> Any:
-    name = f"{name_of(results.run.out)}-{run}"  # trackio finds a run again by its name
-    return tracking.TrackioTracker(PROJECT, name=name, resume="allow", config=_options(results))
-
-
-def _mlflow(tracking: Any, results: Results, after: int, run: str) -> Any:
+    run: the name of the tracker's run, by which it is found again.
+    """
+    tracking, title, options = require("accelerate.tracking", "cli"), name_of(results.run.out), _options(results)
+    if name == "tensorboard":
+        return tracking.TensorBoardTracker(TENSORBOARD, results.folder, purge_step=after + 1)
+    if name == "wandb":
+        where = {"id": run, "name": title, "resume": "allow", "dir": str(results.folder)}
+        return tracking.WandBTracker(os.environ.get("WANDB_PROJECT", PROJECT), config=options, **where)
+    if name == "trackio":  # which finds a run again by its name
+        return tracking.TrackioTracker(PROJECT, name=f"{title}-{run}", resume="allow", config=options)
     tag = f"{PROJECT}.run"  # MLflow gives runs their identity itself
-    mlflow = require("mlflow", "mlflow")
-    found = mlflow.search_runs(
+    found = require("mlflow", "mlflow").search_runs(
         search_all_experiments=True, filter_string=f"tags.`{tag}` = '{run}'", output_format="list"
     )
     same = found[0].info.run_id if found else None
-    return tracking.MLflowTracker(PROJECT, run_id=same, run_name=name_of(results.run.out), tags={tag: run})
-
-
-KINDS: dict[str, Kind] = {
-    "tensorboard": Kind(_tensorboard, forgets=True),
-    "wandb": Kind(_wandb),
-    "trackio": Kind(_trackio),
-    "mlflow": Kind(_mlflow, texts=False, clean=lambda name: re.sub(r"[^\w./ :-]", "_", name)),
-}
+    return tracking.MLflowTracker(PROJECT, run_id=same, run_name=title, tags={tag: run})
 
 
 class Trackers:
@@ -328,30 +268,30 @@ class Trackers:
 
     def log(self, values: Mapping[str, float | str], step: int) -> None:
         for name, tracker in self.started.items():
-            kind = KINDS[name]
-            # A resumed run repeats the steps after its checkpoint. The last of them may not have got through.
-            if not kind.forgets and step < self.known:
+            # A resumed run repeats the steps after its checkpoint, and TensorBoard alone forgets those that it has. The
+            # last of them may not have got through.
+            if name != "tensorboard" and step < self.known:
                 continue
-            told = {kind.clean(key): value for key, value in values.items() if kind.texts or not isinstance(value, str)}
+            told = dict(values)
+            if name == "mlflow":  # which takes no texts, and not every name
+                numbers = {key: value for key, value in values.items() if not isinstance(value, str)}
+                told = {re.sub(r"[^\w./ :-]", "_", key): value for key, value in numbers.items()}
             if told:
                 tracker.log(told, step=step)
 
 
 @contextmanager
-def trackers(results: Results, after: int, known: int, main: bool) -> Iterator[Trackers]:
+def trackers(results: Results, after: int, known: int) -> Iterator[Trackers]:
     """The trackers of `results.run`, for the steps after `after`; in the main process, none elsewhere."""
-    names = results.run.track if main else ()
     started: dict[str, Any] = {}
     try:
-        if names:
-            tracking, run = require("accelerate.tracking", "cli"), _run_name(results)
-            with redirect_stdout(sys.stderr):  # a command's standard output is its table
-                for name in names:
-                    tracker = KINDS[name].make(tracking, results, after, run)
-                    tracker.start()
-                    started[name] = tracker
-                    if name == "mlflow":
-                        tracker.store_init_configuration(_options(results))
+        with redirect_stdout(sys.stderr):  # a command's standard output is its table
+            for name in results.run.track if distributed.is_main() else ():
+                tracker = made(name, results, after, _run_name(results))
+                tracker.start()
+                started[name] = tracker
+                if name == "mlflow":
+                    tracker.store_init_configuration(_options(results))
         yield Trackers(started, known)
     finally:
         with redirect_stdout(sys.stderr):
@@ -370,7 +310,5 @@ def _run_name(results: Results) -> str:
 def _options(results: Results) -> dict[str, Any]:
     """The options of the experiment, on one level, as numbers and texts."""
     experiment = json.loads((results.folder / CONFIG).read_text(encoding="utf-8"))["experiment"]
-    plain = {
-        name: value if isinstance(value, int | float | str) else json.dumps(value) for name, value in experiment.items()
-    }
-    return {name: value for name, value in plain.items() if value != "null"}
+    given = {name: value for name, value in experiment.items() if value is not None}
+    return {name: value if isinstance(value, int | float | str) else json.dumps(value) for name, value in given.items()}

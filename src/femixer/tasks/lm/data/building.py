@@ -9,9 +9,9 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,38 +40,10 @@ from femixer.tasks.lm.data.shards import (
 from femixer.tasks.lm.data.sources import PIECE, Document
 from femixer.training import atomic
 from femixer.training.distributed import carried_out, cores
-from femixer.training.journal import SECONDS_BETWEEN_LINES, terminal_bar
+from femixer.training.journal import counting
 from femixer.training.results import differences
 
 PartCounts = dict[str, Counts]
-
-
-@contextmanager
-def reporting(
-    folder: Path, parts: int, done: Iterable[PartCounts], limit: int | None
-) -> Iterator[Callable[[PartCounts], None]]:
-    """Gives the function that is told the counts of a finished part; `done` are those that were there before."""
-    before = [counts[TRAIN]["tokens"] for counts in done]
-    finished, new = len(before), 0
-    began = shown = time.monotonic()
-    if before:
-        print(f"{folder}: {finished} of {parts} parts are there already", file=sys.stderr)
-    bar = terminal_bar("tokenizing {task.completed}/{task.total} parts", "{task.fields[rate]}")
-    task = None if bar is None else bar.add_task("", total=parts, completed=finished, rate="")
-    goal = "" if limit is None else f" of {limit:,}"
-
-    def told(counts: PartCounts) -> None:
-        nonlocal finished, new, shown
-        finished, new, now = finished + 1, new + counts[TRAIN]["tokens"], time.monotonic()
-        rate = f"{sum(before) + new:,}{goal} tokens, {new / (now - began):,.0f}/s"
-        if bar is not None:
-            bar.update(task, completed=finished, rate=rate)
-        elif now - shown >= SECONDS_BETWEEN_LINES or finished == parts:
-            shown = now
-            print(f"tokenized {finished}/{parts} parts: {rate}", file=sys.stderr, flush=True)
-
-    with bar or nullcontext():
-        yield told
 
 
 CACHE = Path("results/data")
@@ -209,11 +181,16 @@ def tokenize(corpus: Corpus, job: Tokenization, tokens: int | None, workers: int
     if (chosen := enough()) is not None:
         return chosen
     todo = [number for number in range(len(corpus.parts)) if number not in done]
-    with reporting(job.folder, len(corpus.parts), done.values(), tokens) as report:
+    before = sum(counts[TRAIN]["tokens"] for counts in done.values())
+    goal, total, began = "" if tokens is None else f" of {tokens:,}", before, time.monotonic()
+    if done:
+        print(f"{job.folder}: {len(done)} of {len(corpus.parts)} parts are there already", file=sys.stderr)
+    with counting(len(corpus.parts), "parts tokenized", done=len(done)) as told:
         try:
             for number, counts in finishing(job, corpus.parts, todo, min(workers, len(todo))):
                 done[number] = counts
-                report(counts)
+                total += counts[TRAIN]["tokens"]
+                told(1, f"{total:,}{goal} tokens, {(total - before) / (time.monotonic() - began):,.0f}/s")
                 if (chosen := enough()) is not None:
                     return chosen
         except OSError as error:
