@@ -11,6 +11,7 @@ from femixer.tasks.lm.data.building import prepare
 from femixer.tasks.lm.data.corpus import open_corpus
 from femixer.tasks.lm.data.shards import IGNORED, Batches, Validation, permuted
 from femixer.tasks.lm.data.tokenizer import END_OF_TEXT, encoder, identity, load_tokenizer, train_bpe
+from femixer.training import Part
 
 # Tokenizers
 
@@ -116,8 +117,9 @@ def test_batch_is_a_function_of_seed_and_step(shards):
 def test_processes_share_out_the_same_batch(shards, world):
     stream = Batches(shards, 13, 6)
     validation = Validation(shards, 13, 6)
+    parts = [Part(rank, world) for rank in range(world)]
     whole = [stream(stream.windows // 6), *validation.batches()]  # the first one spans two epochs
-    ranks = [[stream(stream.windows // 6, rank, world), *validation.batches(rank, world)] for rank in range(world)]
+    ranks = [[stream(stream.windows // 6, part), *validation.batches(part)] for part in parts]
     for index, batch in enumerate(whole):
         for field, tensor in enumerate(batch):
             assert tensor.dtype == torch.int64 and tensor.shape == (6, 13)
@@ -168,8 +170,8 @@ def test_wrong_sizes_are_named(shards):
     ):
         Batches(shards, tokens, 1)
     assert Batches(shards, tokens - 1, 1)(3).targets.shape == (1, tokens - 1)
-    with pytest.raises(ValueError, match="batch=6 is not allowed; choose a multiple of the number of processes, 4"):
-        Batches(shards, 13, 6)(0, 1, 4)
+    with pytest.raises(ValueError, match="batch=6 is not allowed; choose at least one row for each of 7"):
+        Batches(shards, 13, 6)(0, Part(1, 7))
     for wrong in ({"context": 0}, {"batch": 0}):
         with pytest.raises(ValueError, match="is not allowed"):
             Batches(shards, **{"context": 3, "batch": 2, **wrong})

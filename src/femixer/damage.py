@@ -93,14 +93,8 @@ def parsed(text: str, where: Any) -> Any:
         raise Damaged(f"{where}: not JSON ({in_one_line(error)})") from None
 
 
-KINDS: dict[Any, str] = {
-    int: "a whole number",
-    float: "a finite number",
-    str: "a text",
-    bool: "true or false",
-    dict: "an object",
-}
-KINDS |= {list: "a list", type(None): "null", "number": "a number"}
+KINDS: dict[Any, str] = {int: "a whole number", float: "a finite number", "number": "a number", bool: "true or false"}
+KINDS |= {str: "a text", dict: "an object", list: "a list", type(None): "null"}
 
 Fields = Mapping[str, Any]
 """Name -> what its value must be: a type, several as (int, None), [type] for a list, or the fields of an object.
@@ -165,10 +159,9 @@ def fits(value: Any, kind: Any) -> bool:
         return isinstance(value, dict) and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
     if kind is None or kind is Any:
         return kind is Any or value is None
-    if kind == "number":
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if kind in ("number", float):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and (kind == "number" or math.isfinite(value))
     if kind is int:
         return type(value) is int and abs(value) < 2**63
     return isinstance(value, kind)

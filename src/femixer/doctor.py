@@ -8,9 +8,10 @@ import platform
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,8 @@ class Case(NamedTuple):
     name: str
     dtype: torch.dtype
     arguments: tuple[Any, ...]
+    refusal: str | None = None
+    """Why the backend does not serve it."""
 
     def __str__(self) -> str:
         return f"{self.operator.name} on {self.column}, example {self.name!r}, {_short(self.dtype)}"
@@ -88,7 +91,7 @@ def main(args: Sequence[str]) -> int:
         print(warm(chosen, layers=not options.operators))
     show_backends(chosen)
     start = time.perf_counter()
-    cases = list(served(chosen))
+    cases = served(chosen)
     wrong = examine(cases)
     for text in wrong:
         print(text)
@@ -101,10 +104,19 @@ def main(args: Sequence[str]) -> int:
 
 
 def surroundings() -> Iterator[str]:
-    versions = [f"python {platform.python_version()}", *(f"{name} {_version(name)}" for name in VERSIONS)]
+    versions = [f"python {platform.python_version()}"]
+    for name in VERSIONS:
+        try:
+            versions.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            versions.append(f"{name} not installed")
     yield f"versions   {', '.join(versions)}"
-    kernels = _kernel_threads()
-    yield f"threads    {torch.get_num_threads()} of torch, {kernels} of compiled kernels, {os.cpu_count()} processors"
+    threads, kernels = torch.get_num_threads(), "none"
+    if dispatch.unavailable("numba") is None:
+        from femixer.kernels import numba_kernel
+
+        kernels = str(min(threads, numba_kernel.MOST_THREADS) if numba_kernel._parallel else 1)
+    yield f"threads    {threads} of torch, {kernels} of compiled kernels, {os.cpu_count()} processors"
     names = [f"cpu ({torch.backends.cpu.get_cpu_capability()})"]
     names += [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
     yield f"devices    {', '.join(names)}"
@@ -112,36 +124,17 @@ def surroundings() -> Iterator[str]:
     yield f"backend    {dispatch.asked()} ({source})"
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _kernel_threads() -> str:
-    if dispatch.unavailable("numba") is not None:
-        return "none"
-    from femixer.kernels import numba_kernel
-
-    return str(min(torch.get_num_threads(), numba_kernel.MOST_THREADS) if numba_kernel._parallel else 1)
-
-
 def columns() -> list[Column]:
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     return [Column(backend, device) for device in devices for backend in dispatch.DEVICES[device]]
 
 
-def served(operators: Sequence[Operator]) -> Iterator[Case]:
+def served(operators: Sequence[Operator]) -> list[Case]:
     """Every example that a backend serves, in every float type."""
-    for operator, column, name, dtype, arguments, why in _refusals(operators):
-        if why is None:
-            yield Case(operator, column, name, dtype, arguments)
+    return [case for case in every_case(operators) if case.refusal is None]
 
 
-def _refusals(
-    operators: Sequence[Operator],
-) -> Iterator[tuple[Operator, Column, str, torch.dtype, tuple[Any, ...], str | None]]:
+def every_case(operators: Sequence[Operator]) -> Iterator[Case]:
     for operator in operators:
         examples = check.page(operator).examples()
         for column in columns():
@@ -149,7 +142,8 @@ def _refusals(
                 narrow = any(isinstance(x, Tensor) and x.dtype == torch.float32 for x in arguments)
                 for dtype in FLOATS if narrow else FLOATS[:1]:  # nothing to cast: once is enough
                     given = check.cast(arguments, dtype, column.device)
-                    yield operator, column, name, dtype, given, dispatch.refusal(operator, column.backend, given)
+                    why = dispatch.refusal(operator, column.backend, given)
+                    yield Case(operator, column, name, dtype, given, why)
 
 
 def examine(cases: Sequence[Case]) -> list[str]:
@@ -176,24 +170,18 @@ def examine(cases: Sequence[Case]) -> list[str]:
 
 def _unrepeated(case: Case) -> Iterator[str]:
     """What races between threads and memory that nobody wrote do to a case: only a GPU shows them."""
-    with _repeatable():
-        first, second = (check.compare(case.operator, "triton", case.arguments, case.dtype) for _ in range(2))
-    if first != second:
-        yield f"wrong: {case}: differs from run to run with deterministic algorithms"
-    if not math.isfinite(first.worst):
-        yield f"wrong: {case}: not a number where new memory is"
-
-
-@contextmanager
-def _repeatable() -> Iterator[None]:
-    """Deterministic algorithms; torch then fills new memory with NaN."""
+    # Under deterministic algorithms torch fills new memory with NaN.
     asked, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with warnings.catch_warnings(action="ignore"):
-            yield
+            first, second = (check.compare(case.operator, "triton", case.arguments, case.dtype) for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(asked, warn_only=warned)
+    if first != second:
+        yield f"wrong: {case}: differs from run to run with deterministic algorithms"
+    if not math.isfinite(first.worst):
+        yield f"wrong: {case}: not a number where new memory is"
 
 
 def half_precision(cases: Sequence[Case]) -> reporting.Table | None:
@@ -229,17 +217,25 @@ def show_backends(operators: Sequence[Operator]) -> None:
     serves: dict[tuple[str, Column], list[bool]] = {}
     used: set[tuple[str, Column]] = set()
     reasons: dict[str, list[str]] = {}
-    for operator, column, _, _, arguments, why in _refusals(operators):
+    for operator, column, _, _, arguments, why in every_case(operators):
         serves.setdefault((operator.name, column), []).append(why is None)
-        if _chosen(operator, arguments) is operator.implementations.get(column.backend):
-            used.add((operator.name, column))
+        with suppress(dispatch.BackendError):  # another one was asked for than serves
+            if dispatch.choose(operator, arguments) is operator.implementations.get(column.backend):
+                used.add((operator.name, column))
         if why is not None and dispatch.unavailable(column.backend) is None:
             found = reasons.setdefault(f"{column.backend}, {operator.name}", [])
             found += [why] if why not in found else []
-    rows = [
-        [operator.name, *(_cell(operator, c, serves[operator.name, c], (operator.name, c) in used) for c in shown)]
-        for operator in operators
-    ]
+
+    def cell(operator: Operator, column: Column) -> str:
+        if dispatch.unavailable(column.backend) is None and operator.implementation(column.backend) is None:
+            return "left to torch"
+        all_ = serves[operator.name, column]
+        if not any(all_):
+            return "no"
+        part = "" if all(all_) else f" for {sum(all_)} of {len(all_)}"
+        return f"{'used' if (operator.name, column) in used else 'ready'}{part}"
+
+    rows = [[operator.name, *(cell(operator, column) for column in shown)] for operator in operators]
     titles = [reporting.Column(title) for title in ("operator", *map(str, shown))]
     reporting.show(reporting.Table.of(titles, rows, "Backends by operator, on its examples"))
     for name in dispatch.FILES:
@@ -250,22 +246,6 @@ def show_backends(operators: Sequence[Operator]) -> None:
     for where, (first, *others) in sorted(reasons.items()):
         more = f" (and {len(others)} more of this kind)" if others else ""
         print(f"- {where}: {first}{more}")
-
-
-def _chosen(operator: Operator, arguments: tuple[Any, ...]) -> object:
-    try:
-        return dispatch.choose(operator, arguments)
-    except dispatch.BackendError:  # another one was asked for than serves
-        return operator
-
-
-def _cell(operator: Operator, column: Column, serves: list[bool], used: bool) -> str:
-    if dispatch.unavailable(column.backend) is None and operator.implementation(column.backend) is None:
-        return "left to torch"
-    if not any(serves):
-        return "no"
-    part = "" if all(serves) else f" for {sum(serves)} of {len(serves)}"
-    return f"{'used' if used else 'ready'}{part}"
 
 
 def warm(operators: Sequence[Operator], layers: bool) -> str:
@@ -326,15 +306,9 @@ def run_layers() -> None:
     kinds: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in PRIORS]
     kinds += [("gla", {"decay": "channel"}), ("mamba", {"normalize": False}), ("softmax", {"cache": "exp"})]
     # Longer sequences than a few tokens may have kernels of their own.
-    uses = [
-        (*kind, parts, causal, length)
-        for kind in kinds
-        for parts in ("CLTG", "LTG", "")
-        for causal in (True, False)
-        for length in (5, 300)
-    ]
+    uses = [*product(kinds, ("CLTG", "LTG", ""), (True, False), (5, 300))]
     with counting(len(uses), "layers run") as told:
-        for name, options, parts, causal, length in uses:
+        for (name, options), parts, causal, length in uses:
             mixer = FreeEnergyMixer(32, 2, prior=name, parts=parts, causal=causal, prior_options=options)
             x = torch.randn(2, length, 32)
             keep = torch.arange(length) >= torch.tensor([[0], [2]])

@@ -82,29 +82,33 @@ def parse(options: type[Options], args: Sequence[str], command: str, default: Op
 MODEL = "--model"
 
 
+def taken(args: Sequence[str], option: str) -> tuple[str | None, list[str]]:
+    """The value of an option, None if it has none, and the other arguments."""
+    value, rest, left = None, [], [*args]
+    while left:
+        name, equals, behind = left[0].partition("=")
+        if name == option and (equals or len(left) > 1):
+            value = behind if equals else left.pop(1)
+        else:
+            rest.append(left[0])
+        del left[0]
+    return value, rest
+
+
 def model_first(args: Sequence[str]) -> list[str]:
     """For commands whose model is the first argument: `--model PATH` anywhere is the same."""
-    args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith(MODEL + "=") else [arg])]
-    if MODEL not in args[:-1]:
-        return args
-    at = args.index(MODEL)
-    _check_one_model(args[0], args[at + 1])
-    return [args[at + 1], *args[:at], *args[at + 2 :]]
+    model, rest = taken(args, MODEL)
+    if model is None:
+        return rest
+    first = rest[0] if rest else "-"
+    check(first.startswith("-"), "model", model, f"it or the first argument, which is {first!r}, not both")
+    return [model, *rest]
 
 
 def model_named(args: Sequence[str]) -> list[str]:
     """For commands with the option --model: the first argument, if it is no option, is the same."""
-    if not args or args[0].startswith("-"):
-        return [*args]
-    for arg, following in zip(args, [*args[1:], ""], strict=True):
-        name, _, value = arg.partition("=")
-        if name == MODEL:
-            _check_one_model(args[0], value or following)
-    return [MODEL, *args]
-
-
-def _check_one_model(first: str, named: str) -> None:
-    check(first.startswith("-"), "model", named, f"it or the first argument, which is {first!r}, not both")
+    args = model_first(args)
+    return args if not args or args[0].startswith("-") else [MODEL, *args]
 
 
 def check(fits: bool, name: str, value: object, allowed: str) -> None:
@@ -196,7 +200,7 @@ MOST_THREADS = 1024
 def check_threads(threads: int | None) -> None:
     """Raise a ValueError unless a process can have as many; None is torch's choice."""
     check_positive(threads=threads)
-    check(threads is None or threads <= MOST_THREADS, "threads", threads, f"a whole number up to {MOST_THREADS}")
+    check((threads or 1) <= MOST_THREADS, "threads", threads, f"a whole number up to {MOST_THREADS}")
 
 
 def expanded(names: Sequence[str], groups: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
@@ -261,34 +265,21 @@ def recipes() -> list[str]:
 def with_recipe(default: Options, args: Sequence[str]) -> tuple[Options, list[str]]:
     """Take `--recipe NAME_OR_PATH` out of `args`. Returns the defaults that it gives, for `options.parse`, and the
     other options."""
-    rest, recipe = [], None
-    arguments = iter(args)
-    for arg in arguments:
-        if arg == "--recipe":
-            recipe = next(arguments, "")
-        elif arg.startswith("--recipe="):
-            recipe = arg.removeprefix("--recipe=")
-        else:
-            rest.append(arg)
+    recipe, rest = taken(args, "--recipe")
+    recipe = "" if "--recipe" in rest else recipe
     return (default if recipe is None else apply_recipe(default, recipe)), rest
 
 
 def apply_recipe(default: Options, recipe: str) -> Options:
     """`default`, a dataclass that may hold others, with the values of a shipped recipe or of a file."""
-    path = find_recipe(recipe)
+    places = [path for path in (Path(recipe), SHIPPED / f"{recipe}.yaml") if path.is_file()]
+    check(len(places) > 0, "recipe", recipe, f"a YAML file, or one of {', '.join(recipes())}")
+    path, known = places[0], _fields(default)
     values = read_recipe(path)
-    known = _fields(default)
     for name in values:
         if name not in known:
             raise ValueError(f"{path}: {name} is unknown; choose from {', '.join(sorted(known))}")
     return _replaced(default, {name: _convert(path, name, value, known[name]) for name, value in values.items()})
-
-
-def find_recipe(recipe: str) -> Path:
-    for path in (Path(recipe), SHIPPED / f"{recipe}.yaml"):
-        if path.is_file():
-            return path
-    raise ValueError(f"recipe={recipe!r} is not allowed; choose a YAML file, or one of {', '.join(recipes())}")
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -304,11 +295,12 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise Damaged(f"{path}: not YAML ({getattr(error, 'problem', None) or in_one_line(error)}{place})") from error
     if not isinstance(content, dict):
         raise Damaged(f"{path}: expected `option: value` on each line, not {shown(content)}")
-    names = [(str(key.value).replace("-", "_"), key.start_mark.line + 1) for key, _ in root.value]
-    for number, (name, line) in enumerate(names):
-        first = next((at for other, at in names[:number] if other == name), None)
-        if first is not None:
-            raise Damaged(f"{path}: {name} is there twice, in lines {first} and {line}")
+    lines: dict[str, int] = {}
+    for key, _ in root.value:
+        name, line = str(key.value).replace("-", "_"), key.start_mark.line + 1
+        if name in lines:
+            raise Damaged(f"{path}: {name} is there twice, in lines {lines[name]} and {line}")
+        lines[name] = line
     return {str(name).replace("-", "_"): value for name, value in content.items()}
 
 
@@ -323,14 +315,10 @@ def _fields(options: Any) -> dict[str, Any]:
 
 
 def _replaced(options: Any, values: Mapping[str, Any]) -> Any:
-    changes = {}
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        if dataclasses.is_dataclass(value):
-            changes[field.name] = _replaced(value, values)
-        elif field.name in values:
-            changes[field.name] = values[field.name]
-    return dataclasses.replace(options, **changes)
+    held = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    inner = {name: _replaced(value, values) for name, value in held.items() if dataclasses.is_dataclass(value)}
+    own = {name: values[name] for name in held if name in values and name not in inner}
+    return dataclasses.replace(options, **inner, **own)
 
 
 def _convert(path: Path, name: str, value: Any, kind: Any) -> Any:

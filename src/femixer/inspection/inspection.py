@@ -32,14 +32,17 @@ LARGEST = 4 * 2**30
 
 
 @dataclass(frozen=True)
-class Reader:
-    """The mixer that an inspection is of."""
+class Layer:
+    """One mixer of a model and its inspection; None for a mixer without `inspect`."""
 
-    prior: str  #: the prior's name
-    parts: str
-    pairs: bool  #: the prior weighs pairs of token and channel, and is shown summed over channels
-    normalized: bool  #: False: the mixer reads with weights that do not sum to one
-    beta_max: Tensor  #: [H, D], float32 on the CPU
+    name: str  #: the mixer's name in the model
+    prior: str  #: the prior's name, or the mixer's class where it has none
+    parts: str = ""
+    pairs: bool = False  #: the prior weighs pairs of token and channel, and is shown summed over channels
+    normalized: bool = True  #: False: the mixer reads with weights that do not sum to one
+    beta_max: Tensor | None = None  #: [H, D], float32 on the CPU
+    inspection: Inspection | None = None
+    missing: str = ""  #: why there is no inspection
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,7 +60,7 @@ class Inspection:
     hidden_beta: Tensor  #: [B, H, T, D], the temperature whose free energy is (1 - lam) mean + lam free_energy
     kl: Tensor  #: [B, H, T, D], KL(posterior at hidden_beta || prior), the prior normalized
     _posteriors: Callable[[Tensor], Tensor] = field(repr=False, compare=False)  # query numbers [n] -> [B, H, n, T, D]
-    reader: Reader | None = None  #: the mixer, where it is one
+    layer: Layer | None = None  #: the mixer, where it is one
 
     @functools.cached_property
     def posterior(self) -> Tensor:
@@ -65,7 +68,7 @@ class Inspection:
         batch, heads, length, width = self.value.shape
         check_bytes(batch * heads * length**2 * width * self.value.element_size(), length, "posteriors")
         found = self.value.new_empty(batch, heads, length, length, width)
-        for rows in self._blocks():
+        for rows in blocks(length, self.value):
             found[:, :, rows] = self._posteriors(rows).to(found.dtype)
         return found
 
@@ -75,18 +78,11 @@ class Inspection:
         """[rows, T, channels] of one head: the same for some queries and channels, by default all."""
         length, width = self.value.shape[2:]
         channels = range(width) if channels is None else channels
-        queries = range(length) if rows is None else rows
+        queries = torch.tensor([*(range(length) if rows is None else rows)], device=self.value.device)
         found = self.value.new_empty(len(queries), length, len(channels))
-        for some in self._blocks(queries):
-            part = self._posteriors(torch.tensor([queries[i] for i in some], device=self.value.device))
-            found[some] = part[batch, head][..., [*channels]].to(found.dtype)
+        for some in blocks(len(queries), self.value):
+            found[some] = self._posteriors(queries[some])[batch, head][..., [*channels]].to(found.dtype)
         return found
-
-    def _blocks(self, queries: Sequence[int] | None = None) -> Sequence[Tensor]:
-        """Places of some queries, few enough at a time."""
-        count = self.value.shape[2] if queries is None else len(queries)
-        places = torch.arange(count, device=self.value.device)
-        return places.split(max(1, MOST_NUMBERS // max(1, self.value.numel())))
 
     def __repr__(self) -> str:
         batch, heads, tokens, channels = self.value.shape
@@ -155,14 +151,9 @@ def inspect_mixer(
             over_tokens=mixer.prior.over_tokens,
             readout=mixer.readout,
         )
-    reader = Reader(
-        mixer.prior_name,
-        mixer.parts,
-        pairs=mixer.prior.one_temperature,
-        normalized=getattr(mixer.prior, "normalize", True),
-        beta_max=mixer.beta_max.detach().float().cpu(),
-    )
-    return replace(found, reader=reader)
+    pairs, normalized = mixer.prior.one_temperature, getattr(mixer.prior, "normalize", True)
+    beta_max = mixer.beta_max.detach().float().cpu()
+    return replace(found, layer=Layer("mixer", mixer.prior_name, mixer.parts, pairs, normalized, beta_max))
 
 
 def inspect_read(
@@ -196,11 +187,7 @@ def inspect_read(
     def block(rows: Tensor) -> dict[str, Tensor]:
         """What some of the queries read."""
         p = prior(rows)
-        mean, free, at_max = (
-            free_energy(p, over_index, 0.0),
-            free_energy(p, over_index, beta),
-            posterior(p, over_index, beta),
-        )
+        mean, free = (free_energy(p, over_index, each) for each in (0.0, beta))
         here = lam[:, :, rows]
         hidden = torch.zeros_like(here) if beta_max is None else hidden_temperature(p, over_index, beta, here)
         total = p.sum(3, keepdim=True)
@@ -209,7 +196,7 @@ def inspect_read(
             "prior": over_tokens(p),
             "mean": mean,
             "free_energy": free,
-            "posterior_mean": torch.einsum("bhtsd,bhsd->bhtd", at_max, over_index),
+            "posterior_mean": torch.einsum("bhtsd,bhsd->bhtd", posterior(p, over_index, beta), over_index),
             "hidden_beta": hidden,
             "kl": kl_divergence(posterior(p, over_index, hidden), normalized).clamp(min=0),
         }
@@ -217,12 +204,10 @@ def inspect_read(
         return {name: t.to(dtype) for name, t in result.items()}
 
     length = value.shape[2]
-    rows = torch.arange(length, device=value.device)
-    first = over_tokens(prior(rows[:1]))
+    first = over_tokens(prior(torch.zeros(1, dtype=torch.long, device=value.device)))
     check_bytes(first.numel() * length * dtype.itemsize, length, "prior")
     found: dict[str, Tensor] = {}
-    numbers = max(1, over_index.numel())  # behind one query
-    for some in rows.split(max(1, MOST_NUMBERS // numbers)):
+    for some in blocks(length, over_index):
         for name, part in block(some).items():
             if name not in found:
                 found[name] = part.new_empty(*part.shape[:2], length, *part.shape[3:])
@@ -231,26 +216,18 @@ def inspect_read(
     return Inspection(**own, _posteriors=posteriors)
 
 
+def blocks(count: int, numbers: Tensor) -> Sequence[Tensor]:
+    """The queries below `count`, few enough at a time where so many numbers are behind each."""
+    places = torch.arange(count, device=numbers.device)
+    return places.split(max(1, MOST_NUMBERS // max(1, numbers.numel())))
+
+
 def check_bytes(count: int, tokens: int, what: str) -> None:
     if count > LARGEST:
         raise ValueError(
             f"the {what} of {tokens} tokens would take {count / 1e9:.1f} GB; allowed are {LARGEST / 1e9:.1f}: inspect "
             "fewer tokens or sequences at a time"
         )
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One mixer of a model and its inspection; None for a mixer without `inspect`."""
-
-    name: str  #: the mixer's name in the model
-    prior: str  #: the prior's name, or the mixer's class where it has none
-    parts: str = ""
-    pairs: bool = False  #: the prior weighs pairs of token and channel, and is shown summed over channels
-    normalized: bool = True  #: False: the mixer reads with weights that do not sum to one
-    beta_max: Tensor | None = None  #: [H, D]
-    inspection: Inspection | None = None
-    missing: str = ""  #: why there is no inspection
 
 
 def mixers_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -288,26 +265,23 @@ def inspect_model(model: nn.Module, *args: Any, only: Collection[int] | None = N
         model.train(training)
         for hook in hooks:
             hook.remove()
-    return (
-        _layer(name, m, inputs.get(name), only is None or number in only)
-        for number, (name, m) in enumerate(mixers.items())
-    )
+
+    def layers() -> Iterator[Layer]:
+        for number, (name, mixer) in enumerate(mixers.items()):
+            if name in inputs and (only is None or number in only):
+                yield layer_of(mixer.inspect(**inputs[name]), name)  # type: ignore[operator]
+            else:
+                why = "not chosen" if name in inputs else "a baseline, which cannot be inspected"
+                yield Layer(name, getattr(mixer, "prior_name", type(mixer).__name__), missing=why)
+
+    return layers()
 
 
-def _layer(name: str, mixer: Any, inputs: dict[str, Any] | None, wanted: bool) -> Layer:
-    prior = getattr(mixer, "prior_name", type(mixer).__name__)
-    if inputs is None or not wanted:
-        return Layer(name, prior, missing="not chosen" if inputs else "a baseline, which cannot be inspected")
-    return layer_of(name, mixer.inspect(**inputs))
-
-
-def layer_of(name: str, inspection: Inspection) -> Layer:
-    """The layer of one inspection, whose `reader` says which mixer it is."""
-    reader = inspection.reader
-    if reader is None:
-        raise ValueError("inspection.reader=None is not allowed; choose an inspection made by mixer.inspect")
-    about = (reader.prior, reader.parts, reader.pairs, reader.normalized, reader.beta_max)
-    return Layer(name, *about, inspection=inspection)
+def layer_of(inspection: Inspection, name: str = "mixer") -> Layer:
+    """The layer of one inspection, with it."""
+    if inspection.layer is None:
+        raise ValueError("inspection.layer=None is not allowed; choose an inspection made by mixer.inspect")
+    return replace(inspection.layer, name=name, inspection=inspection)
 
 
 SHOWN = 4

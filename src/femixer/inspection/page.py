@@ -194,7 +194,7 @@ def page_text(
 
 def embedded(inspection: Inspection) -> str:
     """The page of one mixer as a frame of a notebook, or a line that says why there is none."""
-    layer = layer_of("mixer", inspection)
+    layer = layer_of(inspection)
     tokens = [str(position) for position in range(inspection.value.shape[2])]
     page = page_text([layer], tokens, model=f"a mixer with prior {layer.prior}", text=" ".join(tokens))
     if len(page) > LARGEST_EMBEDDED * 10**6:

@@ -99,13 +99,11 @@ def outputs(model: Any, inputs: dict[str, Tensor], what: str) -> Tensor:
 
 def save(model: Any, source: str, out: Path, card: Card) -> None:
     """Model, card and tokenizer (or image processor) into the folder `out`, which is there completely or not at all."""
-    name, load = "tokenizer", saved_tokenizer
-    if model.main_input_name == "pixel_values":
-        name, load = "image processor", saved_processor
+    images, companion = model.main_input_name == "pixel_values", None
     try:
-        companion = load(source)
+        companion = saved_processor(source) if images else saved_tokenizer(source)
     except (OSError, ValueError):
-        companion = None
+        name = "image processor" if images else "tokenizer"
         print(f"warning: {source} has no {name}; none is saved", file=sys.stderr)
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic.replacing(out) as partial:

@@ -118,22 +118,17 @@ def attach(model: Any) -> None:
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     # GPT-2's attention to an encoder is of the same class.
     own = [m for m in model.modules() if type(m).__name__ == name and not getattr(m, "is_cross_attention", False)]
+    sizes = (config.hidden_size, heads, kv_heads, width, config.fem_parts, config.fem_rank)
     for module in own:
-        made = {"device": next(module.parameters()).device, "dtype": model.dtype}
-        sizes = (config.hidden_size, heads, kv_heads, width)
-        module.fem = ReadGates(*sizes, config.fem_parts, config.fem_rank, **made)
+        module.fem = ReadGates(*sizes, device=next(module.parameters()).device, dtype=model.dtype)
         module.register_forward_pre_hook(attention.hand_over_states, with_kwargs=True)
 
 
 def upgraded_config(base: Any) -> Any:
     """LlamaConfig -> FEMLlamaConfig, with the parts of FEM and the rank of the gates as fields."""
-    fields = {
-        "__annotations__": {"fem_parts": str, "fem_rank": int},
-        "model_type": PREFIX + base.model_type,
-        "fem_parts": PARTS[0],
-        "fem_rank": 16,
-    }
-    return _class(base, (base,), fields)
+    kinds = {"fem_parts": str, "fem_rank": int}
+    defaults = {"model_type": PREFIX + base.model_type, "fem_parts": PARTS[0], "fem_rank": 16}
+    return _class(base, (base,), {"__annotations__": kinds, **defaults})
 
 
 def upgraded_class(base: Any) -> Any:
@@ -201,9 +196,8 @@ def check_upgradable(model: Any) -> None:
         raise TypeError(f"model must be a transformers PreTrainedModel, not {type(model).__name__}")
     if isinstance(model, Upgraded):
         raise ValueError(f"model is upgraded already, with parts={model.config.fem_parts!r}")
-    known = ", ".join(FAMILIES)
-    if model.config.model_type not in FAMILIES:
-        raise ValueError(f"model type {model.config.model_type!r} cannot be upgraded; known are {known}")
+    if (kind := model.config.model_type) not in FAMILIES:
+        raise ValueError(f"model type {kind!r} cannot be upgraded; known are {', '.join(FAMILIES)}")
     if model.config.output_attentions:
         raise ValueError("model.config.output_attentions=True: FEM reads every channel with weights of its own")
     if not type(model).__module__.startswith("transformers."):

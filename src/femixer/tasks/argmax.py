@@ -106,16 +106,10 @@ def fixed_order(count: int, batch: int, seed: int) -> Epochs:
     return Epochs(count, batch, seed)
 
 
-def share(whole: Sample, part: Part) -> Sample:
-    """One part of a batch."""
-    return Sample(*(tensor[part.rows(len(tensor))] for tensor in whole))
-
-
 def validation_batches(experiment: Experiment) -> list[Sample]:
     """The validation set, cut to the size of a training batch to bound the memory of an evaluation."""
     whole = sample(experiment.validation, experiment, generator(experiment.seed, "argmax validation"))
-    parts = zip(whole.values.split(experiment.batch), whole.winners.split(experiment.batch), strict=True)
-    return [Sample(*part) for part in parts]
+    return [Sample(*part) for part in zip(*(each.split(experiment.batch) for each in whole), strict=True)]
 
 
 def index_correct(prediction: Tensor, data: Sample) -> Tensor:
@@ -173,14 +167,9 @@ class SideBySide(nn.ModuleDict):
 
 def build(experiment: Experiment) -> SideBySide:
     """Both models, from the same initial queries and keys."""
-    return SideBySide(
-        {
-            name: LastRead(
-                experiment.channels, experiment.heads, name == "fem", generator(experiment.seed, "argmax weights")
-            )
-            for name in MODELS
-        }
-    )
+    sizes = (experiment.channels, experiment.heads)
+    weights = {name: generator(experiment.seed, "argmax weights") for name in MODELS}
+    return SideBySide({name: LastRead(*sizes, name == "fem", source) for name, source in weights.items()})
 
 
 def losses(models: nn.Module, data: Sample) -> dict[str, Tensor]:
@@ -221,7 +210,7 @@ def run(experiment: Experiment, options: RunOptions) -> Results:
     fit = Fit(
         model=models,
         optimizer=lambda models: adamw(models, experiment.lr, experiment.weight_decay),
-        batch=lambda step, part: share(training_batch(experiment, step), part),
+        batch=lambda step, part: Sample(*(x[part.rows(len(x))] for x in training_batch(experiment, step))),
         losses=losses,
         items=lambda data: data.winners.numel(),
         evaluate=lambda models: evaluate(models, validation),
@@ -255,23 +244,21 @@ def curves(experiment: Experiment, metrics: Sequence[Record]) -> Any:
     """Validation error (left) and index accuracy (right) against training steps, for both models."""
     drawing = figure(9.0, 3.8)
     error, accuracy = drawing.subplots(1, 2)
-    for name, style in looks([*MODELS]).items():
-        records = [record for record in metrics if record["model"] == name]
-        steps = [record["step"] for record in records]
-        look = {**style, "label": MODELS[name], "linewidth": 2, "markersize": 4, "clip_on": False, "zorder": 3}
-        error.plot(steps, [record["mse"] for record in records], **look)
-        accuracy.plot(steps, [record["accuracy"] for record in records], **look)
+    panels = {"mse": (error, "Validation error"), "accuracy": (accuracy, "Winner found (index accuracy)")}
+    for key, (axes, title) in panels.items():
+        for name, style in looks([*MODELS]).items():
+            points = [(record["step"], record[key]) for record in metrics if record["model"] == name]
+            look = {**style, "label": MODELS[name], "linewidth": 2, "markersize": 4, "clip_on": False, "zorder": 3}
+            axes.plot(*zip(*points, strict=True), **look)
+        axes.set(xlabel="training steps", xlim=(0, experiment.steps))
+        axes.set_title(title, loc="left")
+        quiet(axes)
     error.set(ylabel="mean squared error", yscale="log")
-    error.set_title("Validation error", loc="left")
     plain_log(error.yaxis)
     accuracy.set(ylabel="share of channels", ylim=(-0.03, 1.03))
-    accuracy.set_title("Winner found (index accuracy)", loc="left")
     accuracy.yaxis.set_major_formatter(require("matplotlib.ticker", "plot").PercentFormatter(1))
     chance = 1 / experiment.length
     accuracy.axhline(chance, color="black", linestyle=":", zorder=4, label=f"guessing, 1/{experiment.length}")
-    for axes in (error, accuracy):
-        axes.set(xlabel="training steps", xlim=(0, experiment.steps))
-        quiet(axes)
     accuracy.legend(frameon=False, loc="center right")
     drawing.suptitle(
         f"One layer picks the largest of {experiment.length} values in each of {experiment.channels} channels "

@@ -78,19 +78,17 @@ def of_lm(records: Sequence[Record]) -> Iterator[Measured]:
         named = f"{record['model']}, seed {seed}"
         check(known == record["loss"], "results", named, f"one loss of it: there are {known} and {record['loss']}")
     stems = [Path(text).stem for text in texts]
-    rows = {
-        setting: (Path(text).stem if stems.count(Path(text).stem) == 1 else text)
-        + ("" if len(experiments) == 1 else f", experiment {number}")
-        for text, experiments in texts.items()
-        for number, setting in enumerate(experiments, 1)
-    }
+    rows: dict[str, str] = {}
+    for text, experiments in texts.items():
+        title = Path(text).stem if stems.count(Path(text).stem) == 1 else text
+        for number, setting in enumerate(experiments, 1):
+            rows[setting] = title if len(experiments) == 1 else f"{title}, experiment {number}"
     variants = {name: {model.partition(", ")[2] for setting, model in held if setting == name} for name in rows}
     for (setting, model), losses in held.items():
         name, _, own = model.partition(", ")
         for variant in {own} if own or is_fem(name) else sorted(variants[setting]):
-            yield Measured(
-                ", ".join(filter(None, (rows[setting], variant))), name, Score(losses, len(losses)), not variant
-            )
+            title = f"{rows[setting]}, {variant}" if variant else rows[setting]
+            yield Measured(title, name, Score(losses, len(losses)), not variant)
 
 
 class Kind(NamedTuple):

@@ -97,7 +97,19 @@ class Seeds:
         return range(self.seed, self.seed + self.seeds)
 
 
-class Run(ABC):
+class Shown(ABC):
+    """How records are shown."""
+
+    @abstractmethod
+    def tables(self, records: Sequence[Record]) -> list[Table]:
+        """At the end of a run, or in the layout of the paper."""
+
+    def figures(self, records: Sequence[Record]) -> Mapping[str, Any]:
+        """Name of a file -> a figure of matplotlib, to stand beside the tables."""
+        return {}
+
+
+class Run(Shown):
     """The options of `femixer NAME run`: a dataclass with what is run; its docstring is the help."""
 
     experiment: Any
@@ -111,14 +123,6 @@ class Run(ABC):
     def jobs(self) -> Sequence[Job]:
         """Each once; a ValueError if one of them is not possible."""
         return self.experiment.jobs()
-
-    @abstractmethod
-    def tables(self, records: Sequence[Record]) -> list[Table]:
-        """What is shown at the end of a run."""
-
-    def figures(self, records: Sequence[Record]) -> Mapping[str, Any]:
-        """Name of a file -> a figure of matplotlib, to stand in the store."""
-        return {}
 
     @property
     def resumable(self) -> bool:
@@ -148,19 +152,11 @@ class TableFiles:
     """Folder of the files. [default: results/NAME-table, with the name of the task]"""
 
 
-class Tabulate(ABC):
+class Tabulate(Shown):
     """The options of `femixer NAME table`, where they are more than files: a dataclass; its docstring is the help."""
 
     results: tuple[Path, ...]
     out: Path
-
-    @abstractmethod
-    def tables(self, records: Sequence[Record]) -> list[Table]:
-        """In the layout of the paper."""
-
-    def figures(self, records: Sequence[Record]) -> Mapping[str, Any]:
-        """Name of a file -> a figure of matplotlib."""
-        return {}
 
 
 @dataclass(frozen=True)
@@ -285,7 +281,7 @@ class Task:
         text, drawings, out = as_markdown(*command.tables(records)), command.figures(records), command.how.out
         print(text)
         if command.how.part is None and distributed.is_main():
-            store.put(out / TABLE, text)
+            atomic.write(out / TABLE, text)
             for name, drawing in drawings.items():
                 save(drawing, out / name)
 
@@ -296,9 +292,10 @@ class Task:
         records = self.load(*command.results)
         stores = f"stores where `femixer {self.name} {self.names[0]}` has finished some"
         check(len(records) > 0, "results", "without a finished job", stores)
-        tables = (named(self.run)() if self.table is None else command).tables(records)
-        figures = {} if self.table is None else command.figures(records)
-        report(out, tables, figures)
+        if self.table is None:
+            report(out, named(self.run)().tables(records))
+        else:
+            report(out, command.tables(records), command.figures(records))
         return 0
 
     def _export(self, args: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +25,8 @@ from femixer.optional import quiet, require
 from femixer.options import check
 
 Value = TypeVar("Value")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _control: Any = None
 """The processes connected through the CPU, whatever connects their devices: for decisions, not for tensors."""
@@ -164,9 +166,7 @@ class StopRequest:
             self._before = {number: signal.signal(number, self._request) for number in self.SIGNALS}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._restore()
 
     def _request(self, number: int, frame: FrameType | None) -> None:
@@ -177,10 +177,6 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._before = {}
-
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 def carried_out(

@@ -81,7 +81,6 @@ class Engine:
         self.device = distributed.start()
         accelerate = require("accelerate", "cli")
         # Mixed precision is ours: accelerate's would turn the logits into float32 once more, the largest tensor of all.
-        self.called: Any
         self.accelerator = accelerate.Accelerator(cpu=self.device.type == "cpu", mixed_precision="no")
         options.parts(distributed.world())
         distributed.share_parts(options.copies)
@@ -90,25 +89,18 @@ class Engine:
             enable = getattr(model, "gradient_checkpointing_enable", None)
             check(enable is not None, "checkpointing", True, f"False: {type(model).__name__} does not offer it")
             enable()  # type: ignore[misc]
+        self.called: Any = model
         if options.copies > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+
             check(divide is not None, "processes per part", options.copies, "1: this model cannot be divided")
-            assert divide is not None
-            self._divide(divide)
-            self.called = model
+            sizes = (distributed.part().count, options.context_parallel, options.tensor_parallel)
+            mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp", "cp", "tp"))
+            divide(model.to(self.device), mesh, self.sharded)  # type: ignore[misc]
         elif self.sharded:
             self._shard(blocks)
-            self.called = model
         else:
-            compiled = torch.compile(model) if options.compile else model
-            self.called = self.accelerator.prepare_model(compiled)
-
-    def _divide(self, divide: Divide) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        options = self.options
-        sizes = (distributed.part().count, options.context_parallel, options.tensor_parallel)
-        mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp", "cp", "tp"))
-        divide(self.model.to(self.device), mesh, self.sharded)
+            self.called = self.accelerator.prepare_model(torch.compile(model) if options.compile else model)
 
     def _shard(self, blocks: Sequence[str] | None) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -203,13 +195,9 @@ GROUPS = {
 the line of memory.stat with what of that are copies of files, which give way."""
 
 
-def installed_bytes() -> int | None:
-    """Bytes of main memory that this machine has, or its container may use; None where the system does not say."""
-    try:
-        found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    except (AttributeError, ValueError, OSError):
-        return None
-    return min([*found, *(limit for limit, _ in _groups())])
+def installed_bytes() -> int:
+    """Bytes of main memory that this machine has, or its container may use."""
+    return min([require("psutil", "cli").virtual_memory().total, *(limit for limit, _ in _groups())])
 
 
 def _groups() -> Iterator[tuple[int, int]]:
@@ -227,15 +215,11 @@ def _groups() -> Iterator[tuple[int, int]]:
             yield most, 0
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be taken on a device; None where that is not known."""
+def free_bytes(device: torch.device) -> int:
+    """Bytes that can still be taken on a device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError, IndexError):
-        return None
+    available = require("psutil", "cli").virtual_memory().available
     return min([available, *(max(0, limit - used) for limit, used in _groups())])
 
 
@@ -249,7 +233,7 @@ def check_fits(parameters: int, name: str, value: object) -> None:
     there, needed = installed_bytes(), parameters * (16 if alone else 4)
     what = "in training" if alone else "alone"
     allowed = f"smaller sizes: {parameters:,} parameters take {gigabytes(needed)} {what}"
-    check(there is None or needed <= there, name, value, f"{allowed}, and this machine has {gigabytes(there or 0)}")
+    check(needed <= there, name, value, f"{allowed}, and this machine has {gigabytes(there)}")
 
 
 def gigabytes(size: float) -> str:

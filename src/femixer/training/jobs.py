@@ -8,12 +8,14 @@ import functools
 import hashlib
 import json
 import os
+import re
 import sys
 import tempfile
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -22,6 +24,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from filelock import FileLock, Timeout
 
+from femixer.damage import in_one_line
 from femixer.optional import require
 from femixer.options import Count, NotNegative, arguments, check, check_options, check_threads, running
 from femixer.training import atomic, distributed
@@ -101,21 +104,16 @@ def attempt(assignment: Assignment) -> Outcome:
         with locked(assignment) as folder:
             if distributed.on_main(lambda: store.finished(job.name)):
                 return Outcome(job)
-            options = RunOptions(
-                folder,
-                resume=distributed.on_main(lambda: holds_run(folder)),
-                threads=assignment.threads,
-                device=assignment.device,
-                keep=1 if assignment.resumable else 0,
-            )
+            resume = distributed.on_main(lambda: holds_run(folder))
+            how: dict[str, Any] = {
+                "threads": assignment.threads,
+                "device": assignment.device,
+                "keep": int(assignment.resumable),
+            }
             log = folder.with_name(folder.name + ".log")
             try:
-                with (
-                    log.open("a", encoding="utf-8") as file,
-                    contextlib.redirect_stderr(file),
-                    running(assignment.typed),
-                ):
-                    record = job.carry_out(options)
+                with running(assignment.typed), log.open("a", encoding="utf-8") as err, redirect_stderr(err):
+                    record = job.carry_out(RunOptions(folder, resume=resume, **how))
             finally:
                 release(folder)
 
@@ -132,20 +130,18 @@ def attempt(assignment: Assignment) -> Outcome:
         return Outcome(job, record)
     except Timeout:
         return Outcome(job)
-    except Interrupted as stop:
-        if distributed.world() > 1:
-            raise
-        return Outcome(job, error=str(stop))
-    except Exception:
+    except (Interrupted, Exception) as error:
         if distributed.world() > 1:  # the other processes wait in the middle of the job: torchrun ends them
             raise
-        return Outcome(job, error=traceback.format_exc())
+        return Outcome(job, error=str(error) if isinstance(error, Interrupted) else traceback.format_exc())
 
 
 @contextlib.contextmanager
 def locked(assignment: Assignment) -> Iterator[Path]:
     """The folder of a job's training run, while nobody else carries it out; filelock's Timeout if somebody does."""
-    folder = place_of(assignment)
+    store, name = assignment.store.folder, assignment.job.name
+    # A machine that does not see the store works on its own disk.
+    folder = (store / RUNNING if store.is_dir() else Path(tempfile.gettempdir()) / "femixer-jobs") / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder.with_name(folder.name + ".lock"), timeout=0)
     distributed.on_main(lambda: lock.acquire() and None)
@@ -154,13 +150,6 @@ def locked(assignment: Assignment) -> Iterator[Path]:
     finally:
         if lock.is_locked:
             give_up(lock)
-
-
-def place_of(assignment: Assignment) -> Path:
-    """The folder of the training run: in the store, or on a machine that does not see the store on its own disk."""
-    if assignment.store.folder.is_dir():
-        return assignment.store.folder / RUNNING / assignment.job.name
-    return Path(tempfile.gettempdir()) / "femixer-jobs" / assignment.job.name
 
 
 @dataclass(frozen=True)
@@ -260,7 +249,7 @@ def connected(address: str | None, jobs: int | None) -> Iterator[None]:
         try:
             ray.init(address, **quiet)
         except Exception as error:  # Ray has several for this
-            raise ConnectionError(f"address={address!r}: no connection to Ray ({first_line(error)})") from error
+            raise ConnectionError(f"address={address!r}: no connection to Ray ({in_one_line(error)})") from error
     try:
         yield
     finally:
@@ -272,18 +261,13 @@ def check_reachable(address: str, seconds: float = 5.0) -> None:
     place = address.removeprefix("ray://")
     if place == "auto" or os.environ.get("RAY_USE_TLS") == "1":
         return
-    fits = place.rpartition(":")[0] and place.rpartition(":")[2].isdecimal()
-    check(bool(fits), "address", address, "auto, host:port or ray://host:port")
+    check(re.fullmatch(r".+:\d+", place) is not None, "address", address, "auto, host:port or ray://host:port")
     grpc = require("grpc", "cluster")
     with grpc.insecure_channel(place, options=[("grpc.enable_http_proxy", 0)]) as channel:  # as Ray connects
         try:
             grpc.channel_ready_future(channel).result(timeout=seconds)
         except grpc.FutureTimeoutError:
             raise ConnectionError(f"address={address!r}: no Ray cluster answers there") from None
-
-
-def first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def line(outcome: Outcome) -> str:
@@ -349,9 +333,8 @@ def run(everything: Sequence[SomeJob], kind: Kind, how: Jobs, resumable: bool) -
 def check_place(job: Job, store: Store, out: Path) -> None:
     """A ValueError if the folder that the job would leave is that of a job with other options."""
     held = store.folder.glob(f"{JOBS}/{job.place}-{'?' * len(job.digest)}.json") if job.keeps else ()
-    others = [path.stem for path in held if path.stem != job.name]
     allowed = f"another folder: here {job.title} was run with other options"
-    check(not others, "out", str(out), allowed)
+    check(all(path.stem == job.name for path in held), "out", str(out), allowed)
 
 
 def carry_out(todo: Sequence[Job], store: Store, how: Jobs, resumable: bool) -> list[Job]:
@@ -393,8 +376,8 @@ def divided(jobs: Sequence[SomeJob], part: str | None) -> Sequence[SomeJob]:
     """The share `i/n` of the jobs: the shares of 1/n, 2/n, ... n/n are all of them, and cheap and costly ones mixed."""
     if part is None:
         return jobs
-    number, _, count = part.partition("/")
-    allowed = "i/n with i from 1 to n, as 3/16"
-    check(number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count), "part", part, allowed)
-    mine = {job.digest for job in sorted(jobs, key=lambda job: job.digest)[int(number) - 1 :: int(count)]}
+    fits = re.fullmatch(r"(\d+)/(\d+)", part)
+    number, count = map(int, fits.groups()) if fits else (0, 0)
+    check(1 <= number <= count, "part", part, "i/n with i from 1 to n, as 3/16")
+    mine = {job.digest for job in sorted(jobs, key=lambda job: job.digest)[number - 1 :: count]}
     return [job for job in jobs if job.digest in mine]

@@ -238,9 +238,8 @@ class Trainer:
         sums = distributed.total(*(value.item() for value in self.sums.values()))
         for name, value in (("loss", sum(sums) / self.all), ("norm of the gradients", float(self.norm))):
             if not math.isfinite(value):
-                raise FloatingPointError(
-                    f"the {name} is {value} at step {self.taken}; a smaller learning rate may help"
-                )
+                told = f"the {name} is {value} at step {self.taken}"
+                raise FloatingPointError(f"{told}; a smaller learning rate may help")
         return {name: value / self.all for name, value in zip(self.sums, sums, strict=True)}
 
     def evaluate(self, step: int, told: Journal) -> bool:
@@ -307,14 +306,12 @@ class Best:
         return step
 
     def _save(self, weights: Mapping[str, Tensor], step: int, keep: set[int]) -> None:
-        path = self._path(step)
+        path, kept = self._path(step), {self._path(each) for each in keep}
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic.replacing(path) as partial:
             require("safetensors.torch", "cli").save_file({k: v.contiguous() for k, v in weights.items()}, partial)
-        kept = {self._path(each) for each in keep}
-        for other in path.parent.glob("best-*.safetensors"):
-            if other not in kept:
-                atomic.remove(other)
+        for other in {*path.parent.glob("best-*.safetensors")} - kept:
+            atomic.remove(other)
 
     def _path(self, step: int) -> Path:
         return self.results.folder / CHECKPOINTS / f"best-{step:08d}.safetensors"
@@ -335,10 +332,11 @@ def check_trained(record: Record, saved: str = "") -> None:
 
     record: has `diverged`, why, and `best_step`, 0 for the untrained weights. saved: where the best weights are now.
     """
-    if record["diverged"] and (saved or not record["best_step"]):
-        kept = f"the weights of step {record['best_step']}, the best before, are in {saved}"
-        kept = kept if record["best_step"] else "no weights were better than the untrained ones, and no model is saved"
-        raise FloatingPointError(f"training diverged: {record['diverged']}; {kept}")
+    best = record["best_step"]
+    if record["diverged"] and (saved or not best):
+        kept = f"the weights of step {best}, the best before, are in {saved}"
+        none = "no weights were better than the untrained ones, and no model is saved"
+        raise FloatingPointError(f"training diverged: {record['diverged']}; {kept if best else none}")
 
 
 def untrained_note(record: Record) -> list[str]:

@@ -104,12 +104,7 @@ class Results:
     """The results folder of one run, opened for writing."""
 
     def __init__(
-        self,
-        task: str,
-        experiment: Any,
-        run: RunOptions,
-        others: Sequence[str] = (),
-        about: Mapping[str, str] | None = None,
+        self, task: str, experiment: Any, run: RunOptions, others: Iterable[str] = (), about: Mapping[str, str] = {}
     ) -> None:
         """Create the folder, or check that what it holds may be resumed or overwritten.
 
@@ -118,7 +113,7 @@ class Results:
         """
         self.run, self.others = run, tuple(others)
         # The main process alone looks: a network disk may not show all of them the same.
-        self.folder, self.finished = distributed.on_main(lambda: self._open(task, experiment, about or {}))
+        self.folder, self.finished = distributed.on_main(lambda: self._open(task, experiment, about))
 
     def _open(self, task: str, experiment: Any, about: Mapping[str, str]) -> tuple[Path, bool]:
         """-> where this run is, and whether it is finished."""
@@ -136,11 +131,10 @@ class Results:
                 hold(out)
             return where, finished
         if held is not None and not run.overwrite:
-            state = "a finished run (--resume shows its table)"
+            done = "a finished run (--resume shows its table)"
+            state = done if (out / TABLE).exists() else "an unfinished run (--resume continues it)"
             if newer is not None:
                 state = f"a run and in {atomic.NEW}/ an unfinished one to replace it (--resume continues that)"
-            elif not (out / TABLE).exists():
-                state = "an unfinished run (--resume continues it)"
             raise ValueError(f"out={str(out)!r} holds {state}; --overwrite starts anew, or choose another --out")
         if run.resume and has_option("--resume"):
             raise ValueError(f"resume=True needs a run to continue, and out={str(out)!r} holds none; leave it out")
@@ -202,9 +196,8 @@ class Results:
     def check_records(self, known: Sequence[int] | None) -> None:
         """Raise a ValueError unless metrics.jsonl begins as it did at the checkpoint from which training continues."""
         if known is not None and [*known] != self.checksum(known[0]):
-            raise Damaged(
-                f"{self.folder / METRICS} is not what was written up to the last checkpoint; --overwrite starts anew"
-            )
+            told = "is not what was written up to the last checkpoint; --overwrite starts anew"
+            raise Damaged(f"{self.folder / METRICS} {told}")
 
     def write_figure(self, figure: Any) -> None:
         if not distributed.is_main():
@@ -236,14 +229,10 @@ def show_table(results: Results) -> int:
     text = read_text(results.folder / TABLE)
     if not text.strip():
         raise Damaged(f"{results.folder / TABLE} is empty; --overwrite starts anew")
-    try:
-        drawn = require("rich.markdown", "cli").Markdown(text) if sys.stdout.isatty() else None
-    except MissingExtra:
-        drawn = None
-    if drawn is None:
-        print(text)
+    if sys.stdout.isatty() and find_spec("rich") is not None:
+        require("rich", "cli").print(require("rich.markdown", "cli").Markdown(text))
     else:
-        require("rich", "cli").print(drawn)
+        print(text)
     model = f", the model in {results.folder / MODEL}/" if (results.folder / MODEL).is_dir() else ""
     print(f"Results are in {results.folder}/{model}")
     return 0
@@ -273,30 +262,28 @@ def model_folder(checkpoint: Path) -> Path:
 
     Raises a ValueError that says what is missing. Pickles are refused: loading one runs whatever it contains.
     """
-    shown = str(checkpoint)
+    shown = f"checkpoint={str(checkpoint)!r}"
     if not checkpoint.is_dir():
         state = "is a file" if checkpoint.exists() else "does not exist"
-        raise ValueError(
-            f"checkpoint={shown!r} {state}; choose a model folder or a results folder of `femixer lm train`"
-        )
+        raise ValueError(f"{shown} {state}; choose a model folder or a results folder of `femixer lm train`")
     # A run that was killed while it took the place of another is in the folders of that moment.
     places = (checkpoint / name / MODEL for name in (atomic.LEAVING, atomic.ENTERING, "."))
     folder = next((place for place in places if place.is_dir()), checkpoint)
-    config = _config(folder)
-    if config is None or "model_type" not in config:
+    config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else None
+    if not isinstance(config, dict) or "model_type" not in config:
         reason = "has no config.json of a model in it"
-        if config is not None and "task" in config:
+        if isinstance(config, dict) and "task" in config:
             reason = f"is a results folder without {MODEL}/ in it: its run has not saved a model yet"
-        raise ValueError(f"checkpoint={shown!r} {reason}")
-    if not any((folder / name).is_file() for name in WEIGHTS):
-        pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
-        if pickles:
-            raise ValueError(
-                f"checkpoint={shown!r} has its weights as a pickle ({pickles[0]}), which can run any code when it is "
-                f"loaded; save it again as safetensors (save_pretrained does)"
-            )
-        raise ValueError(f"checkpoint={shown!r} has no weights: {folder / WEIGHTS[0]} is missing")
-    return folder
+        raise ValueError(f"{shown} {reason}")
+    if any((folder / name).is_file() for name in WEIGHTS):
+        return folder
+    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
+    if not pickles:
+        raise ValueError(f"{shown} has no weights: {folder / WEIGHTS[0]} is missing")
+    raise ValueError(
+        f"{shown} has its weights as a pickle ({pickles[0]}), which can run any code when it is loaded; save it again "
+        "as safetensors (save_pretrained does)"
+    )
 
 
 def name_of(checkpoint: Path) -> str:
@@ -321,12 +308,8 @@ def _run_in(folder: Path) -> Mapping[str, Any] | None:
     if not folder.exists():
         return None
     check(folder.is_dir(), "out", str(folder), "a folder")
-    path = folder / CONFIG
-    if path.exists():
-        try:
-            held = read_json(path)
-        except Damaged:
-            held = None
+    with contextlib.suppress(FileNotFoundError, Damaged):
+        held = read_json(folder / CONFIG)
         if isinstance(held, dict) and "task" in held and isinstance(held.get("experiment"), dict):
             return held
     atomic.check_free("out", folder, (LOCK, HOLDER))
@@ -337,10 +320,8 @@ def _check_same(held: Mapping[str, Any], config: Mapping[str, Any], folder: Path
     was, now = (_stated({"task": c["task"], **c["experiment"]}) for c in (held, config))
     if was != now:
         older = f"; without {folder}/ the older run is shown" if folder.name == atomic.NEW else ""
-        raise ValueError(
-            f"out={str(folder)!r} holds a run with other options, which cannot be resumed: "
-            f"{differences(was, now)}{older}"
-        )
+        told = f"holds a run with other options, which cannot be resumed: {differences(was, now)}{older}"
+        raise ValueError(f"out={str(folder)!r} {told}")
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -360,12 +341,6 @@ def _step_of(line: str) -> int | None:
         return step if type(step) is int else None
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def _config(folder: Path) -> dict[str, Any] | None:
-    path = folder / "config.json"
-    config = read_json(path) if path.is_file() else None
-    return config if isinstance(config, dict) else None
 
 
 LOCK, HOLDER = "lock", "lock.json"
@@ -394,18 +369,15 @@ def hold(folder: Path) -> None:
         warnings.warn(f"{folder} is on a disk without locks: start no second process in it", stacklevel=2)
         return
     _held[folder] = lock
-    now = time.strftime("%Y-%m-%d %H:%M:%S")
-    holder = {"process": os.getpid(), "machine": platform.node(), "since": now}
+    holder = {"process": os.getpid(), "machine": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
     atomic.write(folder / HOLDER, json.dumps(holder) + "\n")
 
 
 def release(folder: Path) -> None:
     """Let others into a folder again; nothing happens if this process does not hold it."""
     folder = folder.resolve()
-    lock = _held.pop(folder, None)
-    if lock is None:
-        return
-    give_up(lock, folder / HOLDER)
+    if (lock := _held.pop(folder, None)) is not None:
+        give_up(lock, folder / HOLDER)
 
 
 def give_up(lock: FileLock, *beside: Path) -> None:

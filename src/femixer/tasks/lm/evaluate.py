@@ -12,7 +12,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -39,26 +39,30 @@ class TaskJournal:
     def __init__(self, results: Results) -> None:
         self.results = results
         self.parameters: int | None = None
-        self.records = list(_lines(results.folder / METRICS))
+        self.records: list[Record] = []
+        path = results.folder / METRICS
+        if path.exists():
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                with contextlib.suppress(json.JSONDecodeError):
+                    self.records.append(check_fields(json.loads(line), RECORD, path))
+            # A line cut short by a crash must not swallow the next one.
+            atomic.write(path, "".join(json.dumps(record) + "\n" for record in self.records))
         if self.records:
             self.parameters = self.records[0]["parameters"]
-        # A line cut short by a crash must not swallow the next one.
-        if (results.folder / METRICS).exists():
-            atomic.write(results.folder / METRICS, "".join(json.dumps(record) + "\n" for record in self.records))
 
     def requests(self) -> dict[str, Request]:
         """Everything that was ever asked for, by name; the last one where a task was asked for with other shots."""
         return {record["request"]: Request(record["request"], record["asked_shots"]) for record in self.records}
 
-    def find(self, request: Request, task: str) -> Record | None:
-        """The record of `task` within a request, or of the group itself if that is its name."""
-        key = {"request": request.name, "asked_shots": request.shots, "task": task}
-        return next((record for record in self.records if all(record[name] == key[name] for name in key)), None)
+    def of(self, request: Request) -> dict[str, Record]:
+        """Task -> its record within a request; the group itself is there by the name of the request."""
+        asked = (request.name, request.shots)
+        return {one["task"]: one for one in self.records if (one["request"], one["asked_shots"]) == asked}
 
     def add(self, request: Request, task: str, record: Record) -> Record:
-        key = {"request": request.name, "asked_shots": request.shots, "task": task}
         # The error of a single sample is not a number.
         raw = {name: None if "_stderr" in name and value != value else value for name, value in record["raw"].items()}
+        key = {"request": request.name, "asked_shots": request.shots, "task": task}
         line = {**key, "parameters": self.parameters, **record, "raw": raw}
         line = json.loads(json.dumps(line, default=float))  # numpy's numbers become plain ones
         values = {name: one["value"] for name, one in metrics(line).items()}
@@ -74,17 +78,6 @@ RECORD = {
     **dict.fromkeys(("asked_shots", "shots"), (int, None)),
     **dict.fromkeys(("raw", "higher_is_better"), dict),
 }
-
-
-def _lines(path: Path) -> Iterator[Record]:
-    """The lines of a JSON lines file, without one that was cut short."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    for line in lines:
-        try:
-            content = json.loads(line)
-        except ValueError:
-            continue
-        yield check_fields(content, RECORD, path)
 
 
 RESULTS = "results.json"
@@ -104,15 +97,13 @@ class Settings:
 def save(checkpoint: Path, settings: Settings, requests: Sequence[Request], journal: TaskJournal) -> Record:
     """Write results.json, and return what it holds: the finished `requests`, and what else the journal has."""
     asked = {request.name: request for request in requests}
-    others = [request for request in journal.requests().values() if request.name not in asked]
     found = {}
-    for request in [*requests, *others]:
-        record = journal.find(request, request.name)
-        if record is not None:
-            found[request.name] = entry(record)
-            members = [other for other in journal.records if _member(other, request)]
-            if members:
-                found[request.name]["tasks"] = {member["task"]: entry(member) for member in members}
+    for name, request in {**asked, **journal.requests(), **asked}.items():
+        records = journal.of(request)
+        if name in records:
+            found[name] = entry(records.pop(name))
+            if records:
+                found[name]["tasks"] = {task: entry(record) for task, record in records.items()}
     content = {
         "checkpoint": str(checkpoint),
         "parameters": journal.parameters,
@@ -131,9 +122,11 @@ def entry(record: Record) -> Record:
 def table(content: Record) -> Table:
     """Every metric of every task, with its standard error."""
     settings, lines = content["settings"], []
-    for name, task, depth in rows(content["tasks"]):
-        head = [("– " if depth else "") + name, "" if task["shots"] is None else str(task["shots"])]
-        head.append(str(task["samples"]))
+    tasks: list[tuple[str, Record]] = []
+    for name, task in content["tasks"].items():
+        tasks += [(name, task), *((f"– {member}", inner) for member, inner in task.get("tasks", {}).items())]
+    for name, task in tasks:
+        head = [name, "" if task["shots"] is None else str(task["shots"]), str(task["samples"])]
         for metric, cell in task["metrics"].items():
             direction = {True: " ↑", False: " ↓", None: ""}[cell["higher_is_better"]]
             stderr = "" if cell["stderr"] is None else f"{cell['stderr']:.4f}"
@@ -146,13 +139,6 @@ def table(content: Record) -> Table:
     return Table.of(["task", "shots", "samples", Column("metric"), "value", "standard error"], lines, title)
 
 
-def rows(tasks: dict[str, Record]) -> Iterator[tuple[str, Record, int]]:
-    for name, task in tasks.items():
-        yield name, task, 0
-        for member, inner in task.get("tasks", {}).items():
-            yield member, inner, 1
-
-
 def summary(record: Record) -> str:
     return ", ".join(f"{name} {shown(cell['value'])}" for name, cell in metrics(record).items())
 
@@ -160,11 +146,6 @@ def summary(record: Record) -> str:
 def shown(value: float) -> str:
     """An accuracy has four digits; the perplexity of an untrained model may be any number."""
     return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
-
-
-def _member(record: Record, request: Request) -> bool:
-    same = record["request"] == request.name and record["asked_shots"] == request.shots
-    return same and record["task"] != request.name
 
 
 tyro = require("tyro", "cli")
@@ -229,9 +210,8 @@ def main(args: Sequence[str]) -> int:
     folder = model_folder(command.checkpoint)
     catalog = Catalog(command.include_path, command.requested())
     requests = catalog.requests(command.requested())
-    settings = Settings(
-        name_of(command.checkpoint), fingerprint(folder), command.placement.dtype, command.max_length, command.limit
-    )
+    how = (command.placement.dtype, command.max_length, command.limit)
+    settings = Settings(name_of(command.checkpoint), fingerprint(folder), *how)
     out = command.out or Path("results") / f"eval-{settings.model}"
     options = RunOptions(out, resume=command.resume, overwrite=command.overwrite)
     results = Results("eval", settings, options, others=(RESULTS,))
@@ -249,7 +229,7 @@ def run(
 ) -> list[str]:
     """Evaluate what the journal does not have. Returns which requests failed: a task without its data or packages does
     not stop the others."""
-    missing = [request for request in requests if journal.find(request, request.name) is None]
+    missing = [request for request in requests if request.name not in journal.of(request)]
     if not missing:
         return []
     hold(journal.results.run.out)  # a finished run may be asked for more
@@ -265,7 +245,7 @@ def run(
             with contextlib.redirect_stdout(sys.stderr), harness.bars(sys.stderr.isatty()):
                 evaluate(lm, catalog, request, journal, command.limit)
         except KeyboardInterrupt:
-            finished = sum(journal.find(other, other.name) is not None for other in requests)
+            finished = sum(other.name in journal.of(other) for other in requests)
             raise EvaluationInterrupted(finished, len(requests)) from None
         except FloatingPointError:
             raise  # of the model, and no fault of the task
@@ -282,16 +262,14 @@ def run(
 def evaluate(lm: Any, catalog: Catalog, request: Request, journal: TaskJournal, limit: float | None) -> None:
     """Evaluate the tasks of a request, each kept as it finishes, and then the group that they form."""
     tasks, group = catalog.load(request)
-    records = {}
     for name, task in tasks.items():
-        record = journal.find(request, name)
-        if record is None:
+        if name not in journal.of(request):
             began = time.monotonic()
             record = journal.add(request, name, harness.evaluate(lm, name, task, limit))
             say(f"    {name}: {summary(record)} ({record['samples']} samples, {time.monotonic() - began:.1f} s)")
-        records[name] = record
     if group is not None:
-        record = journal.add(request, request.name, harness.aggregate(group, records))
+        found = journal.of(request)
+        record = journal.add(request, request.name, harness.aggregate(group, {name: found[name] for name in tasks}))
         say(f"    {request.name}: {summary(record)}")
 
 

@@ -79,10 +79,9 @@ def scored(batch: Batch) -> int:
 def evaluate(model: Any, validation: Validation) -> Iterator[Record]:
     """Loss, perplexity and bits per byte of text, over the held-out windows; the processes share the work."""
     device = next(model.parameters()).device
-    part = distributed.part()
     nats, tokens = 0.0, 0
     with counting(len(validation), "batches of held-out text") as told:
-        for batch in validation.batches(part.index, part.count):
+        for batch in validation.batches(distributed.part()):
             nats += float(summed_loss(model, Batch(*(x.to(device) for x in batch))))
             tokens += scored(batch)
             told(1)
@@ -100,9 +99,9 @@ def draw(metrics: Sequence[Record], batch_tokens: int) -> Any:
     """Losses in training and of held-out text; that of the untrained model is left out, it would stretch the axis."""
     drawing = figure(7.5, 4.2)
     axes = drawing.subplots()
-    looks = {"train": {"color": "0.7", "linewidth": 1, "label": "training batches"}}
-    looks["validation"] = {"color": BLUE, "linewidth": 1.8, "label": "validation"}
-    for split, look in looks.items():
+    train = {"color": "0.7", "linewidth": 1, "label": "training batches"}
+    validation = {"color": BLUE, "linewidth": 1.8, "label": "validation"}
+    for split, look in (("train", train), ("validation", validation)):
         points = [(each["step"] * batch_tokens, each["loss"]) for each in metrics if each.get("split") == split]
         axes.plot(*zip(*[point for point in points if point[0]], strict=True), **look)
     axes.set(xlabel="training tokens", ylabel="loss (nats per token)", yscale="log")
@@ -252,7 +251,7 @@ def trained(
         optimizer=lambda model: adamw(
             model, experiment.lr, experiment.weight_decay, (experiment.beta1, experiment.beta2)
         ),
-        batch=lambda step, part: batches(step - 1, part.index, part.count),
+        batch=lambda step, part: batches(step - 1, part),
         losses=lambda model, piece: {"loss": summed_loss(model, piece)},
         items=scored,
         evaluate=lambda model: evaluate(model, validation),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -57,12 +57,11 @@ class Prompt:
     def shown(self, show: Callable[[str], object]) -> Prompt:
         """The same, shown as it is read."""
 
-        def texts() -> Iterator[str]:
-            for text in self.texts:
-                show(text)
-                yield text
+        def echoed(text: str) -> str:
+            show(text)
+            return text
 
-        return Prompt(texts(), self.option, self.value, self.size)
+        return replace(self, texts=map(echoed, self.texts))
 
 
 def given(text: str | None, file: Path | None) -> Prompt:
@@ -82,19 +81,17 @@ def given(text: str | None, file: Path | None) -> Prompt:
 
 def of_file(path: Path) -> Iterator[str]:
     with path.open("rb") as file:
-        texts = stretches(file, str(path))
-        while True:
-            with reading(path):  # not around the yield, which would take over the errors of who reads
-                text = next(texts, None)
-            if text is None:
-                return
-            yield text
+        yield from stretches(file, str(path))
 
 
 def stretches(file: IO[bytes], name: str) -> Iterator[str]:
     """The text of a file, without the line end that a file or `echo` puts last."""
-    last, at = "", 0
-    for raw in pieces(file, None):
+    last, at, raws = "", 0, pieces(file, None)
+    while True:
+        with reading(name):  # not around the yield, which would take over the errors of who reads
+            raw = next(raws, None)
+        if raw is None:
+            break
         try:
             text = raw.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -148,31 +145,8 @@ def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     return whole[:at], whole[at + len(text) :]
 
 
-@dataclass(frozen=True)
-class Read:
-    """A prompt that a model has read, up to its last tokens."""
-
-    tokens: Tensor
-    """[1, T]: what is left to read; of a short prompt all of it."""
-    count: int
-    """Tokens of the whole prompt."""
-    cache: Any = None
-    """What the model remembers of the rest, if there is any."""
-
-    def options(self) -> dict[str, Any]:
-        """For generate(). Its tokens continue a cache if the attention mask is longer than they are."""
-        from femixer.models.cache import FEMCache
-
-        if self.cache is None:
-            return {"attention_mask": torch.ones_like(self.tokens)}
-        # States of our mixers know which tokens they have seen; others want a mask of all keys.
-        length = self.tokens.shape[1] + 1 if isinstance(self.cache, FEMCache) else self.count
-        mask = torch.ones(1, length, dtype=torch.long, device=self.tokens.device)
-        return {"attention_mask": mask, "past_key_values": self.cache}
-
-
 @torch.no_grad()
-def read(model: Any, tokenizer: Any, prompt: Prompt, new: int, whole: bool = False) -> Read:
+def read(model: Any, tokenizer: Any, prompt: Prompt, new: int, whole: bool = False) -> Reader:
     """Read a prompt after which there will be `new` tokens; whole: nothing of it, for those who read all at once."""
     reader = Reader(model, prompt, new)
     with counting(prompt.size, "bytes of the prompt") as told:
@@ -180,7 +154,7 @@ def read(model: Any, tokenizer: Any, prompt: Prompt, new: int, whole: bool = Fal
             if whole and number:
                 check(False, prompt.option, prompt.value, "a shorter prompt: a beam search reads it all at once")
             reader.add(ids, size, told, all_later=whole)
-    return Read(reader.waiting.to(model.device), reader.count, reader.cache)
+    return reader
 
 
 class Reader:
@@ -189,10 +163,24 @@ class Reader:
     def __init__(self, model: Any, prompt: Prompt, new: int) -> None:
         self.model, self.prompt, self.new = model, prompt, new
         self.waiting = torch.zeros(1, 0, dtype=torch.long)
+        """[1, T]: what is left to read; of a short prompt all of it."""
         self.cache: Any = None
+        """What the model remembers of the rest, if there is any."""
         self.count = self.read = self.bytes = 0
+        """Tokens so far, those of them that the model has read, and the bytes of all."""
         self.first: tuple[int, int] | None = None
         """Tokens and size of the cache after the first piece."""
+
+    def options(self) -> dict[str, Any]:
+        """For generate(). Its tokens continue a cache if the attention mask is longer than they are."""
+        from femixer.models.cache import FEMCache
+
+        inputs = self.waiting.to(self.model.device)
+        if self.cache is None:
+            return {"inputs": inputs, "attention_mask": torch.ones_like(inputs)}
+        # States of our mixers know which tokens they have seen; others want a mask of all keys.
+        length = inputs.shape[1] + 1 if isinstance(self.cache, FEMCache) else self.count
+        return {"inputs": inputs, "attention_mask": inputs.new_ones(1, length), "past_key_values": self.cache}
 
     def add(self, ids: list[int], size: int, told: Callable[[int], None], all_later: bool) -> None:
         """ids: the tokens of so many bytes."""
@@ -211,10 +199,8 @@ class Reader:
             self.cache = known.past_key_values
             self.read += piece.shape[1]
             self.check_memory()
-            share = size * piece.shape[1] // ready.shape[1]
-            told(share)
-            done += share
-        told(size - done)
+            before, done = done, done + piece.shape[1]
+            told(size * done // ready.shape[1] - size * before // ready.shape[1])
 
     def check_memory(self) -> None:
         """Raise a ValueError if what the model remembers will have outgrown what is free when the prompt ends."""
@@ -233,9 +219,9 @@ class Reader:
         tokens = self.read + rest
         allowed = (
             f"a shorter one, or a model whose memory does not grow: this one keeps {each:,.0f} bytes of each token, "
-            f"{gigabytes(each * tokens)} of about {tokens:,}, and {gigabytes(free or 0)} are free"
+            f"{gigabytes(each * tokens)} of about {tokens:,}, and {gigabytes(free)} are free"
         )
-        check(free is None or each * rest <= free, self.prompt.option, self.prompt.value, allowed)
+        check(each * rest <= free, self.prompt.option, self.prompt.value, allowed)
 
 
 def size_of(cache: Any) -> int:
@@ -389,14 +375,14 @@ def generate(
     pace = Pace(0, time.perf_counter())
     try:
         known = read(model, tokenizer, prompt, sampling.max_tokens, whole=sampling.beams > 1)
-        pace.prompt, tokens = known.count, known.tokens
+        pace.prompt = known.count
         options: dict[str, Any] = {"generation_config": config, "stopping_criteria": [pace], **known.options()}
         if sampling.beams > 1:
-            stream.put(tokens)
-            stream.put(model.generate(tokens, **options)[:, tokens.shape[1] :])
+            stream.put(known.waiting)
+            stream.put(model.generate(**options)[:, known.waiting.shape[1] :])
             stream.end()
         else:
-            model.generate(tokens, streamer=stream, **options)
+            model.generate(streamer=stream, **options)
     except KeyboardInterrupt:
         stream.end()
         raise Stopped(pace) from None

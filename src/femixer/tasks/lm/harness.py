@@ -3,6 +3,7 @@
 import difflib
 import logging
 import random
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,7 +97,8 @@ def _located(files: Any, folder: Path) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The harness warns of every task that it finds twice; a local one is meant to replace the harness' own."""
+    """Inside, the harness does not warn: it would of every task that it finds twice, and a local one is meant to
+    replace the harness' own."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -114,17 +116,15 @@ def language_model(model: Any, tokenizer: Any, batch_size: int, max_length: int 
     ends = tokenizer.eos_token_id is not None
     check(ends, "tokenizer", type(tokenizer).__name__, "one with a token for the end of text")
     harness = require("lm_eval.models.huggingface", "eval")
-    logger = logging.getLogger("lm_eval")
-    logger.setLevel(logging.ERROR)  # it warns that a loaded model takes no options, of which we give none
-    wrapped = harness.HFLM(
-        pretrained=model,
-        tokenizer=tokenizer,
-        backend="causal",
-        batch_size=batch_size,
-        max_length=max_length,
-        softmax_dtype="float32",
-    )
-    logger.setLevel(logging.WARNING)
+    with _quiet():  # it warns that a loaded model takes no options, of which we give none
+        wrapped = harness.HFLM(
+            pretrained=model,
+            tokenizer=tokenizer,
+            backend="causal",
+            batch_size=batch_size,
+            max_length=max_length,
+            softmax_dtype="float32",
+        )
     for handler in (logging.lastResort, *logging.getLogger().handlers):
         if handler is not None and not any(isinstance(item, OncePerPlace) for item in handler.filters):
             handler.addFilter(OncePerPlace())
@@ -182,15 +182,12 @@ def aggregate(group: Any, records: dict[str, Record]) -> Record:
     """The group's own metrics from those of its tasks, as the harness defines them for this group."""
     raw = group.aggregate({name: record["raw"] for name, record in records.items()})
     shots = {record["shots"] for record in records.values()}
-    better: dict[str, bool] = {}
-    for record in records.values():
-        better.update(record["higher_is_better"])
     return {
         "shots": shots.pop() if len(shots) == 1 else None,
         "samples": sum(record["samples"] for record in records.values()),
         "version": group.version,
         "raw": raw,
-        "higher_is_better": better,
+        "higher_is_better": dict(ChainMap(*(record["higher_is_better"] for record in reversed(records.values())))),
     }
 
 
@@ -215,14 +212,10 @@ def metrics(record: Record) -> dict[str, Record]:
 
 def _check_length(lm: Any, name: str, task: Any) -> None:
     """The harness would stop at an assertion, halfway."""
-    if task.get_config("output_type") != "generate_until":
-        return
-    new = int((task.get_config("generation_kwargs") or {}).get("max_gen_toks", lm.max_gen_toks))
-    if new >= lm.max_length:
-        raise ValueError(
-            f"max_length={lm.max_length} is not allowed; choose more than {new}: {name} lets the model write that many "
-            f"tokens"
-        )
+    if task.get_config("output_type") == "generate_until":
+        new = int((task.get_config("generation_kwargs") or {}).get("max_gen_toks", lm.max_gen_toks))
+        more = f"more than {new}: {name} lets the model write that many tokens"
+        check(new < lm.max_length, "max_length", lm.max_length, more)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ mixer reads the mean (lambda = 0), without G the outer gate is 1, without C the 
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,23 +99,22 @@ def without(model: nn.Module, part: str) -> Iterator[None]:
     if part not in PARTS:
         raise ValueError(f"part={part!r} is unknown; choose one of {', '.join(PARTS)}")
     mixers: list[Any] = [m for m in mixers_of(model).values() if part in getattr(m, "parts", "")]
-    for mixer in mixers:
+    name = "_beta" if part == "L" else "_columns"
+
+    def changed(own: Any) -> Any:
         if part == "L":
-            mixer._beta = lambda: None
-        else:
-            mixer._columns = _columns_without(mixer, part)
+            return lambda: None
+        if part == "C":
+            return lambda x, features, context: own(x, None, context)
+        return lambda *given: own(*given)._replace(gate=None)
+
+    for mixer in mixers:
+        setattr(mixer, name, changed(getattr(mixer, name)))
     try:
         yield
     finally:
         for mixer in mixers:
-            del mixer.__dict__["_beta" if part == "L" else "_columns"]
-
-
-def _columns_without(mixer: Any, part: str) -> Any:
-    columns = mixer._columns
-    if part == "C":
-        return lambda x, features, context: columns(x, None, context)
-    return lambda *given: columns(*given)._replace(gate=None)
+            delattr(mixer, name)
 
 
 def parts_of(model: nn.Module) -> list[str]:
@@ -145,11 +144,8 @@ def draw(usages: Sequence[LayerUsage]) -> Any:
     titles = ("lambda", "hidden temperature / beta_max", "KL(posterior || prior), nats", "mean KL by channel, sorted")
     widest = max([LEAVES * 2, *(float(usage.kl.max()) for usage in usages)])
     for row, usage in zip(panels, usages, strict=True):
-        for axes, numbers, edge in (
-            (row[0], usage.lam, 1.0),
-            (row[1], usage.temperature, 1.0),
-            (row[2], usage.kl, widest),
-        ):
+        drawn = ((usage.lam, 1.0), (usage.temperature, 1.0), (usage.kl, widest))
+        for axes, (numbers, edge) in zip(row, drawn, strict=False):
             axes.hist(numbers.clamp(0, edge).numpy(), bins=40, range=(0, edge), color=BLUE, log=True)
         row[3].plot(usage.kl_of_channels.sort(descending=True).values.numpy(), color=BLUE)
         row[3].axhline(LEAVES, color=GREY, linestyle=":")
@@ -172,7 +168,7 @@ def summarize(model: Any, ids: Sequence[int], inspected: int, out: Path) -> Path
         writes, "checkpoint", type(model).__name__, "a model that predicts next tokens, whose loss --summary compares"
     )
     usages: list[LayerUsage] = []
-    given = torch.tensor([[*ids[:inspected]]], device=model.device)
+    given = torch.tensor([ids[:inspected]], device=model.device)
     for usage in layers_usage(inspect_model(model, given, use_cache=False)):
         print(f"{usage.name}: {usage.leaving:.0%} of the channels leave the prior", file=sys.stderr)
         usages.append(usage)
@@ -189,18 +185,11 @@ def summarize(model: Any, ids: Sequence[int], inspected: int, out: Path) -> Path
 
 
 def by_layer(usages: Sequence[LayerUsage], tokens: int) -> Table:
-    rows: list[Row] = [
-        [
-            usage.name,
-            usage.parts or "none",
-            f"{float(usage.lam.mean()):.3f}",
-            f"{float(usage.temperature.mean()):.3f}",
-            f"{float(usage.kl.mean()):.4f}",
-            f"{float(usage.kl_of_channels.max()):.3f}",
-            f"{100 * usage.leaving:.0f}",
-        ]
-        for usage in usages
-    ]
+    rows: list[Row] = []
+    for usage in usages:
+        means = [f"{usage.lam.mean():.3f}", f"{usage.temperature.mean():.3f}", f"{usage.kl.mean():.4f}"]
+        channels = [f"{usage.kl_of_channels.max():.3f}", f"{100 * usage.leaving:.0f}"]
+        rows.append([usage.name, usage.parts or "none", *means, *channels])
     columns = ("layer", "parts", "lambda", "hidden beta / beta_max", "KL (nats)", "largest of a channel", "leaving (%)")
     note = f"Means over {tokens} tokens, heads and channels. A channel leaves its prior with a mean KL above {LEAVES}."
     return Table.of(columns, rows, "", note)
@@ -307,18 +296,20 @@ def run(command: Command, model: Any, tokenizer: Any, text: str) -> int:
     layers = inspect_model(model, torch.tensor([ids], device=model.device), only=command.layers, use_cache=False)
     rows: list[Row] = []
     name = name_of(command.checkpoint)
-    with atomic.replacing_files(command.out, SUMMARY, f"{FIGURES}/layer-*-head-*.png") as new:
+    shown: dict[str, Any] = {
+        "model": name,
+        "text": text,
+        "note": note,
+        "query": command.query,
+        "channels": command.channels,
+    }
+    with (
+        atomic.replacing_files(command.out, SUMMARY, f"{FIGURES}/layer-*-head-*.png") as new,
+        counting(len(chosen), "layers") as told,
+    ):
         (new / FIGURES).mkdir()
-        size = write_page(
-            new / PAGE,
-            _drawn(command, new / FIGURES, _counted(layers, len(chosen)), tokens, rows),
-            tokens,
-            model=name,
-            text=text,
-            note=note,
-            query=command.query,
-            channels=command.channels,
-        )
+        drawn = _drawn(command, new / FIGURES, layers, tokens, rows, told)
+        size = write_page(new / PAGE, drawn, tokens, **shown)
         about = f"What {name} reads in {len(tokens)} tokens: means over tokens, heads and channels."
         atomic.write(new / SUMMARY, as_markdown(Table.of(COLUMNS, rows, about)))
     return size
@@ -337,23 +328,19 @@ def _chosen(command: Command, model: Any) -> list[int]:
     return chosen
 
 
-def _counted(layers: Iterator[Layer], count: int) -> Iterator[Layer]:
-    """The layers, which are computed as they are taken, with progress."""
-    with counting(count, "layers") as told:
-        for layer in layers:
-            yield layer
-            told(layer.inspection is not None)
-
-
 def _drawn(
-    command: Command, figures: Path, layers: Iterator[Layer], tokens: list[str], rows: list[Row]
+    command: Command,
+    figures: Path,
+    layers: Iterable[Layer],
+    tokens: list[str],
+    rows: list[Row],
+    told: Callable[[int], None],
 ) -> Iterator[Layer]:
     """The layers as they come, each drawn and added to the table on its way."""
     for number, layer in enumerate(layers):
         if command.layers is None or number in command.layers:
             rows.append(table_row(number, layer))
-        r = layer.inspection
-        if r is not None:
+        if (r := layer.inspection) is not None:
             per_head = r.kl[0].double().sum(-1)  # [H, T]
             best = channels_by_kl(layer, DRAWN_CHANNELS)
             for head in command.heads or [int(per_head.sum(-1).argmax())]:
@@ -361,4 +348,5 @@ def _drawn(
                 picked = list(command.channels or sorted(best[head]))
                 path = figures / f"layer-{number:02d}-head-{head:02d}.png"
                 r.plot(path, head=head, row=row, channels=picked, tokens=tokens)
+            told(1)
         yield layer

@@ -19,7 +19,7 @@ from femixer.models import PRESETS, FEMConfig, FEMForCausalLM, preset
 from femixer.models.config import plain_refusals
 from femixer.models.named import Mixing, Rivals, parameter_count
 from femixer.optional import require
-from femixer.options import BelowOne, Count, check, check_options, parse
+from femixer.options import BelowOne, Count, check, check_options, given, parse
 from femixer.priors import PRIORS, parse_prior
 from femixer.reporting import Table, as_markdown
 from femixer.training.results import model_folder
@@ -70,24 +70,19 @@ class ModelOptions:
         check(self.preset in PRESETS, "preset", self.preset, f"one of {', '.join(PRESETS)}")
         priors = [parse_prior(prior) for prior in self.prior]
         options: dict[str, dict[str, Any]] = {}
-        for name, given in priors:
-            check(options.setdefault(name, given) == given, "prior", self.prior, "the same options wherever one occurs")
-        sizes = {
-            "hidden_size": self.hidden_size,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-        }
-        self.rivals.validate({"mixer": self.mixer})
+        for name, own in priors:
+            check(options.setdefault(name, own) == own, "prior", self.prior, "the same options wherever one occurs")
+        heads = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads}
+        self.rivals.validate(self.row)
         self.mixing.validate(self.row)
         with plain_refusals():
             return preset(
                 self.preset,
-                **self.rivals.fields({"mixer": self.mixer}),
-                **{field: value for field, value in sizes.items() if value is not None},
+                **self.rivals.fields(self.row),
+                **given(hidden_size=self.hidden_size, num_hidden_layers=self.layers, **heads),
                 **self.row,
                 **self.mixing.fields(self.row),
-                prior_options={name: given for name, given in options.items() if given} or None,
+                prior_options={name: own for name, own in options.items() if own} or None,
                 window=self.window,
                 mixer_dropout=self.dropout,
                 tie_word_embeddings=self.tie_embeddings,
@@ -209,19 +204,13 @@ def load(checkpoint: Path, placement: Placement | None = None, writes: bool = Tr
     return model.to(placement.torch_device()).eval(), tokenizer
 
 
-def position_limit(model: Any) -> int | None:
-    """The most tokens that a model can read, None where it has no embedding per position."""
+def check_positions(model: Any, tokens: int, name: str, value: Any) -> None:
+    """Raise a ValueError that names the option if the model has an embedding per position, and too few of them."""
     names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     if names & {"wpe", "embed_positions", "position_embeddings"}:
-        return int(model.config.max_position_embeddings)
-    return None
-
-
-def check_positions(model: Any, tokens: int, name: str, value: Any) -> None:
-    """Raise a ValueError that names the option if the model cannot read as many tokens."""
-    limit = position_limit(model)
-    why = f"fewer: the model has {limit} positions, and this needs {tokens} (prompt and new tokens together)"
-    check(limit is None or tokens <= limit, name, value, why)
+        limit = int(model.config.max_position_embeddings)
+        why = f"fewer: the model has {limit} positions, and this needs {tokens} (prompt and new tokens together)"
+        check(tokens <= limit, name, value, why)
 
 
 def fingerprint(folder: Path) -> str:
@@ -230,8 +219,7 @@ def fingerprint(folder: Path) -> str:
     for file in sorted(entry for entry in folder.iterdir() if entry.suffix in (".safetensors", ".json", ".model")):
         digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
         with file.open("rb") as content:
-            while chunk := content.read(1 << 20):
-                digest.update(chunk)
+            hashlib.file_digest(content, lambda: digest)
     return digest.hexdigest()
 
 

@@ -5,9 +5,12 @@ group and the number of firsts. The best value of a group is bold and the second
 digits, is also what is ranked.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 from femixer.damage import check_fields, read_json
@@ -74,20 +77,16 @@ def _value(tasks: dict[str, Any], column: PaperColumn, name: str, notes: list[st
 
 def grouped(rows: Sequence[Evaluated]) -> dict[str, list[Evaluated]]:
     """Models by the group given, or else by size; the largest first, each group in the order given."""
-    members: dict[str, list[Evaluated]] = {}
     sized: list[list[Evaluated]] = []
     for row in sorted((row for row in rows if row.group is None), key=lambda row: -row.parameters):
         if not sized or row.parameters < SAME_SIZE * sized[-1][0].parameters:
             sized.append([])
         sized[-1].append(row)
-    for same in sized:
-        title = f"{size(sum(row.parameters for row in same) / len(same))} parameters"
-        members.setdefault(title, []).extend(row for row in rows if row in same)
+    by_size = {id(row): size(fmean(one.parameters for one in same)) for same in sized for row in same}
+    members: dict[str, list[Evaluated]] = defaultdict(list)
     for row in rows:
-        if row.group is not None:
-            members.setdefault(row.group, []).append(row)
-    largest = {title: max(row.parameters for row in same) for title, same in members.items()}
-    return {title: members[title] for title in sorted(members, key=lambda title: -largest[title])}
+        members[row.group or f"{by_size[id(row)]} parameters"].append(row)
+    return dict(sorted(members.items(), key=lambda item: -max(row.parameters for row in item[1])))
 
 
 def size(parameters: float) -> str:
@@ -114,25 +113,21 @@ HIGHER = (*[True] * len(COLUMNS), False, True)
 
 
 def tabulate(models: Sequence[Evaluated]) -> Table:
-    groups = [Group(rows(own), title) for title, own in grouped(models).items()]
-    ordered = [model for own in grouped(models).values() for model in own]
-    return Table(SHOWN, groups, notes=legend(ordered), empty="")
+    by_title = grouped(models)
+    groups = [Group(rows(own), title) for title, own in by_title.items()]
+    return Table(SHOWN, groups, notes=legend([*chain(*by_title.values())]), empty="")
 
 
 def rows(models: Sequence[Evaluated]) -> list[Row]:
     """Of a group: values, average rank and firsts; one model alone has nothing to be best of."""
     lines = []
     for model, place in zip(models, rank([model.values for model in models]), strict=True):
-        average = None if place.average is None else half_up(place.average)
-        firsts = None if place.average is None else place.firsts  # who has no value has not won 0 of them
-        shown = [*(shown_as(value, 3) for value in model.values), shown_as(average, 2), shown_as(firsts, 0)]
-        lines.append([Cell(value) for value in shown])
+        # Who has no value has not won 0 of them.
+        ranks = ["", ""] if place.average is None else [f"{half_up(place.average):.2f}", f"{place.firsts:.0f}"]
+        shown = ["" if value is None else f"{value:.3f}" for value in model.values]
+        lines.append([Cell(value) for value in (*shown, *ranks)])
     cells = marked_columns(lines, HIGHER, second=True) if len(models) > 1 else lines
     return [[model.name, str(model.parameters), *own] for model, own in zip(models, cells, strict=True)]
-
-
-def shown_as(value: Value, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
 
 
 def legend(rows: Sequence[Evaluated]) -> list[str]:

@@ -90,15 +90,16 @@ class Comparison:
             given = getattr(self.experiment.model, name)
             check(given == getattr(ModelOptions(), name), name, given, "--models ... custom too: it describes that one")
         check_options(self)
-        self.experiment.model.rivals.validate(*({"mixer": self.run(name).model.mixer} for name in self.models))
-        self.experiment.model.mixing.validate(*(self.run(name).model.row for name in self.models))
+        rows = [self.run(name).model.row for name in self.models]
+        self.experiment.model.rivals.validate(*rows)
+        self.experiment.model.mixing.validate(*rows)
         for name in self.models:
             self.run(name).validate()
 
     def run(self, name: str, number: int = 0) -> Experiment:
         """The run of a model with the first seed, the second, ..."""
         model = replace(self.experiment.model, **MODELS.get(name, {}))
-        given = self.experiment.model.rivals.fitting({"mixer": model.mixer}).mixer_options
+        given = self.experiment.model.rivals.fitting(model.row).mixer_options
         own = () if name == CUSTOM else model.rivals.mixer_options
         model = replace(model, rivals=Rivals((*own, *given)), mixing=model.mixing.fitting(model.row))
         return replace(self.experiment, model=model, seed=self.experiment.seed + number)

@@ -48,34 +48,31 @@ class DataOptions(CorpusOptions):
     workers: int | None = None
     """Processes that tokenize, by default as many as there are cores and work for them."""
 
-    def tokens(self) -> Shards:
-        """The tokens to read, made first if a text is named for them or nothing is named at all."""
-        if self.shards is not None and not self.data:
+    def tokens(self, make: bool = False, overwrite: bool = False) -> Shards:
+        """The tokens to read, made first if a text is named for them or nothing is named at all.
+
+        make: also where --shards alone is named and holds none. overwrite: also where it does.
+        """
+        if self.shards is not None and not self.data and not overwrite:
             index = read_index(self.shards)
             why = "is no folder of tokens" if index is None else incomplete(self.shards, index)
-            if why is not None:
+            if why is None:
+                return self._as_they_are(self.shards)
+            if not make:
                 raise ValueError(
                     f"shards={str(self.shards)!r} cannot be read: it {why.removeprefix('it ')}; choose a folder that "
                     "`femixer lm data` has finished, or give --data too, to say of what text to make it"
                 )
-        if not self.data and self.shards is None and distributed.is_main():
+        if not self.data and distributed.is_main():
             print(f"text: {DEFAULT_TEXT}", file=sys.stderr, flush=True)
-        return self.prepare()
+        tokenizer = load_tokenizer(self.tokenizer or BYTES)
+        return prepare(self.corpus(), tokenizer, self.shards, self.max_tokens, self.workers, overwrite)
 
     def described(self) -> str:
         """Which text, in words."""
         if self.data:
             return ", ".join(self.data)
         return DEFAULT_TEXT if self.shards is None else f"the tokens in {self.shards}"
-
-    def prepare(self, overwrite: bool = False) -> Shards:
-        """Open the tokens, after making what is missing."""
-        if self.shards is not None and not self.data and not overwrite:
-            index = read_index(self.shards)
-            if index is not None and incomplete(self.shards, index) is None:
-                return self._as_they_are(self.shards)
-        tokenizer = load_tokenizer(self.tokenizer or BYTES)
-        return prepare(self.corpus(), tokenizer, self.shards, self.max_tokens, self.workers, overwrite)
 
     def _as_they_are(self, folder: Path) -> Shards:
         shards = open_shards(folder)
@@ -99,11 +96,9 @@ class Prepare:
 
 def prepare_data(args: Sequence[str]) -> int:
     command = parse(Prepare, args, "lm data")
-    if not command.data.data:
-        print(f"text: {command.data.described()}", file=sys.stderr, flush=True)
     check(not command.overwrite or command.data.shards is not None, "overwrite", True, "--shards too, to say what")
     try:
-        shards = command.data.prepare(command.overwrite)
+        shards = command.data.tokens(make=True, overwrite=command.overwrite)
     except KeyboardInterrupt:
         print("interrupted; finished parts are kept, and the same command goes on from there", file=sys.stderr)
         return 130

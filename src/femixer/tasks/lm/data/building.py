@@ -9,13 +9,14 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 from numpy.typing import NDArray
 
 from femixer.options import check, check_positive
@@ -72,10 +73,11 @@ def prepare(
     place = CACHE / f"{corpus.name[:60]}-{fingerprint}" if folder is None else Path(folder)
     check(not place.exists() or place.is_dir(), "shards", str(place), "a folder")
     place.mkdir(parents=True, exist_ok=True)
-    with alone(place):
+    with FileLock(place / "lock"):  # waits until no other process works there; one that dies leaves nothing locked
         if atomic.is_being_replaced(place):
             replace(place)
-        check_ours(place)
+        if not (place / INDEX).exists():
+            atomic.check_free("shards", place, ("lock", atomic.NEW))
         folder = replacement(place, fingerprint) if overwrite and (place / INDEX).exists() else place
         index = claim(folder, {"format": FORMAT, "fingerprint": fingerprint, "identity": identity})
         if incomplete(folder, index) is not None:
@@ -108,21 +110,6 @@ def replace(folder: Path) -> None:
     atomic.replace_content(folder, old, last=(INDEX,))
 
 
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process works in the folder. A process that dies leaves nothing locked."""
-    from filelock import FileLock
-
-    with FileLock(folder / "lock"):
-        yield
-
-
-def check_ours(folder: Path) -> None:
-    """Raise a ValueError if the folder holds anything but tokens."""
-    if not (folder / INDEX).exists():
-        atomic.check_free("shards", folder, ("lock", atomic.NEW))
-
-
 def claim(folder: Path, index: dict[str, Any]) -> dict[str, Any]:
     """The index of the folder, which is for the same tokens or new."""
     held = read_index(folder)
@@ -130,17 +117,12 @@ def claim(folder: Path, index: dict[str, Any]) -> dict[str, Any]:
         atomic.write(folder / INDEX, json.dumps(index, indent=1) + "\n")
         return index
     if held["fingerprint"] != index["fingerprint"]:
-        was, now = (flat(one["identity"]) for one in (held, index))
+        was, now = ({**one["identity"]["corpus"], **one["identity"], "corpus": None} for one in (held, index))
         raise ValueError(
             f"shards={str(folder)!r} holds the tokens of other data ({differences(was, now)}); "
             "--overwrite makes them anew, or choose another folder"
         )
     return held
-
-
-def flat(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """One level instead of two."""
-    return {**identity["corpus"], "tokenizer": identity["tokenizer"], "tokens": identity["tokens"]}
 
 
 def processes(corpus: Corpus, job: Tokenization) -> int:
@@ -229,11 +211,15 @@ def work(task: tuple[Tokenization, int, Part]) -> tuple[int, PartCounts]:
     return number, job.make(number, part)
 
 
+@dataclass(frozen=True)
 class Tokenization:
     """What every worker knows: where the parts go, and how text becomes tokens."""
 
-    def __init__(self, folder: Path, start: int, end: int, dtype: np.dtype[Any], plain_bytes: bool) -> None:
-        self.folder, self.start, self.end, self.dtype, self.plain_bytes = folder, start, end, dtype, plain_bytes
+    folder: Path
+    start: int
+    end: int
+    dtype: np.dtype[Any]
+    plain_bytes: bool
 
     @classmethod
     def of(cls, folder: Path, tokenizer: Any) -> Tokenization:

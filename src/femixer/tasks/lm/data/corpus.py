@@ -108,16 +108,13 @@ def open_corpus(
 
     if held_out:
         shares = cut(held_out, part, VALIDATION) + cut(training, part, TRAIN)
-        share = None
     elif (single := single_text(training)) is not None:
         shares = cut_tail(single, part, validation_fraction)
-        share = validation_fraction
     else:
         shares = cut(training, part, None, validation_fraction)
-        share = validation_fraction
     identity = {
         "data": [source.identity for source in training],
-        "validation": [source.identity for source in held_out] or share,
+        "validation": [source.identity for source in held_out] or validation_fraction,
         "text_field": text_field,
         "part_bytes": part,
     }
@@ -145,7 +142,7 @@ class Source:
         if path.is_file():
             check(path.stat().st_size > 0, argument, address, "a file that is not empty")
             check_text(path, argument, address)
-            return cls(stem(path), (path,), path.parent, field)
+            return cls(unpacked(path).stem, (path,), path.parent, field)
         if path.is_dir():
             files = tuple(walk(path))
             endings = ", ".join((*TEXT_ENDINGS, *LINES_ENDINGS, *PARQUET_ENDINGS))
@@ -203,9 +200,7 @@ def cut(sources: Sequence[Source], part: int, split: str | None, fraction: float
             if source.dataset is not None or size >= part:
                 parts.append(Part(tuple(waiting), split, fraction))
                 waiting, size = [], 0
-    if waiting:
-        parts.append(Part(tuple(waiting), split, fraction))
-    return parts
+    return [*parts, *([Part(tuple(waiting), split, fraction)] if waiting else [])]
 
 
 def cut_tail(path: Path, part: int, fraction: float) -> list[Part]:
@@ -217,12 +212,8 @@ def cut_tail(path: Path, part: int, fraction: float) -> list[Part]:
         raise ValueError(
             f"validation_fraction={fraction} cuts nothing off {path}, which has {size} bytes and too few lines"
         )
-    training = text_slices(path, part, stop=edge)
-    held_out = text_slices(path, part, start=edge)
-    return [
-        *(Part((one,), VALIDATION, fraction) for one in held_out),
-        *(Part((one,), TRAIN, fraction) for one in training),
-    ]
+    shares = {VALIDATION: text_slices(path, part, start=edge), TRAIN: text_slices(path, part, stop=edge)}
+    return [Part((one,), split, fraction) for split, slices in shares.items() for one in slices]
 
 
 def single_text(sources: Sequence[Source]) -> Path | None:
@@ -230,7 +221,7 @@ def single_text(sources: Sequence[Source]) -> Path | None:
     files = [path for source in sources for path in source.files]
     if len(files) != 1 or any(source.dataset for source in sources):
         return None
-    return None if ending(files[0]) in LINES_ENDINGS + PARQUET_ENDINGS or packed(files[0]) else files[0]
+    return None if ending(files[0]) in LINES_ENDINGS + PARQUET_ENDINGS or files[0] != unpacked(files[0]) else files[0]
 
 
 def assigned(document: Document, fraction: float) -> str:
@@ -272,14 +263,10 @@ def standard_library() -> Iterator[Path]:
     return (path for path in files if path.suffix == ".py")
 
 
-def packed(path: Path) -> bool:
-    return path.suffix in PACKED_ENDINGS
+def unpacked(path: Path) -> Path:
+    """`data.jsonl` for `data.jsonl.gz`."""
+    return path.with_suffix("") if path.suffix in PACKED_ENDINGS else path
 
 
 def ending(path: Path) -> str:
-    """`.jsonl` of `data.jsonl.gz`."""
-    return (path.with_suffix("") if packed(path) else path).suffix.lower()
-
-
-def stem(path: Path) -> str:
-    return (path.with_suffix("") if packed(path) else path).stem
+    return unpacked(path).suffix.lower()

@@ -22,6 +22,7 @@ from femixer.damage import Damaged, check_fields, read_json
 from femixer.options import check, check_positive
 from femixer.tasks.lm.data.corpus import SPLITS
 from femixer.tasks.lm.data.tokenizer import identity, load_tokenizer
+from femixer.training.distributed import Part
 from femixer.training.seeding import derive
 
 INDEX, TOKENIZER, PART = "index.json", "tokenizer", "part.json"
@@ -49,11 +50,6 @@ class Shards:
         )
 
     @property
-    def ends_are_starts(self) -> bool:
-        """Is the end of a document marked by the start of the next?"""
-        return self.start_token == self.end_token
-
-    @property
     def tokenizer_folder(self) -> Path:
         return self.folder / TOKENIZER
 
@@ -73,13 +69,12 @@ class Split:
         self, name: str, places: Sequence[Path], counts: Sequence[Counts], dtype: np.dtype[Any], vocabulary: int
     ) -> None:
         self.name, self.vocabulary = name, vocabulary
-        filled = [(place, count) for place, count in zip(places, counts, strict=True) if count["tokens"]]
-        self.places = [place for place, _ in filled]
-        self.dtype = dtype
+        filled = {place: count for place, count in zip(places, counts, strict=True) if count["tokens"]}
+        self.places, self.dtype = [*filled], dtype
         self.tokens, self.documents, self.bytes = (
-            sum(count[what] for _, count in filled) for what in ("tokens", "documents", "bytes")
+            sum(count[what] for count in filled.values()) for what in ("tokens", "documents", "bytes")
         )
-        self.edges = np.cumsum([0, *(count["tokens"] for _, count in filled)])
+        self.edges = np.cumsum([0, *(count["tokens"] for count in filled.values())])
 
     def read(self, start: int, stop: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Tokens start to stop of the stream, and the places within them at which documents begin."""
@@ -98,11 +93,10 @@ class Split:
 
     def _checked(self, tokens: NDArray[Any], starts: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Bytes that changed on the disk are mostly no tokens of the vocabulary, or no places."""
-        if len(tokens) and tokens.max() >= self.vocabulary:
-            raise Damaged(
-                f"{self.places[0].parent}: the tokens of {self.name} are damaged: {int(tokens.max())} is not below "
-                f"{self.vocabulary}"
-            )
+        largest = int(tokens.max(initial=0))
+        if largest >= self.vocabulary:
+            told = f"{largest} is not below {self.vocabulary}"
+            raise Damaged(f"{self.places[0].parent}: the tokens of {self.name} are damaged: {told}")
         if len(starts) and not (starts.min() >= 0 and starts.max() < len(tokens) and (np.diff(starts) > 0).all()):
             raise Damaged(f"{self.places[0].parent}: the starts of documents of {self.name} are damaged")
         return tokens, starts
@@ -211,8 +205,11 @@ class Batch(NamedTuple):
     """Number of the document within the sequence; -1 where the sequence is padding."""
 
 
+ALL = Part()
+
+
 class Batches:
-    """Training batches: `stream(step)`, or the share of process `rank` of `world` with `stream(step, rank, world)`."""
+    """Training batches: `stream(step)`, or a part of one with `stream(step, part)`."""
 
     def __init__(self, shards: Shards, context: int, batch: int, seed: int = 0) -> None:
         check_positive(context=context, batch=batch)
@@ -234,19 +231,17 @@ class Batches:
         """How often the text has been seen before this step."""
         return step * self.batch / self.windows
 
-    def __call__(self, step: int, rank: int = 0, world: int = 1) -> Batch:
+    def __call__(self, step: int, part: Part = ALL) -> Batch:
         check(step >= 0, "step", step, "a whole number of at least 0")
-        rows = share(self.batch, rank, world)
-        numbers = step * self.batch + np.arange(rows.start, rows.stop)
-        starts = np.concatenate([self._starts(int(epoch), numbers) for epoch in np.unique(numbers // self.windows)])
-        return gather(self.shards, self.shards.train, starts, self.context, len(rows))
-
-    def _starts(self, epoch: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where the windows begin: those of `numbers` that fall into this epoch."""
-        within = numbers[numbers // self.windows == epoch] - epoch * self.windows
+        numbers = step * self.batch + np.arange(self.batch)[part.rows(self.batch)]
         left_over = self.shards.train.tokens - 1 - self.windows * self.context
-        shift = derive(self.seed, "windows", epoch) % (left_over + 1)
-        return permuted(within, self.windows, derive(self.seed, "order", epoch)) * self.context + shift
+        starts = []
+        for epoch in np.unique(numbers // self.windows).tolist():
+            within = numbers[numbers // self.windows == epoch] - epoch * self.windows
+            shift = derive(self.seed, "windows", epoch) % (left_over + 1)
+            order = permuted(within, self.windows, derive(self.seed, "order", epoch))
+            starts.append(order * self.context + shift)
+        return gather(self.shards, self.shards.train, np.concatenate(starts), self.context, len(numbers))
 
 
 class Validation:
@@ -274,21 +269,13 @@ class Validation:
     def __len__(self) -> int:
         return -(-self.windows // self.batch)
 
-    def batches(self, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """All of them, or the share of one process: as many batches for each, padding included."""
-        rows = share(self.batch, rank, world)
+    def batches(self, part: Part = ALL) -> Iterator[Batch]:
+        """All of them, or a part of each, padding included."""
+        rows = np.arange(self.batch)[part.rows(self.batch)]
         for index in range(len(self)):
-            numbers = index * self.batch + np.arange(rows.start, rows.stop)
-            yield gather(
-                self.shards, self.split, numbers[numbers < self.windows] * self.context, self.context, len(rows)
-            )
-
-
-def share(batch: int, rank: int, world: int) -> range:
-    """The rows of a batch that belong to one process."""
-    check(world > 0 and batch % world == 0, "batch", batch, f"a multiple of the number of processes, {world}")
-    check(0 <= rank < world, "rank", rank, f"0 to {world - 1}")
-    return range(rank * batch // world, (rank + 1) * batch // world)
+            numbers = index * self.batch + rows
+            starts = numbers[numbers < self.windows] * self.context
+            yield gather(self.shards, self.split, starts, self.context, len(rows))
 
 
 def gather(shards: Shards, split: Split, starts: NDArray[np.int64], context: int, rows: int) -> Batch:
@@ -304,7 +291,7 @@ def gather(shards: Shards, split: Split, starts: NDArray[np.int64], context: int
     position = np.arange(context)
     targets = ids[:, 1:].copy()
     targets[position >= length] = IGNORED
-    if not shards.ends_are_starts:  # the next document is not the model's to guess; where its start is our end, it is
+    if shards.start_token != shards.end_token:  # else it is our end too, which the model is to guess
         targets[begins[:, 1:] == 1] = IGNORED
     segments = begins[:, :-1].cumsum(1)
     segments[position >= length] = -1

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
@@ -214,14 +214,12 @@ def parquet_slices(path: Path, part: int, field: str) -> list[ParquetSlice]:
     if field not in file.schema_arrow.names:
         raise missing_field(field, file.schema_arrow.names, str(path))
     slices: list[ParquetSlice] = []
-    groups: list[int] = []
-    size = 0
+    first, size = 0, 0
     for group in range(file.num_row_groups):
-        groups.append(group)
         size += file.metadata.row_group(group).total_byte_size
         if size >= part or group + 1 == file.num_row_groups:
-            slices.append(ParquetSlice(path, tuple(groups), size, field))
-            groups, size = [], 0
+            slices.append(ParquetSlice(path, tuple(range(first, group + 1)), size, field))
+            first, size = group + 1, 0
     return slices
 
 
@@ -247,9 +245,7 @@ def after_line_end(file: IO[bytes], position: int, whole_lines: bool = False) ->
     line = ahead.find(b"\n") + 1
     if 0 < line < len(ahead):
         return position - 1 + line
-    here = 1
-    while is_inside_character(ahead, here):
-        here += 1
+    here = next(at for at in count(1) if not is_inside_character(ahead, at))
     return position - 1 + here
 
 
@@ -262,11 +258,9 @@ def pieces(file: IO[bytes], stop: int | None) -> Iterator[bytes]:
     while raw := file.read(int(min(PIECE, left))):
         left -= len(raw)
         kept += raw
-        edge = kept.rfind(b"\n") + 1
-        if edge == 0:
-            edge = len(kept) - 1
-            while edge and is_inside_character(kept, edge):
-                edge -= 1
+        edge = kept.rfind(b"\n") + 1 or len(kept) - 1
+        while edge and is_inside_character(kept, edge):
+            edge -= 1
         yield kept[:edge]
         kept = kept[edge:]
     if kept:

@@ -4,11 +4,12 @@ labels that can be read: on one line, white space and control characters visible
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,47 +119,25 @@ def vocabulary_size(tokenizer: Any) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
-class Encoder(Protocol):
-    """Texts to tokens. What looks like a special token in a text is read as the characters it is written with."""
-
-    def __call__(self, texts: Sequence[str]) -> list[NDArray[Any]]: ...
+Encoder = Callable[[Sequence[str]], list[NDArray[Any]]]
+"""Texts to tokens. What looks like a special token in a text is read as the characters it is written with."""
 
 
 def encoder(folder: Path, plain_bytes: bool) -> Encoder:
     """The encoder of the tokenizer that is saved in `folder`. Each worker makes its own, as lightly as it can: without
     importing transformers, unless the tokenizer is written in Python."""
     if plain_bytes:
-        return encode_bytes
+        return lambda texts: [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
     if (folder / "tokenizer.json").exists():
-        return FastEncoder(folder / "tokenizer.json")
-    return SlowEncoder(require("transformers", "lm").AutoTokenizer.from_pretrained(folder))
-
-
-def encode_bytes(texts: Sequence[str]) -> list[NDArray[Any]]:
-    return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
-
-
-class FastEncoder:
-    def __init__(self, path: Path) -> None:
-        self.tokenizer = require("tokenizers", "lm").Tokenizer.from_file(str(path))
-        self.tokenizer.encode_special_tokens = True
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
-
-    def __call__(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        encoded = self.tokenizer.encode_batch_fast([*texts], add_special_tokens=False)
-        return [np.array(one.ids, dtype=np.uint32) for one in encoded]
-
-
-class SlowEncoder:
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-
-    def __call__(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        encode = self.tokenizer.encode
-        return [
-            np.array(encode(text, add_special_tokens=False, split_special_tokens=True), np.uint32) for text in texts
-        ]
+        fast = require("tokenizers", "lm").Tokenizer.from_file(str(folder / "tokenizer.json"))
+        fast.encode_special_tokens = True
+        fast.no_truncation()
+        fast.no_padding()
+        encode = functools.partial(fast.encode_batch_fast, add_special_tokens=False)
+        return lambda texts: [np.array(one.ids, dtype=np.uint32) for one in encode([*texts])]
+    slow = require("transformers", "lm").AutoTokenizer.from_pretrained(folder)
+    options = {"add_special_tokens": False, "split_special_tokens": True}
+    return lambda texts: [np.array(slow.encode(text, **options), dtype=np.uint32) for text in texts]
 
 
 VISIBLE = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}
@@ -192,12 +171,5 @@ def byte_characters() -> list[str]:
 
 def readable(text: str) -> str:
     """ "a\\n" becomes "a⏎", a zero byte "\\x00", and a sign that turns the direction of writing its code."""
-    return "".join(map(_sign, text)) or EMPTY
-
-
-def _sign(character: str) -> str:
-    if character in VISIBLE:
-        return VISIBLE[character]
-    if character.isprintable():
-        return character
-    return character.encode("unicode_escape").decode()
+    signs = (VISIBLE.get(one) or (one if one.isprintable() else one.encode("unicode_escape").decode()) for one in text)
+    return "".join(signs) or EMPTY
