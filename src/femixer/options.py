@@ -40,8 +40,7 @@ def dispatch(command: str, table: Commands, args: Sequence[str]) -> int | None:
     if name in ("-h", "--help"):
         print(usage(command, table))
         return 0
-    if name not in table:
-        raise ValueError(f"command={name!r} is unknown; choose one of {', '.join(table)}")
+    check(name in table, "command", name, f"one of {', '.join(table)}", "is unknown")
     return named(table[name][0], "main")(rest)
 
 
@@ -111,10 +110,13 @@ def model_named(args: Sequence[str]) -> list[str]:
     return args if not args or args[0].startswith("-") else [MODEL, *args]
 
 
-def check(fits: bool, name: str, value: object, allowed: str) -> None:
-    """Raise a ValueError that names the argument, the value given and what is allowed, unless the value `fits`."""
+def check(fits: bool, name: str, value: object, allowed: str, state: str = "is not allowed") -> None:
+    """Raise a ValueError that names the argument, the value given and what is allowed, unless the value `fits`.
+
+    state: what is wrong with it.
+    """
     if not fits:
-        raise ValueError(f"{name}={value!r} is not allowed; choose {allowed}")
+        raise ValueError(f"{name}={value!r} {state}; choose {allowed}")
 
 
 class Rule(NamedTuple):

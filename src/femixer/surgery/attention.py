@@ -198,9 +198,8 @@ def hand_over_states(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A hook before the attention: its hidden states travel on as a keyword to `fem_attention`."""
     if kwargs.get("output_attentions"):
-        raise ValueError(
-            "output_attentions=True is not possible after an upgrade: FEM reads every channel with weights of its own"
-        )
+        why = "FEM reads every channel with weights of its own"
+        raise ValueError(f"output_attentions=True is not possible after an upgrade: {why}")
     return args, {**kwargs, "fem_states": args[0] if args else kwargs["hidden_states"]}
 
 

@@ -27,37 +27,22 @@ from femixer.options import check
 from femixer.surgery import attention
 from femixer.surgery.attention import PARTS, ReadGates
 
-# model type: class of its self-attention
-FAMILIES = {
-    "bert": "BertSelfAttention",
-    "camembert": "CamembertSelfAttention",
-    "cohere": "CohereAttention",
-    "deit": "DeiTAttention",
-    "dinov2": "Dinov2Attention",
-    "distilbert": "DistilBertSelfAttention",
-    "electra": "ElectraSelfAttention",
-    "gemma": "GemmaAttention",
-    "gpt2": "GPT2Attention",
-    "gpt_neox": "GPTNeoXAttention",
-    "granite": "GraniteAttention",
-    "llama": "LlamaAttention",
-    "mistral": "MistralAttention",
-    "olmo2": "Olmo2Attention",
-    "opt": "OPTAttention",
-    "phi": "PhiAttention",
-    "phi3": "Phi3Attention",
-    "qwen2": "Qwen2Attention",
-    "qwen3": "Qwen3Attention",
-    "roberta": "RobertaSelfAttention",
-    "smollm3": "SmolLM3Attention",
-    "stablelm": "StableLmAttention",
-    "starcoder2": "Starcoder2Attention",
-    "vit": "ViTAttention",
-    "xlm-roberta": "XLMRobertaSelfAttention",
-}
-PREFIX = "fem_"
-# Families that read a text from both sides, unless their configuration says is_decoder.
+# Model types that read a text from both sides, unless their configuration says is_decoder.
 ENCODERS = ("bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
+# Those that can be upgraded.
+FAMILIES = (
+    *ENCODERS,
+    *("cohere", "gemma", "gpt2", "gpt_neox", "granite", "llama", "mistral", "olmo2", "opt", "phi", "phi3"),
+    *("qwen2", "qwen3", "smollm3", "stablelm", "starcoder2"),
+    *("deit", "dinov2", "vit"),
+)
+PREFIX = "fem_"
+
+
+def attention_class(config: Any) -> str:
+    """The name of a family's self-attention: BertSelfAttention for BertConfig and FEMBertConfig, LlamaAttention."""
+    kind = "SelfAttention" if config.model_type.removeprefix(PREFIX) in ENCODERS else "Attention"
+    return type(config).__name__.removeprefix("FEM").removesuffix("Config") + kind
 
 
 class Upgraded:
@@ -112,7 +97,7 @@ class Upgraded:
 def attach(model: Any) -> None:
     """Give every self-attention of a model with an upgraded configuration its gates, as a child called `fem`."""
     config = model.config
-    name = FAMILIES[config.model_type.removeprefix(PREFIX)]
+    name = attention_class(config)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads

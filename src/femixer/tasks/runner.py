@@ -44,8 +44,7 @@ def told(data: str, about: str) -> str:
     if not lacks_option("--data"):
         return data
     text = f"{data}, {about} (no --data was given)"
-    if distributed.is_main():
-        print(f"data: {text}", file=sys.stderr, flush=True)
+    distributed.say(f"data: {text}")
     return text
 
 
@@ -262,7 +261,7 @@ class Task:
         try:
             ran = jobs.run(command.jobs(), self.kind, command.how, command.resumable)
         except KeyboardInterrupt:
-            print("interrupted; what is finished is kept, and the same command goes on from there", file=sys.stderr)
+            distributed.say("interrupted; what is finished is kept, and the same command goes on from there")
             return 130
         if ran is None:
             return 0

@@ -9,6 +9,7 @@ import atexit
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -83,6 +84,12 @@ def world() -> int:
 def is_main() -> bool:
     """Is this the process that writes and prints?"""
     return rank() == 0
+
+
+def say(text: str) -> None:
+    """A line on standard error, of the main process: what is on standard output is the result of a command."""
+    if is_main():
+        print(text, file=sys.stderr, flush=True)
 
 
 def share_parts(copies: int) -> None:

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import re
-import sys
 import tempfile
 import traceback
 from abc import ABC, abstractmethod
@@ -320,11 +319,10 @@ def run(everything: Sequence[SomeJob], kind: Kind, how: Jobs, resumable: bool) -
     todo = [job for job in mine if how.overwrite or not store.finished(job.name)]
     for each in todo:
         check_place(each, store, how.out)
-    if distributed.is_main():
-        print(f"{counted(len(mine))}, {len(mine) - len(todo)} of them finished before", file=sys.stderr)
+    distributed.say(f"{counted(len(mine))}, {len(mine) - len(todo)} of them finished before")
     failed = carry_out(todo, store, how, resumable) if todo else []
     for job in failed:
-        print(f"failed: {job.name}", file=sys.stderr)
+        distributed.say(f"failed: {job.name}")
     if failed:
         print(f"{counted(len(failed))} failed; why is in {how.out / ERRORS}/, and the same command tries again")
     return [store.record(job.name) for job in mine if store.finished(job.name)], len(failed)
@@ -366,10 +364,9 @@ def run_again(assignments: Sequence[Assignment], store: Store) -> None:
                     if change:
                         distributed.on_main(functools.partial(store.run_again, assignment.job.name))
             except Timeout:
-                raise ValueError(
-                    f"overwrite=True is not allowed while another process is at {assignment.job.title!r} in "
-                    f"{store.folder}; wait for it to end, or choose another --out"
-                ) from None
+                at = f"while another process is at {assignment.job.title!r} in {store.folder}"
+                told = f"{at}; wait for it to end, or choose another --out"
+                raise ValueError(f"overwrite=True is not allowed {told}") from None
 
 
 def divided(jobs: Sequence[SomeJob], part: str | None) -> Sequence[SomeJob]:

@@ -78,7 +78,7 @@ def counting(
             shown = now
             rest = 0 if total is None else (now - began) / max(done - before, 1) * (total - done)
             left = "" if total is None else f", {duration(rest)} left"
-            print(f"{done:,}{of} {unit}{left}{said and f': {said}'}", file=sys.stderr, flush=True)
+            distributed.say(f"{done:,}{of} {unit}{left}{said and f': {said}'}")
 
     with bar or nullcontext():
         yield told
@@ -104,8 +104,8 @@ class Display:
     def say(self, text: str) -> None:
         if self.bar is not None:
             self.bar.console.print(text, highlight=False, markup=False)
-        elif distributed.is_main():
-            print(text, file=sys.stderr, flush=True)
+        else:
+            distributed.say(text)
             self.last = time.monotonic()
 
     def stepped(self, step: int, losses: Callable[[], Mapping[str, Tensor]], rate: str) -> None:

@@ -142,7 +142,7 @@ class Results:
         hold(out)
         where = out if held is None else atomic.begin_replacement(out)
         if where != out:
-            print(f"{out}/ keeps its run until the new one, in {where}/, is complete", file=sys.stderr, flush=True)
+            distributed.say(f"{out}/ keeps its run until the new one, in {where}/, is complete")
         atomic.write(where / CONFIG, json.dumps({**config, **about, "environment": environment()}, indent=2) + "\n")
         return where, False
 
@@ -263,9 +263,9 @@ def model_folder(checkpoint: Path) -> Path:
     Raises a ValueError that says what is missing. Pickles are refused: loading one runs whatever it contains.
     """
     shown = f"checkpoint={str(checkpoint)!r}"
-    if not checkpoint.is_dir():
-        state = "is a file" if checkpoint.exists() else "does not exist"
-        raise ValueError(f"{shown} {state}; choose a model folder or a results folder of `femixer lm train`")
+    state = "is a file" if checkpoint.exists() else "does not exist"
+    allowed = "a model folder or a results folder of `femixer lm train`"
+    check(checkpoint.is_dir(), "checkpoint", str(checkpoint), allowed, state)
     # A run that was killed while it took the place of another is in the folders of that moment.
     places = (checkpoint / name / MODEL for name in (atomic.LEAVING, atomic.ENTERING, "."))
     folder = next((place for place in places if place.is_dir()), checkpoint)
@@ -360,9 +360,8 @@ def hold(folder: Path) -> None:
     try:
         lock.acquire()
     except Timeout:
-        raise ValueError(
-            f"out={str(folder)!r} is in use by {_holder(folder)}; wait for it to end, or choose another --out"
-        ) from None
+        told = f"is in use by {_holder(folder)}; wait for it to end, or choose another --out"
+        raise ValueError(f"out={str(folder)!r} {told}") from None
     except (OSError, NotImplementedError) as error:
         if not isinstance(error, NotImplementedError) and error.errno not in UNKNOWN:
             raise

@@ -95,18 +95,15 @@ def load(path: str | os.PathLike[str], kind: Kind) -> list[Record]:
     """The records of a store (a folder), of one training's folder that holds its record, or of an exported file."""
     path = Path(path)
     made = f"femixer {kind.command}"
-    allowed = (
-        f"choose a store of `{made} {kind.run}`, a finished run that keeps its {RECORD}, or a file of `{made} export`"
-    )
+    allowed = f"a store of `{made} {kind.run}`, a finished run that keeps its {RECORD}, or a file of `{made} export`"
     if not (path / INDEX).exists() and (path / RECORD).exists():
         path = path / RECORD
     if path.is_dir():
         if not (path / INDEX).exists():
-            raise ValueError(f"results={str(path)!r} {no_store(path)}; {allowed}")
+            check(False, "results", str(path), allowed, no_store(path))
         check_format(path / INDEX, kind)
         return [kind.checked(read_json(file), file) for file in sorted((path / JOBS).glob("*.json"))]
-    if not path.is_file():
-        raise ValueError(f"results={str(path)!r} does not exist; {allowed}")
+    check(path.is_file(), "results", str(path), allowed, "does not exist")
     records = check_fields(check_format(path, kind), {"records": [dict]}, path)["records"]
     return [kind.checked(record, f"{path}, record {number}") for number, record in enumerate(records, start=1)]
 
@@ -138,10 +135,9 @@ def check_format(path: Path, kind: Kind) -> dict[str, Any]:
         command = f"femixer {kind.command} {kind.run}"
         raise ValueError(f"{path} is not one of the results that `{command}` and `export` write") from None
     if version != kind.format:
-        raise ValueError(
-            f"{path} was written by another version of femixer, or by another command: its format is {version!r} and "
-            f"here it is {kind.format!r}; use that one, or run the jobs anew with another --out"
-        )
+        told = "was written by another version of femixer, or by another command"
+        formats = f"its format is {version!r} and here it is {kind.format!r}"
+        raise ValueError(f"{path} {told}: {formats}; use that one, or run the jobs anew with another --out")
     return content
 
 
@@ -152,10 +148,8 @@ def same(records: Sequence[Record], what: str, value: Callable[[Record], Hashabl
         first = held.setdefault(described(record, within), record)
         if value(first) != value(record):
             where = f" ({described(record, within)})" if within else ""
-            raise ValueError(
-                f"results mix different {what}{where}: {value(first)} and {value(record)}; "
-                "choose --results that can be compared"
-            )
+            two = f"{value(first)} and {value(record)}"
+            raise ValueError(f"results mix different {what}{where}: {two}; choose --results that can be compared")
 
 
 def described(record: Record, names: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ from femixer.tasks.lm import harness
 from femixer.tasks.lm.harness import SUITES, Catalog, Record, Request, metrics
 from femixer.tasks.lm.model import Placement, check_positions, fingerprint, load
 from femixer.training import Results, RunOptions, atomic, show_table
-from femixer.training.distributed import Interrupted
+from femixer.training.distributed import Interrupted, say
 from femixer.training.results import METRICS, hold, model_folder, name_of
 
 
@@ -271,7 +271,3 @@ def evaluate(lm: Any, catalog: Catalog, request: Request, journal: TaskJournal, 
         found = journal.of(request)
         record = journal.add(request, request.name, harness.aggregate(group, {name: found[name] for name in tasks}))
         say(f"    {request.name}: {summary(record)}")
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

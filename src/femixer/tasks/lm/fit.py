@@ -2,7 +2,6 @@
 
 import math
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,12 +56,9 @@ LARGE = 4e9
 def warn_of_logits(tokens: int, vocabulary: int) -> None:
     """Logits, their log-probabilities and gradients, in float32, of the tokens of one piece of a batch."""
     size = 12 * tokens * vocabulary
-    if size > LARGE and distributed.is_main():
-        print(
-            f"warning: the logits of {tokens:,} tokens and a vocabulary of {vocabulary:,} take {size / 1e9:.0f} GB "
-            "at once; --accumulate makes pieces of a batch",
-            file=sys.stderr,
-        )
+    if size > LARGE:
+        what = f"{tokens:,} tokens and a vocabulary of {vocabulary:,} take {size / 1e9:.0f} GB at once"
+        distributed.say(f"warning: the logits of {what}; --accumulate makes pieces of a batch")
 
 
 def documents(segments: Tensor) -> Tensor | None:

@@ -74,8 +74,8 @@ def given(text: str | None, file: Path | None) -> Prompt:
         with file.open("rb"):  # what is wrong with it shows before anything slow
             size = file.stat().st_size
         return Prompt(of_file(file), "prompt_file", str(file), size)
-    if file is None and sys.stdin.isatty():
-        raise ValueError("prompt=None is not allowed; choose a --prompt, a --prompt-file or text on standard input")
+    typed = file is None and sys.stdin.isatty()
+    check(not typed, "prompt", None, "a --prompt, a --prompt-file or text on standard input")
     return Prompt(stretches(sys.stdin.buffer, "standard input"), "prompt_file", "-")
 
 

@@ -96,8 +96,7 @@ def layers_usage(layers: Iterable[Layer]) -> Iterator[LayerUsage]:
 @contextmanager
 def without(model: nn.Module, part: str) -> Iterator[None]:
     """Inside, no mixer of the model uses this part: L, G or C."""
-    if part not in PARTS:
-        raise ValueError(f"part={part!r} is unknown; choose one of {', '.join(PARTS)}")
+    check(part in PARTS, "part", part, f"one of {', '.join(PARTS)}", "is unknown")
     mixers: list[Any] = [m for m in mixers_of(model).values() if part in getattr(m, "parts", "")]
     name = "_beta" if part == "L" else "_columns"
 
@@ -273,8 +272,8 @@ def given_text(text: str | None, file: Path | None) -> str:
         return text
     if file is not None and str(file) != "-":
         return file.read_text(encoding="utf-8", errors="replace")
-    if file is None and sys.stdin.isatty():
-        raise ValueError("text=None is not allowed; choose a --text, a --file or text on standard input")
+    typed = file is None and sys.stdin.isatty()
+    check(not typed, "text", None, "a --text, a --file or text on standard input")
     return sys.stdin.read()
 
 

@@ -163,9 +163,8 @@ class Placement:
         try:
             return torch.empty(0, device=self.device).device
         except (RuntimeError, AssertionError) as error:  # an unknown name, or a torch built without that device
-            raise ValueError(
-                f"device={self.device!r} cannot be used here: {str(error).splitlines()[0]}; try cpu"
-            ) from None
+            told = f"cannot be used here: {str(error).splitlines()[0]}; try cpu"
+            raise ValueError(f"device={self.device!r} {told}") from None
 
     def validate(self) -> None:
         check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
@@ -227,20 +226,15 @@ def _check_writes(folder: Path, model: Any) -> None:
     from femixer.surgery.families import ENCODERS, PREFIX
 
     kind = model.config.model_type.removeprefix(PREFIX)
-    if not model.can_generate() or (kind in ENCODERS and not model.config.is_decoder):
-        raise ValueError(
-            f"checkpoint={str(folder)!r} is a {type(model).__name__}, which does not continue a text; choose a causal "
-            "language model"
-        )
+    writes = model.can_generate() and (kind not in ENCODERS or model.config.is_decoder)
+    state = f"is a {type(model).__name__}, which does not continue a text"
+    check(writes, "checkpoint", str(folder), "a causal language model", state)
 
 
 def _check_vocabulary(folder: Path, tokenizer: Any, model: Any) -> None:
     rows, words = model.get_input_embeddings().weight.shape[0], len(tokenizer)
-    if not words <= rows < words + SPARE_ROWS:
-        raise ValueError(
-            f"checkpoint={str(folder)!r} has a tokenizer of {words} tokens and a model of {rows}: they do not belong "
-            f"together"
-        )
+    state = f"has a tokenizer of {words} tokens and a model of {rows}"
+    check(words <= rows < words + SPARE_ROWS, "checkpoint", str(folder), "those that belong together", state)
 
 
 def _transformers() -> Any:

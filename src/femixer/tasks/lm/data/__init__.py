@@ -58,13 +58,10 @@ class DataOptions(CorpusOptions):
             why = "is no folder of tokens" if index is None else incomplete(self.shards, index)
             if why is None:
                 return self._as_they_are(self.shards)
-            if not make:
-                raise ValueError(
-                    f"shards={str(self.shards)!r} cannot be read: it {why.removeprefix('it ')}; choose a folder that "
-                    "`femixer lm data` has finished, or give --data too, to say of what text to make it"
-                )
-        if not self.data and distributed.is_main():
-            print(f"text: {DEFAULT_TEXT}", file=sys.stderr, flush=True)
+            allowed = "a folder that `femixer lm data` has finished, or give --data too, to say of what text to make it"
+            check(make, "shards", str(self.shards), allowed, f"cannot be read: it {why.removeprefix('it ')}")
+        if not self.data:
+            distributed.say(f"text: {DEFAULT_TEXT}")
         tokenizer = load_tokenizer(self.tokenizer or BYTES)
         return prepare(self.corpus(), tokenizer, self.shards, self.max_tokens, self.workers, overwrite)
 
@@ -100,7 +97,7 @@ def prepare_data(args: Sequence[str]) -> int:
     try:
         shards = command.data.tokens(make=True, overwrite=command.overwrite)
     except KeyboardInterrupt:
-        print("interrupted; finished parts are kept, and the same command goes on from there", file=sys.stderr)
+        distributed.say("interrupted; finished parts are kept, and the same command goes on from there")
         return 130
     print(as_markdown(table(shards)))
     print(f"Tokens are in {shards.folder}/ (vocabulary {shards.vocabulary})")

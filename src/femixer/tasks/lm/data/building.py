@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -39,7 +38,7 @@ from femixer.tasks.lm.data.shards import (
     read_index,
 )
 from femixer.tasks.lm.data.sources import PIECE, Document
-from femixer.training import atomic
+from femixer.training import atomic, distributed
 from femixer.training.distributed import carried_out, cores
 from femixer.training.journal import counting
 from femixer.training.results import differences
@@ -116,12 +115,10 @@ def claim(folder: Path, index: dict[str, Any]) -> dict[str, Any]:
     if held is None:
         atomic.write(folder / INDEX, json.dumps(index, indent=1) + "\n")
         return index
-    if held["fingerprint"] != index["fingerprint"]:
-        was, now = ({**one["identity"]["corpus"], **one["identity"], "corpus": None} for one in (held, index))
-        raise ValueError(
-            f"shards={str(folder)!r} holds the tokens of other data ({differences(was, now)}); "
-            "--overwrite makes them anew, or choose another folder"
-        )
+    was, now = ({**one["identity"]["corpus"], **one["identity"], "corpus": None} for one in (held, index))
+    state = f"holds the tokens of other data ({differences(was, now)})"
+    same = held["fingerprint"] == index["fingerprint"]
+    check(same, "shards", str(folder), "another folder, or --overwrite, which makes them anew", state)
     return held
 
 
@@ -138,10 +135,8 @@ def check_splits(corpus: Corpus, parts: Sequence[PartCounts]) -> None:
     check(any(documents.values()), "data", corpus.name, "sources with some text in them")
     for name in SPLITS:
         if not documents[name]:
-            raise ValueError(
-                f"the {name} split of data={corpus.name!r} is empty, with {sum(documents.values())} documents in all. "
-                "Choose another validation_fraction, or name validation sources"
-            )
+            told = f"with {sum(documents.values())} documents in all. Choose another validation_fraction"
+            raise ValueError(f"the {name} split of data={corpus.name!r} is empty, {told}, or name validation sources")
 
 
 def tokenize(corpus: Corpus, job: Tokenization, tokens: int | None, workers: int) -> list[PartCounts]:
@@ -166,7 +161,7 @@ def tokenize(corpus: Corpus, job: Tokenization, tokens: int | None, workers: int
     before = sum(counts[TRAIN]["tokens"] for counts in done.values())
     goal, total, began = "" if tokens is None else f" of {tokens:,}", before, time.monotonic()
     if done:
-        print(f"{job.folder}: {len(done)} of {len(corpus.parts)} parts are there already", file=sys.stderr)
+        distributed.say(f"{job.folder}: {len(done)} of {len(corpus.parts)} parts are there already")
     with counting(len(corpus.parts), "parts tokenized", done=len(done)) as told:
         try:
             for number, counts in finishing(job, corpus.parts, todo, min(workers, len(todo))):
@@ -179,10 +174,9 @@ def tokenize(corpus: Corpus, job: Tokenization, tokens: int | None, workers: int
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             free = shutil.disk_usage(job.folder).free >> 20
-            raise OSError(
-                f"no room for more tokens in {job.folder} ({os.strerror(error.errno)}, {free} MiB free): {len(done)} "
-                f"of {len(corpus.parts)} parts are finished and kept; make room and run the same again"
-            ) from error
+            told = f"no room for more tokens in {job.folder} ({os.strerror(error.errno)}, {free} MiB free)"
+            kept = f"{len(done)} of {len(corpus.parts)} parts are finished and kept; make room and run the same again"
+            raise OSError(f"{told}: {kept}") from error
     raise AssertionError("all parts are finished, so enough of them are")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from femixer.options import check, check_positive
 from femixer.tasks.lm.data.sources import (
+    ADDRESS,
     LINES_ENDINGS,
     PACKED_ENDINGS,
     PARQUET_ENDINGS,
@@ -148,12 +149,9 @@ class Source:
             endings = ", ".join((*TEXT_ENDINGS, *LINES_ENDINGS, *PARQUET_ENDINGS))
             check(len(files) > 0, argument, address, f"a folder with files that are not empty and end in {endings}")
             return cls(path.resolve().name, files, path, field)
-        if address == STANDARD_LIBRARY:
-            return cls("python", tuple(standard_library()), Path(sysconfig.get_path("stdlib")), field)
-        raise ValueError(
-            f"{argument}={address!r} is not there; choose a file, a folder, 'python' (the standard library) or "
-            "datasets:NAME[@REVISION][:CONFIG[:SPLIT]]"
-        )
+        allowed = f"a file, a folder, 'python' (the standard library) or {ADDRESS}"
+        check(address == STANDARD_LIBRARY, argument, address, allowed, "is not there")
+        return cls("python", tuple(standard_library()), Path(sysconfig.get_path("stdlib")), field)
 
     @property
     def size(self) -> int:
@@ -209,9 +207,8 @@ def cut_tail(path: Path, part: int, fraction: float) -> list[Part]:
     with path.open("rb") as file:
         edge = after_line_end(file, max(1, round(size * (1 - fraction))))
     if not 0 < edge < size:
-        raise ValueError(
-            f"validation_fraction={fraction} cuts nothing off {path}, which has {size} bytes and too few lines"
-        )
+        told = f"cuts nothing off {path}, which has {size} bytes and too few lines"
+        raise ValueError(f"validation_fraction={fraction} {told}")
     shares = {VALIDATION: text_slices(path, part, start=edge), TRAIN: text_slices(path, part, stop=edge)}
     return [Part((one,), split, fraction) for split, slices in shares.items() for one in slices]
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
 from femixer.optional import require
+from femixer.options import check
 
 TEXT_ENDINGS = (".txt", ".text", ".md", ".rst", ".tex", ".py")
 LINES_ENDINGS = (".jsonl", ".ndjson")
@@ -125,6 +126,9 @@ class ParquetSlice:
                 yield Document(text_of({self.field: text}, self.field, str(self.path)))
 
 
+ADDRESS = "datasets:NAME[@REVISION][:CONFIG[:SPLIT]]"
+
+
 @dataclass(frozen=True)
 class DatasetSlice:
     """Part `index` of `count` of a data set that the `datasets` package reads (streaming, so nothing is kept)."""
@@ -141,7 +145,7 @@ class DatasetSlice:
 
 @dataclass(frozen=True)
 class Dataset:
-    """`datasets:NAME[@REVISION][:CONFIG[:SPLIT]]`"""
+    """A data set as ADDRESS names it."""
 
     name: str
     revision: str | None
@@ -160,10 +164,7 @@ class Dataset:
     def parse(cls, address: str, field: str) -> Dataset:
         """Read what follows `datasets:`."""
         name, *chosen = address.split(":")
-        if not name or len(chosen) > 2:
-            raise ValueError(
-                f"data='datasets:{address}' is not allowed; choose datasets:NAME[@REVISION][:CONFIG[:SPLIT]]"
-            )
+        check(bool(name) and len(chosen) <= 2, "data", f"datasets:{address}", ADDRESS)
         config, split, *_ = [*chosen, "", ""]
         name, _, revision = name.partition("@")
         return cls(name, revision or None, config or None, split or "train", field)

@@ -51,11 +51,9 @@ def unknown(name: str | Path, why: str) -> ValueError:
 def start_and_end(tokenizer: Any) -> tuple[int, int]:
     """The tokens that begin and end a document; they are the same one where the tokenizer has only one of the two."""
     start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-    if start is None and end is None:
-        raise ValueError(
-            f"tokenizer={tokenizer.name_or_path!r} has neither a bos nor an eos token, so documents cannot be told "
-            "apart; choose one that has, or set tokenizer.eos_token"
-        )
+    state = "has neither a bos nor an eos token, so documents cannot be told apart"
+    known = start is not None or end is not None
+    check(known, "tokenizer", tokenizer.name_or_path, "one that has, or set tokenizer.eos_token", state)
     return (end if start is None else start), (start if end is None else end)
 
 
