@@ -67,13 +67,8 @@ def read_json(path: Path) -> Any:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a file with one per line."""
-    found = []
-    for number, line in enumerate(read_text(path).splitlines(), start=1):
-        content = parsed(line, f"{path}, line {number}")
-        if not isinstance(content, dict):
-            raise Damaged(f"{path}, line {number}: expected an object, not {shown(content)}")
-        found.append(content)
-    return found
+    lines = {f"{path}, line {number}": line for number, line in enumerate(read_text(path).splitlines(), start=1)}
+    return [check_fields(parsed(line, where), {}, where) for where, line in lines.items()]
 
 
 def parsed(text: str, where: Any) -> Any:

@@ -38,7 +38,9 @@ def dispatch(command: str, table: Commands, args: Sequence[str]) -> int | None:
     """Run the command of `table` that `args` starts with; `command` is what the user typed before it."""
     name, *rest = [*args] or ["--help"]
     if name in ("-h", "--help"):
-        print(usage(command, table))
+        lines = [f"  {name:<10}{text}" for name, (_, text) in table.items()]
+        hint = f"`{command} <command> --help` lists a command's options."
+        print("\n".join([f"usage: {command} <command> [options]", "", *lines, "", hint]))
         return 0
     check(name in table, "command", name, f"one of {', '.join(table)}", "is unknown")
     return named(table[name][0], "main")(rest)
@@ -50,12 +52,6 @@ def named(place: Any, default: str = "") -> Any:
         return place
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name or default)
-
-
-def usage(command: str, table: Commands) -> str:
-    lines = [f"  {name:<10}{text}" for name, (_, text) in table.items()]
-    hint = f"`{command} <command> --help` lists a command's options."
-    return "\n".join([f"usage: {command} <command> [options]", "", *lines, "", hint])
 
 
 Options = TypeVar("Options")

@@ -101,7 +101,9 @@ def save(model: Any, source: str, out: Path, card: Card) -> None:
     """Model, card and tokenizer (or image processor) into the folder `out`, which is there completely or not at all."""
     images, companion = model.main_input_name == "pixel_values", None
     try:
-        companion = saved_processor(source) if images else saved_tokenizer(source)
+        with reading(source):
+            processor = transformers.AutoImageProcessor
+            companion = processor.from_pretrained(source, **only_local(source)) if images else saved_tokenizer(source)
     except (OSError, ValueError):
         name = "image processor" if images else "tokenizer"
         print(f"warning: {source} has no {name}; none is saved", file=sys.stderr)
@@ -111,8 +113,3 @@ def save(model: Any, source: str, out: Path, card: Card) -> None:
         write_card(model, partial, card)
         if companion is not None:
             companion.save_pretrained(partial)
-
-
-def saved_processor(source: str | Path) -> Any:
-    with reading(source):
-        return transformers.AutoImageProcessor.from_pretrained(source, **only_local(source))

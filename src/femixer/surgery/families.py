@@ -39,12 +39,6 @@ FAMILIES = (
 PREFIX = "fem_"
 
 
-def attention_class(config: Any) -> str:
-    """The name of a family's self-attention: BertSelfAttention for BertConfig and FEMBertConfig, LlamaAttention."""
-    kind = "SelfAttention" if config.model_type.removeprefix(PREFIX) in ENCODERS else "Attention"
-    return type(config).__name__.removeprefix("FEM").removesuffix("Config") + kind
-
-
 class Upgraded:
     """What the upgraded class adds to the transformers class behind it in the order of inheritance."""
 
@@ -97,7 +91,9 @@ class Upgraded:
 def attach(model: Any) -> None:
     """Give every self-attention of a model with an upgraded configuration its gates, as a child called `fem`."""
     config = model.config
-    name = attention_class(config)
+    # BertSelfAttention for BertConfig and FEMBertConfig, LlamaAttention for LlamaConfig.
+    kind = "SelfAttention" if config.model_type.removeprefix(PREFIX) in ENCODERS else "Attention"
+    name = type(config).__name__.removeprefix("FEM").removesuffix("Config") + kind
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -205,7 +201,10 @@ def load(path: str | Path, **options: Any) -> Any:
 
     options = {**only_local(path), **options}
     if not Path(path).is_dir():
-        check_known(path, options["local_files_only"])
+        try:  # that the hub has a model of this name, or its files were loaded before
+            huggingface_hub.hf_hub_download(str(path), "config.json", local_files_only=options["local_files_only"])
+        except Exception as error:  # the hub's client has many
+            raise ValueError(f"model={str(path)!r} is not there: {why_not_found(path)}") from error
     with reading(path):
         config = AutoConfig.from_pretrained(path, **only_local(path))
         name = (config.architectures or [""])[0]
@@ -228,11 +227,3 @@ def check_ends(folder: str | Path, model: Any) -> None:
             for token in given if isinstance(given, list) else [given]:
                 fits = token is None or (type(token) is int and 0 <= token < rows)
                 check(fits, f"{Path(folder) / file}: {name}", token, f"a token below {rows}, or null")
-
-
-def check_known(name: str | Path, local: bool) -> None:
-    """Raise a ValueError unless the hub has a model of this name, or its files were loaded before."""
-    try:
-        huggingface_hub.hf_hub_download(str(name), "config.json", local_files_only=local)
-    except Exception as error:  # the hub's client has many
-        raise ValueError(f"model={str(name)!r} is not there: {why_not_found(name)}") from error

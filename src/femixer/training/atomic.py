@@ -36,9 +36,7 @@ def replacing_files(folder: Path, last: str = "", old: str = "") -> Iterator[Pat
     last: the name whose file is put in place after all others. old: a pattern of names that are removed before.
     """
     made = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = begin(folder / "new")
-    partial.mkdir()
+    partial = begin(folder / "new", folder=True)
     try:
         yield partial
         for path in [*([folder / last] if last else []), *(folder.glob(old) if old else [])]:
@@ -98,10 +96,12 @@ def replace_content(folder: Path, stale: Iterable[str] = (), last: Sequence[str]
     entering.rmdir()
 
 
-def begin(path: Path) -> Path:
-    """The temporary name beside `path`, under which there is nothing."""
+def begin(path: Path, folder: bool = False) -> Path:
+    """The temporary name beside `path`, under which there is nothing, or an empty folder."""
     partial = path.with_name(path.name + PARTIAL)
     remove(partial)
+    if folder:
+        partial.mkdir(parents=True)
     return partial
 
 

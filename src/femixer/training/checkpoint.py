@@ -49,7 +49,7 @@ def save(folder: Path, model: nn.Module, optimizer: Optimizer, position: Positio
     path = folder / name_of_step(position.step)
     sharded = any(is_sharded(p) for p in model.parameters())
     try:
-        partial = distributed.on_main(lambda: _begin(path))
+        partial = distributed.on_main(lambda: atomic.begin(path, folder=True))
         try:
             if sharded:
                 _write_shards(partial, model, optimizer)
@@ -174,13 +174,6 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
-
-
-def _begin(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = atomic.begin(path)
-    partial.mkdir()
-    return partial
 
 
 def _finish(partial: Path, path: Path, position: Position, sums: Mapping[str, int]) -> None:

@@ -317,8 +317,10 @@ def run(everything: Sequence[SomeJob], kind: Kind, how: Jobs, resumable: bool) -
         return None
     store = Store(how.out, kind)
     todo = [job for job in mine if how.overwrite or not store.finished(job.name)]
-    for each in todo:
-        check_place(each, store, how.out)
+    for each in todo:  # whose folder may be there with other options
+        held = store.folder.glob(f"{JOBS}/{each.place}-{'?' * len(each.digest)}.json") if each.keeps else ()
+        allowed = f"another folder: here {each.title} was run with other options"
+        check(all(path.stem == each.name for path in held), "out", str(how.out), allowed)
     distributed.say(f"{counted(len(mine))}, {len(mine) - len(todo)} of them finished before")
     failed = carry_out(todo, store, how, resumable) if todo else []
     for job in failed:
@@ -328,19 +330,11 @@ def run(everything: Sequence[SomeJob], kind: Kind, how: Jobs, resumable: bool) -
     return [store.record(job.name) for job in mine if store.finished(job.name)], len(failed)
 
 
-def check_place(job: Job, store: Store, out: Path) -> None:
-    """A ValueError if the folder that the job would leave is that of a job with other options."""
-    held = store.folder.glob(f"{JOBS}/{job.place}-{'?' * len(job.digest)}.json") if job.keeps else ()
-    allowed = f"another folder: here {job.title} was run with other options"
-    check(all(path.stem == job.name for path in held), "out", str(out), allowed)
-
-
 def carry_out(todo: Sequence[Job], store: Store, how: Jobs, resumable: bool) -> list[Job]:
     """The jobs that failed; the others are in the store."""
-    engine = how.engine
-    assignments = [Assignment(job, store, resumable, engine.device, engine.share) for job in todo]
+    assignments = [Assignment(job, store, resumable, how.engine.device, how.engine.share) for job in todo]
     failed = []
-    with engine.ready(assignments) as outcomes:
+    with how.engine.ready(assignments) as outcomes:
         if how.overwrite:
             run_again(assignments, store)
         # Jobs take minutes or hours: all of them, and not the last half minute, tell how long one takes.

@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -127,16 +126,16 @@ class Display:
 def record_line(step: int, steps: int, records: Records) -> str:
     """`step 100/2000 | FEM mse 0.42 accuracy 0.07 | ...`: texts stand for themselves, numbers get their name."""
 
-    def words(record: Mapping[str, Any]) -> Iterator[str]:
-        for name, value in record.items():
-            if name not in ("step", "seconds") and value is not None:
-                yield value if isinstance(value, str) else f"{name} {number(value)}"
+    def word(name: str, value: float | str) -> str:
+        if isinstance(value, str):
+            return value
+        return f"{name} {value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{name} {value:.4g}"
 
-    return " | ".join([f"step {step}/{steps}", *(" ".join(words(record)) for record in records)])
-
-
-def number(value: float) -> str:
-    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
+    told = [
+        " ".join(word(*item) for item in record.items() if item[0] not in ("step", "seconds") and item[1] is not None)
+        for record in records
+    ]
+    return " | ".join([f"step {step}/{steps}", *told])
 
 
 def sample_text(sample: Mapping[str, Any]) -> str:
@@ -152,7 +151,8 @@ class Journal:
         """before: seconds trained before the run was resumed; tokens: of one global batch."""
         self.results, self.shown, self.tracked, self.tokens = results, shown, tracked, tokens
         self.origin = time.monotonic() - before
-        self.speed, self.lap = Speed(), Speed()
+        self.taken = self.lap = (0, 0.0)
+        """Steps and the seconds that they took, without the evaluations in between: now, and at the last record."""
 
     def seconds(self) -> float:
         """Seconds of training, counted on from those before the run was resumed."""
@@ -163,30 +163,32 @@ class Journal:
         """Time one step, and show it; the losses are asked for only if they are."""
         began = time.monotonic()
         yield
-        for speed in (self.speed, self.lap):
-            speed.add(time.monotonic() - began)
-        self.shown.stepped(step, losses, self.rate(self.speed))
+        self.taken = self.taken[0] + 1, self.taken[1] + time.monotonic() - began
+        speed = self.per_second((0, 0.0))
+        rate = f"{speed:,.1f} steps/s" if self.tokens is None else f"{speed * self.tokens:,.0f} tokens/s"
+        self.shown.stepped(step, losses, rate)
 
-    def rate(self, speed: Speed) -> str:
-        unit = self.tokens or 1
-        return f"{speed.per_second() * unit:,.{0 if self.tokens else 1}f} {'tokens' if self.tokens else 'steps'}/s"
+    def per_second(self, since: tuple[int, float]) -> float:
+        steps, seconds = self.taken[0] - since[0], self.taken[1] - since[1]
+        return steps / seconds if seconds else 0.0
 
     def trained(self, step: int, losses: Mapping[str, float], rate: float, norm: float) -> None:
         """A training record: the losses of the global batch of this step, and how fast it went since the last."""
         record: Record = {"split": "train", **losses, "lr": rate, "grad_norm": norm}
         if self.tokens is not None:
-            record |= {"tokens": step * self.tokens, "tokens_per_second": round(self.lap.per_second() * self.tokens, 1)}
-        self.lap = Speed()
+            speed = round(self.per_second(self.lap) * self.tokens, 1)
+            record |= {"tokens": step * self.tokens, "tokens_per_second": speed}
+        self.lap = self.taken
         self._tell(step, [record], shown=self.shown.bar is None)
 
     def evaluated(self, step: int, records: Sequence[Record], samples: Sequence[Record]) -> None:
         self._tell(step, records)
         if samples:
             self.results.append([{**sample, "step": step} for sample in samples], SAMPLES)
-            for sample in samples:
+            for number, sample in enumerate(samples):
                 self.shown.say(sample_text(sample))
-            told = {f"sample {number}": markdown(sample) for number, sample in enumerate(samples)}
-            self.tracked.log(told, step)
+                told = "\n\n".join(f"**{name}**\n\n{value}" for name, value in sample.items())
+                self.tracked.log({f"sample {number}": told}, step)
 
     def _tell(self, step: int, records: Sequence[Record], shown: bool = True) -> None:
         records = [{**record, "step": step, "seconds": round(self.seconds(), 3)} for record in records]
@@ -202,24 +204,6 @@ def scalars(record: Record) -> dict[str, float]:
     prefix = [value for value in record.values() if isinstance(value, str)]
     numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
     return {"/".join([*prefix, name]): numbers[name] for name in numbers if name not in ("step", "seconds")}
-
-
-def markdown(sample: Record) -> str:
-    return "\n\n".join(f"**{name}**\n\n{value}" for name, value in sample.items())
-
-
-@dataclass
-class Speed:
-    """Steps per second of training, without the evaluations in between."""
-
-    steps: int = 0
-    seconds: float = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.steps, self.seconds = self.steps + 1, self.seconds + seconds
-
-    def per_second(self) -> float:
-        return self.steps / self.seconds if self.seconds else 0.0
 
 
 @contextmanager
@@ -284,10 +268,13 @@ class Trackers:
 def trackers(results: Results, after: int, known: int) -> Iterator[Trackers]:
     """The trackers of `results.run`, for the steps after `after`; in the main process, none elsewhere."""
     started: dict[str, Any] = {}
+    names, known_as = results.run.track if distributed.is_main() else (), results.folder / TRACKERS
+    if names and not known_as.exists():  # once per results folder: the name that all trackers know the run by
+        atomic.write(known_as, json.dumps({"run": uuid.uuid4().hex[:12]}) + "\n")
     try:
         with redirect_stdout(sys.stderr):  # a command's standard output is its table
-            for name in results.run.track if distributed.is_main() else ():
-                tracker = made(name, results, after, _run_name(results))
+            for name in names:
+                tracker = made(name, results, after, json.loads(known_as.read_text(encoding="utf-8"))["run"])
                 tracker.start()
                 started[name] = tracker
                 if name == "mlflow":
@@ -297,14 +284,6 @@ def trackers(results: Results, after: int, known: int) -> Iterator[Trackers]:
         with redirect_stdout(sys.stderr):
             for tracker in started.values():
                 tracker.finish()
-
-
-def _run_name(results: Results) -> str:
-    """The name that all trackers know the run by: made once per results folder."""
-    path = results.folder / TRACKERS
-    if not path.exists():
-        atomic.write(path, json.dumps({"run": uuid.uuid4().hex[:12]}) + "\n")
-    return json.loads(path.read_text(encoding="utf-8"))["run"]
 
 
 def _options(results: Results) -> dict[str, Any]:

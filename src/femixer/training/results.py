@@ -181,10 +181,13 @@ class Results:
             return last
         for path in (self.folder / METRICS, self.folder / SAMPLES):
             if path.exists():
-                lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-                steps = [(at, line) for line in lines if (at := _step_of(line)) is not None]
-                last = max([last, *(at for at, _ in steps)])
-                atomic.write(path, "".join(line + "\n" for at, line in steps if at <= step))
+                kept = []
+                for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                    with contextlib.suppress(ValueError, KeyError, TypeError):
+                        if type(at := json.loads(line)["step"]) is int:
+                            last = max(last, at)
+                            kept += [line + "\n"] if at <= step else []
+                atomic.write(path, "".join(kept))
         return last
 
     def checksum(self, length: int | None = None) -> list[int]:
@@ -333,14 +336,6 @@ def _stated(options: Mapping[str, Any]) -> dict[str, Any]:
     """Without those that are None: they may be newer than what was written."""
     kept = {name: _stated(value) if isinstance(value, Mapping) else value for name, value in options.items()}
     return {name: value for name, value in kept.items() if value is not None and value != {}}
-
-
-def _step_of(line: str) -> int | None:
-    try:
-        step = json.loads(line)["step"]
-        return step if type(step) is int else None
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 LOCK, HOLDER = "lock", "lock.json"

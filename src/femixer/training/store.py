@@ -99,8 +99,8 @@ def load(path: str | os.PathLike[str], kind: Kind) -> list[Record]:
     if not (path / INDEX).exists() and (path / RECORD).exists():
         path = path / RECORD
     if path.is_dir():
-        if not (path / INDEX).exists():
-            check(False, "results", str(path), allowed, no_store(path))
+        there = (path / INDEX).exists()
+        check(there, "results", str(path), allowed, "" if there else no_store(path))
         check_format(path / INDEX, kind)
         return [kind.checked(read_json(file), file) for file in sorted((path / JOBS).glob("*.json"))]
     check(path.is_file(), "results", str(path), allowed, "does not exist")

@@ -24,21 +24,11 @@ from femixer.reporting.figures import BLUE, figure, plain_log, quiet
 from femixer.tasks.lm.data import DataOptions
 from femixer.tasks.lm.data.shards import IGNORED, Batch, Batches, Shards, Validation
 from femixer.tasks.lm.model import ModelOptions, build
-from femixer.training import (
-    EngineOptions,
-    Fit,
-    Results,
-    RunOptions,
-    TrainOptions,
-    adamw,
-    cosine,
-    distributed,
-    full_weights,
-    train,
-)
-from femixer.training.engine import check_fits
+from femixer.training import distributed
+from femixer.training.engine import EngineOptions, check_fits, full_weights
 from femixer.training.journal import counting
-from femixer.training.results import CONFIG, METRICS, MODEL, Record, new_model
+from femixer.training.loop import Fit, TrainOptions, adamw, cosine, train
+from femixer.training.results import CONFIG, METRICS, MODEL, Record, Results, RunOptions, new_model
 
 
 def summed_loss(model: Any, batch: Batch) -> Tensor:

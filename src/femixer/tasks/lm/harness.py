@@ -161,7 +161,10 @@ class OncePerPlace(logging.Filter):
 
 def evaluate(lm: Any, name: str, task: Any, limit: float | None) -> Record:
     """Evaluate one task: its metrics with their standard errors, its shots, and how many samples there were."""
-    _check_length(lm, name, task)
+    if task.get_config("output_type") == "generate_until":  # the harness would stop at an assertion, halfway
+        new = int((task.get_config("generation_kwargs") or {}).get("max_gen_toks", lm.max_gen_toks))
+        more = f"more than {new}: {name} lets the model write that many tokens"
+        check(new < lm.max_length, "max_length", lm.max_length, more)
     # the seeds that the harness' own command line sets
     random.seed(0)
     np.random.seed(1234)  # noqa: NPY002 - what the tasks draw from
@@ -208,14 +211,6 @@ def metrics(record: Record) -> dict[str, Record]:
             "higher_is_better": record["higher_is_better"].get(name),
         }
     return found
-
-
-def _check_length(lm: Any, name: str, task: Any) -> None:
-    """The harness would stop at an assertion, halfway."""
-    if task.get_config("output_type") == "generate_until":
-        new = int((task.get_config("generation_kwargs") or {}).get("max_gen_toks", lm.max_gen_toks))
-        more = f"more than {new}: {name} lets the model write that many tokens"
-        check(new < lm.max_length, "max_length", lm.max_length, more)
 
 
 @dataclass(frozen=True)

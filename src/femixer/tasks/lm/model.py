@@ -196,9 +196,14 @@ def load(checkpoint: Path, placement: Placement | None = None, writes: bool = Tr
 
     model = surgery.load(folder, dtype=dtype)
     if writes:
-        _check_writes(folder, model)
+        kind = model.config.model_type.removeprefix(surgery.families.PREFIX)
+        able = model.can_generate() and (kind not in surgery.families.ENCODERS or model.config.is_decoder)
+        state = f"is a {type(model).__name__}, which does not continue a text"
+        check(able, "checkpoint", str(folder), "a causal language model", state)
         surgery.check_ends(folder, model)
-    _check_vocabulary(folder, tokenizer, model)
+    rows, words = model.get_input_embeddings().weight.shape[0], len(tokenizer)
+    state = f"has a tokenizer of {words} tokens and a model of {rows}"
+    check(words <= rows < words + SPARE_ROWS, "checkpoint", str(folder), "those that belong together", state)
     watch_logits(model, str(folder))
     return model.to(placement.torch_device()).eval(), tokenizer
 
@@ -220,21 +225,6 @@ def fingerprint(folder: Path) -> str:
         with file.open("rb") as content:
             hashlib.file_digest(content, lambda: digest)
     return digest.hexdigest()
-
-
-def _check_writes(folder: Path, model: Any) -> None:
-    from femixer.surgery.families import ENCODERS, PREFIX
-
-    kind = model.config.model_type.removeprefix(PREFIX)
-    writes = model.can_generate() and (kind not in ENCODERS or model.config.is_decoder)
-    state = f"is a {type(model).__name__}, which does not continue a text"
-    check(writes, "checkpoint", str(folder), "a causal language model", state)
-
-
-def _check_vocabulary(folder: Path, tokenizer: Any, model: Any) -> None:
-    rows, words = model.get_input_embeddings().weight.shape[0], len(tokenizer)
-    state = f"has a tokenizer of {words} tokens and a model of {rows}"
-    check(words <= rows < words + SPARE_ROWS, "checkpoint", str(folder), "those that belong together", state)
 
 
 def _transformers() -> Any:

@@ -10,8 +10,8 @@ import json
 import os
 import re
 import sys
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from pathlib import Path
@@ -43,13 +43,11 @@ PLACE = {"fingerprint": None, "run": None}
 
 def load(*given: str | os.PathLike[str]) -> list[Record]:
     """The records of comparisons (folders) and of exported files, each once."""
-    paths = map(Path, given)
-    found = [record for path in paths for record in (store.load(path, TASK.kind) if kept(path) else earlier(path))]
+    found: list[Record] = []
+    for path in map(Path, given):
+        old = (path / RUNS).is_dir() and not (path / INDEX).exists()
+        found += earlier(path) if old else store.load(path, TASK.kind)
     return [*{json.dumps({**record, **PLACE}, sort_keys=True): record for record in found}.values()]
-
-
-def kept(path: Path) -> bool:
-    return (path / INDEX).exists() or not (path / RUNS).is_dir()
 
 
 def earlier(folder: Path) -> list[Record]:
@@ -168,11 +166,11 @@ def reach(args: Sequence[str]) -> int:
     check_no_run(command.out)
     shards = command.data.tokens()
     runs = [run for path in command.results for run in runs_on(shards, path)]
-    contexts = sorted({context_of(record) for _, record in runs})
+    trained = ((record["experiment"]["context"], record["fields"]["preset"]) for _, record in runs)
+    contexts = sorted({int(length or preset(size).max_position_embeddings) for length, size in trained})
     check(len(contexts) == 1, "results", contexts, "runs of one training length")
-    named = [titled(record) for _, record in runs]
-    twice = [each for each in named if named.count(each) > 1]
-    check(not twice, "results", twice[:1], "folders in which each model has each seed once")
+    (named, times), *_ = Counter(titled(record) for _, record in runs).most_common(1)
+    check(times == 1, "results", [named], "folders in which each model has each seed once")
     most = (shards.validation.tokens - 1) // contexts[0]
     check(command.times <= most, "times", command.times, f"at most {most}: there is no more held-out text")
     measurement = Measurement(shards, contexts[0], command)
@@ -192,11 +190,6 @@ def runs_on(shards: Shards, folder: Path) -> list[tuple[Path, Record]]:
     same = all(record["fingerprint"] == shards.fingerprint for record in records)
     check(same, "results", str(folder), f"runs on the text of --data and --tokenizer ({shards.fingerprint})")
     return [(folder / RUNS / record["run"], record) for record in records]
-
-
-def context_of(record: Record) -> int:
-    """Tokens of a training sequence."""
-    return int(record["experiment"]["context"] or preset(record["fields"]["preset"]).max_position_embeddings)
 
 
 class Text:
@@ -288,8 +281,11 @@ def reach_table(records: Sequence[Record], by: Measurement) -> Table:
     """Means over the seeds; the lowest of each column in bold."""
     stretches = [f"{low} to {high - 1}" for low, high in pairwise(by.bounds)]
     columns = [Column("model"), *(Column(name, scores=True) for name in (*stretches, "repeats", "others"))]
-    models = by_model(records)
-    cells = [[Score(*each).cell(3, spread="deviation") for each in numbers(runs)] for runs in models.values()]
+    models, cells = by_model(records), []
+    for runs in models.values():
+        values = zip(*([*run["by_position"], run["repeats"], run["others"]] for run in runs), strict=True)
+        losses = [{r["seed"]: x for r, x in zip(runs, each, strict=True) if x is not None} for each in values]
+        cells.append([Score(by_seed, len(runs)).cell(3, spread="deviation") for by_seed in losses])
     marked = marked_columns(cells, [False] * (len(columns) - 1))
     rows: list[Row] = [[name, *row] for name, row in zip(models, marked, strict=True)]
     repeats = by.near.is_repeat
@@ -300,14 +296,6 @@ def reach_table(records: Sequence[Record], by: Measurement) -> Table:
         "that token. Mean ± standard deviation over seeds."
     )
     return Table(columns, [Group(rows)], notes=[note])
-
-
-def numbers(runs: Sequence[Record]) -> Iterator[tuple[dict[int, float], int]]:
-    """Of each column: the losses by seed, where there are any, and how many there should be."""
-    columns = zip(*([*run["by_position"], run["repeats"], run["others"]] for run in runs), strict=True)
-    for column in columns:
-        found = {run["seed"]: value for run, value in zip(runs, column, strict=True) if value is not None}
-        yield found, len(runs)
 
 
 def draw_reach(records: Sequence[Record], by: Measurement) -> Any:

@@ -6,7 +6,6 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
@@ -23,7 +22,7 @@ from femixer.tasks.lm.data.shards import Shards
 from femixer.tasks.lm.evaluate import RESULTS
 from femixer.tasks.lm.fit import Experiment, check_possible, of_text, rate, recorded, trained
 from femixer.tasks.lm.model import ModelOptions, described
-from femixer.tasks.lm.runs import by_text, draw_curves
+from femixer.tasks.lm.runs import by_model, by_text, draw_curves
 from femixer.tasks.runner import DataJob, Run, note_of_priors
 from femixer.training import EngineOptions, Results, RunOptions, atomic, distributed, show_table
 from femixer.training.jobs import JobEngine, Jobs
@@ -208,9 +207,7 @@ class LmRun(Run):
 
 def table(comparison: Comparison, records: Sequence[Record]) -> Table:
     """Validation loss as mean and standard deviation over the seeds, the best in bold."""
-    experiment, runs = comparison.experiment, defaultdict[str, list[Record]](list)
-    for record in records:
-        runs[record["model"]].append(record)
+    experiment, runs = comparison.experiment, by_model(records)
     reference = "SMAttn" if "SMAttn" in runs else next(iter(runs))
     counts = {name: each[0]["parameter_count"] for name, each in runs.items()}
     scores = [Score({run["seed"]: run["loss"] for run in each}, comparison.seeds) for each in runs.values()]
@@ -290,24 +287,19 @@ def model_arguments(row: str) -> list[str]:
 
 
 def reproduce(args: Sequence[str]) -> int:
-    own, more = [*args], []
-    if "--" in own:
-        cut = own.index("--")
-        own, more = own[:cut], own[cut + 1 :]
+    cut = [*args].index("--") if "--" in args else len(args)
+    own, more = args[:cut], args[cut + 1 :]
     command = parse(Reproduce, own, "lm reproduce")
     command.validate()
     failed = 0
     for words in command.commands(more):
         print(shlex.join(words), flush=True)
-        code = 0 if command.dry_run else exit_code(words)
+        # With the interpreter that runs this, whatever is first on the path.
+        start = ["-m", "torch.distributed.run" if words[0] == "torchrun" else "femixer"]
+        run = [sys.executable, *start, *words[1:]]
+        code = 0 if command.dry_run else subprocess.run(run, check=False).returncode
         if code == 1 and words[1] == "eval":  # some tasks failed, which it has told; the table shows the others
             failed = code
         elif code != 0:
             return code
     return failed
-
-
-def exit_code(words: Sequence[str]) -> int:
-    """Of a command, with the interpreter that runs this, whatever is first on the path."""
-    start = ["-m", "torch.distributed.run"] if words[0] == "torchrun" else ["-m", "femixer"]
-    return subprocess.run([sys.executable, *start, *words[1:]], check=False).returncode

@@ -57,7 +57,10 @@ class DataOptions(CorpusOptions):
             index = read_index(self.shards)
             why = "is no folder of tokens" if index is None else incomplete(self.shards, index)
             if why is None:
-                return self._as_they_are(self.shards)
+                shards, wanted = open_shards(self.shards), self.tokenizer
+                same = wanted is None or identity(load_tokenizer(wanted)) == identity(shards.tokenizer)
+                check(same, "tokenizer", wanted, f"the one of the tokens in {self.shards}, or leave it out")
+                return shards
             allowed = "a folder that `femixer lm data` has finished, or give --data too, to say of what text to make it"
             check(make, "shards", str(self.shards), allowed, f"cannot be read: it {why.removeprefix('it ')}")
         if not self.data:
@@ -70,13 +73,6 @@ class DataOptions(CorpusOptions):
         if self.data:
             return ", ".join(self.data)
         return DEFAULT_TEXT if self.shards is None else f"the tokens in {self.shards}"
-
-    def _as_they_are(self, folder: Path) -> Shards:
-        shards = open_shards(folder)
-        if self.tokenizer is not None:
-            same = identity(load_tokenizer(self.tokenizer)) == identity(load_tokenizer(shards.tokenizer_folder))
-            check(same, "tokenizer", self.tokenizer, f"the one of the tokens in {folder}, or leave it out")
-        return shards
 
 
 @dataclass(frozen=True)
@@ -133,32 +129,25 @@ def train_tokenizer(args: Sequence[str]) -> int:
     free = not command.out.exists() or (command.out.is_dir() and not any(command.out.iterdir()))
     check(free, "out", str(command.out), "a folder that does not exist yet")
     check(str(command.out) != BYTES, "out", BYTES, "another name: 'bytes' is the built-in tokenizer")
-    reading = Counted(command.corpus.corpus(), command.megabytes * 10**6)
-    tokenizer = train_bpe(reading, command.vocab_size, progress=sys.stderr.isatty())
-    if not reading.bytes:
-        raise ValueError(f"data={reading.corpus.name!r} holds no text to train on")
+    corpus, documents, size = command.corpus.corpus(), 0, 0
+
+    def texts() -> Iterator[str]:
+        nonlocal documents, size
+        for document in corpus.documents():
+            documents, size = documents + document.begins, size + len(document.text.encode())
+            yield document.text
+            if size >= command.megabytes * 10**6:
+                return
+
+    tokenizer = train_bpe(texts(), command.vocab_size, progress=sys.stderr.isatty())
+    if not size:
+        raise ValueError(f"data={corpus.name!r} holds no text to train on")
     command.out.parent.mkdir(parents=True, exist_ok=True)
     if command.out.exists():
         command.out.rmdir()
     with atomic.replacing(command.out) as partial:
         tokenizer.save_pretrained(partial)
-    size = vocabulary_size(tokenizer)
-    fewer = "" if size == command.vocab_size else f" (not {command.vocab_size:,}: the text has no more to merge)"
-    print(f"{command.out}/: {size:,} tokens{fewer}, from {reading.documents:,} documents, {reading.bytes:,} bytes")
+    count = vocabulary_size(tokenizer)
+    fewer = "" if count == command.vocab_size else f" (not {command.vocab_size:,}: the text has no more to merge)"
+    print(f"{command.out}/: {count:,} tokens{fewer}, from {documents:,} documents, {size:,} bytes")
     return 0
-
-
-class Counted:
-    """The training texts up to a number of bytes, counted as they are read."""
-
-    def __init__(self, corpus: Corpus, limit: int) -> None:
-        self.corpus, self.limit = corpus, limit
-        self.bytes = self.documents = 0
-
-    def __iter__(self) -> Iterator[str]:
-        for document in self.corpus.documents():
-            self.bytes += len(document.text.encode())
-            self.documents += document.begins
-            yield document.text
-            if self.bytes >= self.limit:
-                return

@@ -28,11 +28,10 @@ from femixer.tasks.lm.data.shards import (
     TOKENIZER,
     Counts,
     Shards,
-    counts_of,
     dtype_for,
     fingerprint_of,
+    finished_part,
     incomplete,
-    intact,
     open_shards,
     part_name,
     read_index,
@@ -146,12 +145,12 @@ def tokenize(corpus: Corpus, job: Tokenization, tokens: int | None, workers: int
     def enough() -> list[PartCounts] | None:
         """The finished parts from the first one on, once they suffice."""
         total, chosen = 0, []
-        for number in range(len(corpus.parts)):
+        for number, part in enumerate(corpus.parts):
             if number not in done:
                 return None
             chosen.append(done[number])
             total += done[number][TRAIN]["tokens"]
-            if tokens is not None and total >= tokens and corpus.parts[number].split != VALIDATION:
+            if tokens is not None and total >= tokens and part.split != VALIDATION:
                 break
         return chosen
 
@@ -174,9 +173,9 @@ def tokenize(corpus: Corpus, job: Tokenization, tokens: int | None, workers: int
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             free = shutil.disk_usage(job.folder).free >> 20
-            told = f"no room for more tokens in {job.folder} ({os.strerror(error.errno)}, {free} MiB free)"
+            full = f"no room for more tokens in {job.folder} ({os.strerror(error.errno)}, {free} MiB free)"
             kept = f"{len(done)} of {len(corpus.parts)} parts are finished and kept; make room and run the same again"
-            raise OSError(f"{told}: {kept}") from error
+            raise OSError(f"{full}: {kept}") from error
     raise AssertionError("all parts are finished, so enough of them are")
 
 
@@ -223,13 +222,10 @@ class Tokenization:
     def finished(self, number: int) -> PartCounts | None:
         """The counts of a part that is already there; one that is damaged is removed."""
         place = self.folder / part_name(number)
-        if not place.exists():
-            return None
-        counts = counts_of(place)
-        if counts is not None and intact(place, counts, self.dtype):
-            return counts
-        atomic.remove(place)
-        return None
+        counts = finished_part(place, self.dtype)
+        if counts is None:
+            atomic.remove(place)
+        return counts
 
     def make(self, number: int, part: Part) -> PartCounts:
         """Tokenize one part. It is on the disk when this returns, and nothing of it when this fails."""

@@ -142,7 +142,11 @@ class Source:
         path = Path(address).expanduser()
         if path.is_file():
             check(path.stat().st_size > 0, argument, address, "a file that is not empty")
-            check_text(path, argument, address)
+            if path.suffix not in (*PARQUET_ENDINGS, *PACKED_ENDINGS):
+                # Images, weights, archives and UTF-16 would be trained on as if they were writing.
+                with path.open("rb") as file:
+                    at = file.read(HEAD).find(b"\0")
+                check(at < 0, argument, address, f"text in UTF-8: byte {at} of this file is zero")
             return cls(unpacked(path).stem, (path,), path.parent, field)
         if path.is_dir():
             files = tuple(walk(path))
@@ -241,16 +245,6 @@ def walk(folder: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
 
 HEAD = 1 << 16
 """Bytes of a file that are looked at to see whether it is text."""
-
-
-def check_text(path: Path, argument: str, address: str) -> None:
-    """Raise a ValueError for a file that would be read as text and has a zero byte near its beginning: images,
-    weights, archives and UTF-16 do, and would be trained on as if they were writing."""
-    if path.suffix in (*PARQUET_ENDINGS, *PACKED_ENDINGS):
-        return
-    with path.open("rb") as file:
-        at = file.read(HEAD).find(b"\0")
-    check(at < 0, argument, address, f"text in UTF-8: byte {at} of this file is zero")
 
 
 def standard_library() -> Iterator[Path]:

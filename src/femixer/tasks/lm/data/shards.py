@@ -130,8 +130,7 @@ def incomplete(folder: Path, index: Mapping[str, Any]) -> str | None:
         return "it was stopped before its end"
     dtype = dtype_for(index["identity"]["tokenizer"]["vocabulary"])
     for number, counts in enumerate(index["parts"]):
-        place = folder / part_name(number)
-        if not intact(place, counts, dtype) or counts_of(place) != counts:
+        if finished_part(folder / part_name(number), dtype) != counts:
             return f"{part_name(number)} is damaged or missing"
     return None
 
@@ -163,24 +162,18 @@ def fingerprint_of(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def counts_of(place: Path) -> dict[str, Counts] | None:
-    """What a part says of itself, None where it does not."""
+def finished_part(place: Path, dtype: np.dtype[Any]) -> dict[str, Counts] | None:
+    """What a part says of itself; None unless it is there and its files have the lengths that this means."""
     try:
-        return check_fields(read_json(place / PART), dict.fromkeys(SPLITS, COUNTS), place / PART)
-    except (OSError, Damaged):
-        return None
-
-
-def intact(place: Path, counts: Mapping[str, Counts], dtype: np.dtype[Any]) -> bool:
-    """Do the files of a part have the lengths that its counts say?"""
-    try:
-        return all(
+        counts = check_fields(read_json(place / PART), dict.fromkeys(SPLITS, COUNTS), place / PART)
+        fits = all(
             (place / f"{name}.tokens").stat().st_size == counts[name]["tokens"] * dtype.itemsize
             and (place / f"{name}.starts").stat().st_size == counts[name]["documents"] * 8
             for name in SPLITS
         )
-    except (OSError, KeyError):
-        return False
+    except (OSError, Damaged):
+        return None
+    return counts if fits else None
 
 
 def part_name(number: int) -> str:

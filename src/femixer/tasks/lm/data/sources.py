@@ -196,18 +196,12 @@ def open_dataset(dataset: Dataset) -> Any:
 
 def text_slices(path: Path, part: int, stop: int | None = None, start: int = 0) -> list[TextSlice]:
     """A text file (or its bytes from start to stop) in slices of about `part` bytes, cut after line ends."""
-    if path.suffix in PACKED_ENDINGS:
-        return [TextSlice(path, 0, None, begins=True, ends=True)]
-    stop = path.stat().st_size if stop is None else stop
-    edges = edges_of(path, part, start, stop)
-    return [TextSlice(path, a, b, a == start, b == stop) for a, b in pairwise(edges)]
+    found = stretches(path, part, start, stop)
+    return [TextSlice(path, a, b, a == start, b == found[-1][1]) for a, b in found]
 
 
 def lines_slices(path: Path, part: int, field: str) -> list[LinesSlice]:
-    if path.suffix in PACKED_ENDINGS:
-        return [LinesSlice(path, 0, None, field)]
-    edges = edges_of(path, part, 0, path.stat().st_size, whole_lines=True)
-    return [LinesSlice(path, a, b, field) for a, b in pairwise(edges)]
+    return [LinesSlice(path, a, b, field) for a, b in stretches(path, part, whole_lines=True)]
 
 
 def parquet_slices(path: Path, part: int, field: str) -> list[ParquetSlice]:
@@ -224,8 +218,13 @@ def parquet_slices(path: Path, part: int, field: str) -> list[ParquetSlice]:
     return slices
 
 
-def edges_of(path: Path, part: int, start: int, stop: int, whole_lines: bool = False) -> list[int]:
-    """start = e0 < e1 < ... = stop, about `part` bytes apart, each after a line end."""
+def stretches(
+    path: Path, part: int, start: int = 0, stop: int | None = None, whole_lines: bool = False
+) -> list[tuple[int, int | None]]:
+    """Bytes start to stop of a file in stretches of about `part`, cut after line ends; all of it where it is packed."""
+    if path.suffix in PACKED_ENDINGS:
+        return [(0, None)]
+    stop = path.stat().st_size if stop is None else stop
     edges = [start]
     with path.open("rb") as file:
         while stop - edges[-1] > part:
@@ -233,7 +232,7 @@ def edges_of(path: Path, part: int, start: int, stop: int, whole_lines: bool = F
             if edge >= stop:
                 break
             edges.append(edge)
-    return [*edges, stop]
+    return [*pairwise([*edges, stop])]
 
 
 def after_line_end(file: IO[bytes], position: int, whole_lines: bool = False) -> int:
