@@ -347,11 +347,11 @@ def test_writers_of_one_file_do_not_get_in_each_others_way(tmp_path, monkeypatch
 
     def late(partial, path):
         monkeypatch.setattr(store.atomic, "commit", commit)
-        store.atomic.write(path, "other")
+        store.put(path, "other")
         commit(partial, path)
 
     monkeypatch.setattr(store.atomic, "commit", late)
-    store.atomic.write(tmp_path / "x.json", "own")
+    store.put(tmp_path / "x.json", "own")
     assert (tmp_path / "x.json").read_text() == "own" and len([*tmp_path.iterdir()]) == 1
 
 

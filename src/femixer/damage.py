@@ -2,8 +2,6 @@
 end a command, and are neither written nor shown.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping

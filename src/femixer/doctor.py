@@ -1,7 +1,5 @@
 """`femixer doctor`: what runs here, on which backend and why, and whether it computes what it should."""
 
-from __future__ import annotations
-
 import math
 import os
 import platform

@@ -13,8 +13,6 @@ from the names of options to values, on one level as on the command line:
     data: [corpus/a.txt, corpus/b.txt]
 """
 
-from __future__ import annotations
-
 import contextvars
 import dataclasses
 import importlib
@@ -72,6 +70,11 @@ def parse(options: type[Options], args: Sequence[str], command: str, default: Op
     found = tyro.cli(options, args=list(args), prog=f"femixer {command}", config=markers, **given)
     check_options(found)
     return found
+
+
+def positional() -> Any:
+    """Marks an argument that has no name: `Annotated[Path, positional()]`."""
+    return require("tyro", "cli").conf.Positional
 
 
 MODEL = "--model"

@@ -1,17 +1,12 @@
 """`femixer paper`: every table and figure of the paper, the command that makes it, its cost, and what has been run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from femixer.optional import require
-from femixer.options import check, parse
+from femixer.options import check, parse, positional
 from femixer.reporting import Column, Table, show
-
-tyro = require("tyro", "cli")
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -154,7 +149,7 @@ ENTRIES: dict[str, Entry] = {
 class Paper:
     """Tables and figures of the paper: the commands that make them, their cost, and what has been run."""
 
-    name: Annotated[str | None, tyro.conf.Positional] = None
+    name: Annotated[str | None, positional()] = None
     """One of them, with all of its commands."""
 
 

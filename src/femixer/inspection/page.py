@@ -17,8 +17,6 @@ A code k > 0 means the weight exp(floor + (k - 1) step) and 0 means zero; floor 
 A float32 weight is so kept within 0.08 %, usually within 0.02 %.
 """
 
-from __future__ import annotations
-
 import base64
 import html
 import json

@@ -12,8 +12,6 @@ lam = sigmoid(a - 14) it would be a million times smaller, and a would have to t
 Axes: B batch, T queries, S keys, H heads, G key/value heads, E key width, D value width, dim hidden states.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

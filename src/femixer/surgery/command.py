@@ -1,7 +1,5 @@
 """`femixer upgrade`: put FEM into a trained transformers model and save it with its tokenizer."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,15 +12,13 @@ from torch import Tensor
 from femixer.damage import check_tensor, reading
 from femixer.models.files import Card, only_local, saved_tokenizer, write_card
 from femixer.optional import require
-from femixer.options import as_typed, check, model_first, parse
+from femixer.options import as_typed, check, model_first, parse, positional
 from femixer.surgery.attention import PARTS
 from femixer.surgery.families import check_ends, check_parts, check_upgradable, load, upgrade
 from femixer.training import atomic
 from femixer.training.results import model_folder
 
 transformers = require("transformers", "lm")
-tyro = require("tyro", "cli")
-
 # The largest change of a logit in float32 that an upgrade may make.
 LIMIT = 1e-4
 PROBE = (2, 64)
@@ -35,7 +31,7 @@ class Command:
     Fine-tune the result as any transformers model; `import femixer.surgery` lets the Auto classes load it.
     """
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, positional()]
     """Model folder, or name on the Hugging Face hub. Safetensors only."""
     out: Path
     """Folder for the upgraded model and its tokenizer; it must not exist."""

@@ -5,8 +5,6 @@ LlamaForCausalLM becomes FEMLlamaForCausalLM with the configuration FEMLlamaConf
 alone does not mistake a saved folder for a Llama, and with this module imported its Auto classes load it.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Sequence

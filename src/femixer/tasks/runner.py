@@ -280,7 +280,7 @@ class Task:
         text, drawings, out = as_markdown(*command.tables(records)), command.figures(records), command.how.out
         print(text)
         if command.how.part is None and distributed.is_main():
-            atomic.write(out / TABLE, text)
+            store.put(out / TABLE, text)
             for name, drawing in drawings.items():
                 save(drawing, out / name)
 

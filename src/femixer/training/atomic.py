@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import uuid
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -128,14 +127,8 @@ def check_free(option: str, folder: Path, own: Collection[str] = (), instead: st
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file at once, whoever else writes it at the same time; its folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{PARTIAL}")
-    try:
+    with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
-        commit(partial, path)
-    finally:
-        remove(partial)
 
 
 def sync(path: Path) -> None:

@@ -1,8 +1,6 @@
 """Many independent trainings as jobs: what one is, carrying it out in whatever process it was given to, and who does
 so, this machine or a Ray cluster. Their records go to a store that any number may write to."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

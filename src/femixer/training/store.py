@@ -14,6 +14,7 @@ Any number of processes may write to one store: a record appears at once and com
 import json
 import os
 import statistics
+import uuid
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -60,7 +61,7 @@ class Store:
             except ValueError:
                 if not (folder / INDEX).exists():  # another process may have made it a store just now
                     raise
-            atomic.write(folder / INDEX, json.dumps({"format": kind.format}) + "\n")
+            put(folder / INDEX, json.dumps({"format": kind.format}) + "\n")
         check_format(folder / INDEX, kind)
 
     def path(self, name: str) -> Path:
@@ -74,7 +75,7 @@ class Store:
         return self.path(name).exists() and not self.again(name).exists()
 
     def add(self, name: str, record: Record) -> None:
-        atomic.write(self.path(name), json.dumps(record) + "\n")
+        put(self.path(name), json.dumps(record) + "\n")
         for path in (self.again(name), self.folder / ERRORS / f"{name}.txt"):
             path.unlink(missing_ok=True)
 
@@ -83,12 +84,23 @@ class Store:
         return self.kind.checked(read_json(path), path)
 
     def failed(self, name: str, error: str) -> None:
-        atomic.write(self.folder / ERRORS / f"{name}.txt", error)
+        put(self.folder / ERRORS / f"{name}.txt", error)
 
     def run_again(self, name: str) -> None:
         """The job is not finished any more; its record stays until there is another."""
-        atomic.write(self.again(name), "")
+        put(self.again(name), "")
         atomic.remove(self.folder / RUNNING / name)
+
+
+def put(path: Path, text: str) -> None:
+    """Write a file at once, whoever else writes it at the same time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{atomic.PARTIAL}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        atomic.commit(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def load(path: str | os.PathLike[str], kind: Kind) -> list[Record]:

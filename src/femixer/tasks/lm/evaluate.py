@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from femixer.damage import check_fields, check_numbers
-from femixer.optional import require
-from femixer.options import Count, Whole, check, model_first, parse
+from femixer.options import Count, Whole, check, model_first, parse, positional
 from femixer.reporting import Column, Table, as_markdown
 from femixer.tasks.lm import harness
 from femixer.tasks.lm.harness import SUITES, Catalog, Record, Request, metrics
@@ -148,9 +147,6 @@ def shown(value: float) -> str:
     return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
 
 
-tyro = require("tyro", "cli")
-
-
 @dataclass(frozen=True)
 class Evaluate:
     """Evaluate a trained model with lm-evaluation-harness.
@@ -158,7 +154,7 @@ class Evaluate:
     Each finished task is kept: after an interruption, or with more --tasks, --resume does only what is missing.
     """
 
-    checkpoint: Annotated[Path, tyro.conf.Positional]
+    checkpoint: Annotated[Path, positional()]
     """Model folder, or results folder of `femixer lm train`."""
     placement: Placement
     tasks: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from femixer.damage import Damaged, reading
 from femixer.optional import require
-from femixer.options import Count, NotNegative, Rule, check, check_all, check_options, model_first, parse
+from femixer.options import Count, NotNegative, Rule, check, check_all, check_options, model_first, parse, positional
 from femixer.tasks.lm.data.sources import pieces
 from femixer.tasks.lm.model import Placement, check_positions, load
 from femixer.training.engine import free_bytes, gigabytes
@@ -285,9 +285,6 @@ class TextStream:
         return self.tokenizer.decode([*(self.context or []), *fresh], skip_special_tokens=True)
 
 
-tyro = require("tyro", "cli")
-
-
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen, and when to stop."""
@@ -410,7 +407,7 @@ class Command:
     The new text goes to standard output as it is generated; speed and messages go to standard error.
     """
 
-    checkpoint: Annotated[Path, tyro.conf.Positional]
+    checkpoint: Annotated[Path, positional()]
     """Model folder, or results folder of `femixer lm train`."""
     sampling: Sampling
     placement: Placement

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from femixer.inspection.inspection import Layer, inspect_model, mixers_of
 from femixer.inspection.page import MEANS, channels_by_kl, check_size, means, write_page
-from femixer.optional import require
-from femixer.options import Count, Rule, Whole, check, check_all, model_first, parse
+from femixer.options import Count, Rule, Whole, check, check_all, model_first, parse, positional
 from femixer.reporting import Column, Row, Table, as_markdown
 from femixer.reporting.figures import BLUE, GREY, figure, quiet, save
 from femixer.tasks.lm.data.tokenizer import labels
@@ -203,8 +202,6 @@ def by_part(losses: dict[str, float], tokens: int) -> Table:
     return Table.of(("read", "loss", "change"), rows, "", note)
 
 
-tyro = require("tyro", "cli")
-
 PAGE, FIGURES, SUMMARY = "inspect.html", "figures", "summary.md"
 DRAWN_CHANNELS = 4
 
@@ -216,7 +213,7 @@ class Command:
     Per layer and head: where the prior looks, where channels look instead, lambda, gate, hidden temperature and KL.
     """
 
-    checkpoint: Annotated[Path, tyro.conf.Positional]
+    checkpoint: Annotated[Path, positional()]
     """Model folder, or results folder of `femixer lm train`."""
     placement: Placement
     text: str | None = None

@@ -14,16 +14,13 @@ from statistics import fmean
 from typing import Annotated, Any
 
 from femixer.damage import check_fields, read_json
-from femixer.optional import require
-from femixer.options import check, parse
+from femixer.options import check, parse, positional
 from femixer.reporting import Cell, Column, Group, Row, Table, half_up, marked_columns, rank
 from femixer.reporting.table import Value
 from femixer.tasks.lm.evaluate import RESULTS
 from femixer.tasks.lm.harness import BLOCKS, COLUMNS, PaperColumn
 from femixer.tasks.runner import report
 from femixer.training.results import check_no_run
-
-tyro = require("tyro", "cli")
 
 SAME_SIZE = 0.9
 """Models of one group have at least this share of the parameters of its largest."""
@@ -152,7 +149,7 @@ class LmTabulate:
     Writes table.md, table.tex and table.csv, and prints the first.
     """
 
-    results: Annotated[tuple[str, ...], tyro.conf.Positional]
+    results: Annotated[tuple[str, ...], positional()]
     """Results folders of `femixer eval`, as FOLDER, NAME=FOLDER or GROUP/NAME=FOLDER.
     Without a group, models of about the same size form one."""
     out: Path = Path("results/lm-table")

@@ -14,8 +14,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from femixer.models.named import NAMED, Rivals, parameter_count
-from femixer.optional import require
-from femixer.options import Count, check, check_different, check_options, parse, with_recipe
+from femixer.options import Count, check, check_different, check_options, parse, positional, with_recipe
 from femixer.reporting import Row, Score, Table, marked
 from femixer.tasks.lm.data import DataOptions
 from femixer.tasks.lm.data.shards import Shards
@@ -224,8 +223,6 @@ def table(comparison: Comparison, records: Sequence[Record]) -> Table:
     return Table.of(columns, rows, title, *note_of_priors({name.partition(", ")[0] for name in runs}))
 
 
-tyro = require("tyro", "cli")
-
 GROUPS = {"340m": "340M parameters, 15B tokens", "1.3b": "1.3B parameters, 100B tokens"}
 
 
@@ -238,7 +235,7 @@ class Reproduce:
     `femixer lm reproduce FEM-SM -- --accumulate 8 --data corpus.txt`.
     """
 
-    row: Annotated[str, tyro.conf.Positional]
+    row: Annotated[str, positional()]
     """Row by its name, SMAttn+C,L for the paper's FEM-SM (-G,T)."""
     size: Literal["340m", "1.3b"] = "340m"
     """Part of the table: 340m (15B tokens) or 1.3b (100B tokens)."""

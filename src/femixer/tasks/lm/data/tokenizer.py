@@ -2,8 +2,6 @@
 labels that can be read: on one line, white space and control characters visible, bytes as such.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
