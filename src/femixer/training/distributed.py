@@ -150,10 +150,7 @@ def control_group() -> Any:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Training was asked to stop, and has saved a checkpoint after `step` steps, unless the run keeps none."""
-
-    def __init__(self, step: int, steps: int, saved: bool = True) -> None:
-        super().__init__(f"stopped after step {step} of {steps}, which is {'' if saved else 'not '}saved")
+    """What runs was asked to stop, and has done so where --resume goes on; the message says how far it came."""
 
 
 class StopRequest:

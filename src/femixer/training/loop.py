@@ -180,7 +180,8 @@ def train(fit: Fit[Any], options: TrainOptions, results: Results) -> None:
                 at = Position(step, told.seconds(), results.checksum())
                 checkpoint.save(checkpoints, fit.model, training.optimizer, at, run.keep)
             if stopping:
-                raise Interrupted(step, options.steps, saved=run.keep > 0)
+                kept = "saved" if run.keep > 0 else "not saved"
+                raise Interrupted(f"stopped after step {step} of {options.steps}, which is {kept}")
 
 
 def was_enough(fit: Fit[Any], results: Results, step: int) -> bool:

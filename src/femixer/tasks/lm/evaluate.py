@@ -193,13 +193,6 @@ class Evaluate:
         return {**dict.fromkeys(self.tasks, self.shots), **SUITES.get(self.suite or "", {})}
 
 
-class EvaluationInterrupted(Interrupted):
-    """Ctrl-C between or during tasks."""
-
-    def __init__(self, finished: int, total: int) -> None:
-        KeyboardInterrupt.__init__(self, f"stopped with {finished} of {total} finished, which are kept")
-
-
 def main(args: Sequence[str]) -> int:
     command = parse(Evaluate, model_first(args), "eval")
     command.validate()
@@ -242,7 +235,7 @@ def run(
                 evaluate(lm, catalog, request, journal, command.limit)
         except KeyboardInterrupt:
             finished = sum(other.name in journal.of(other) for other in requests)
-            raise EvaluationInterrupted(finished, len(requests)) from None
+            raise Interrupted(f"stopped with {finished} of {len(requests)} finished, which are kept") from None
         except FloatingPointError:
             raise  # of the model, and no fault of the task
         except Exception as error:

@@ -382,7 +382,7 @@ def generate(
             model.generate(streamer=stream, **options)
     except KeyboardInterrupt:
         stream.end()
-        raise Stopped(pace) from None
+        raise Stopped(str(pace)) from None
     return pace
 
 
@@ -394,10 +394,7 @@ def _warm_up(model: Any, config: Any) -> None:
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C during generation; what there is has been shown."""
-
-    def __init__(self, pace: Pace) -> None:
-        super().__init__(str(pace))
+    """Ctrl-C during generation; what there is has been shown, and the message is its pace."""
 
 
 @dataclass(frozen=True)

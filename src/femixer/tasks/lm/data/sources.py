@@ -73,15 +73,15 @@ class TextSlice(FileSlice):
         with open_bytes(self.path) as file:
             file.seek(self.start)
             if self.stop is not None and self.begins and self.ends and self.size <= PIECE:
-                yield Document(decode(file.read(self.size)))
+                yield Document(file.read(self.size).decode("utf-8", "replace"))
                 return
             raw, begins = b"", self.begins
             for following in pieces(file, self.stop):
                 if raw:
-                    yield Document(decode(raw), begins, False, self.path.name)
+                    yield Document(raw.decode("utf-8", "replace"), begins, False, self.path.name)
                     begins = False
                 raw = following
-            yield Document(decode(raw), begins, self.ends, self.path.name)
+            yield Document(raw.decode("utf-8", "replace"), begins, self.ends, self.path.name)
 
 
 @dataclass(frozen=True)
@@ -189,25 +189,24 @@ def open_dataset(dataset: Dataset) -> Any:
     except Exception as error:  # the hub, the builder and the file system each raise their own
         raise ValueError(f"data={str(dataset)!r} cannot be opened: {error}") from error
     columns = stream.column_names
-    if columns is not None and dataset.field not in columns:
-        raise missing_field(dataset.field, columns, str(dataset))
+    if columns is not None:
+        check_field(dataset.field, columns, str(dataset))
     return stream.reshard()
 
 
 def text_slices(path: Path, part: int, stop: int | None = None, start: int = 0) -> list[TextSlice]:
     """A text file (or its bytes from start to stop) in slices of about `part` bytes, cut after line ends."""
-    found = stretches(path, part, start, stop)
+    found = spans(path, part, start, stop)
     return [TextSlice(path, a, b, a == start, b == found[-1][1]) for a, b in found]
 
 
 def lines_slices(path: Path, part: int, field: str) -> list[LinesSlice]:
-    return [LinesSlice(path, a, b, field) for a, b in stretches(path, part, whole_lines=True)]
+    return [LinesSlice(path, a, b, field) for a, b in spans(path, part, whole_lines=True)]
 
 
 def parquet_slices(path: Path, part: int, field: str) -> list[ParquetSlice]:
     file = require("pyarrow.parquet", "lm").ParquetFile(path)
-    if field not in file.schema_arrow.names:
-        raise missing_field(field, file.schema_arrow.names, str(path))
+    check_field(field, file.schema_arrow.names, str(path))
     slices: list[ParquetSlice] = []
     first, size = 0, 0
     for group in range(file.num_row_groups):
@@ -218,7 +217,7 @@ def parquet_slices(path: Path, part: int, field: str) -> list[ParquetSlice]:
     return slices
 
 
-def stretches(
+def spans(
     path: Path, part: int, start: int = 0, stop: int | None = None, whole_lines: bool = False
 ) -> list[tuple[int, int | None]]:
     """Bytes start to stop of a file in stretches of about `part`, cut after line ends; all of it where it is packed."""
@@ -285,19 +284,14 @@ def open_bytes(path: Path) -> IO[bytes]:
     return path.open("rb")
 
 
-def decode(raw: bytes) -> str:
-    return raw.decode("utf-8", errors="replace")
-
-
 def text_of(record: dict[str, Any], field: str, where: str) -> str:
     """The document in a record. Half a surrogate pair, which JSON can spell and UTF-8 cannot, becomes U+FFFD."""
-    if field not in record:
-        raise missing_field(field, record, where)
+    check_field(field, record, where)
     text = record[field]
     if not isinstance(text, str):
         raise ValueError(f"text_field={field!r} holds {text!r:.40} and not a text in {where}")
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def missing_field(field: str, fields: Sequence[str] | dict[str, Any], where: str) -> ValueError:
-    return ValueError(f"text_field={field!r} is not in {where}; choose one of {', '.join(map(str, fields))}")
+def check_field(field: str, fields: Sequence[str] | dict[str, Any], where: str) -> None:
+    check(field in fields, "text_field", field, f"one of {', '.join(map(str, fields))}", f"is not in {where}")
