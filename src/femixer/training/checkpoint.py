@@ -184,10 +184,9 @@ def _finish(partial: Path, path: Path, position: Position, sums: Mapping[str, in
 
 def _own_checksums(partial: Path) -> dict[str, int]:
     """Of the files that this process has written: the main one's whole checkpoint, or one process's shards."""
-    mine = f"__{distributed.rank()}_"
-    files = [*partial.iterdir()]
-    others = [file for file in files if not file.name.startswith("__")] if distributed.is_main() else []
-    return {file.name: checksum(file) for file in [*others, *(file for file in files if file.name.startswith(mine))]}
+    main, mine = distributed.is_main(), f"__{distributed.rank()}_"
+    files = [file for file in partial.iterdir() if file.name.startswith(mine) or (main and file.name[:2] != "__")]
+    return {file.name: checksum(file) for file in files}
 
 
 def _write_whole(partial: Path, model: nn.Module, optimizer: Optimizer) -> None:

@@ -153,34 +153,29 @@ class Interrupted(KeyboardInterrupt):
     """What runs was asked to stop, and has done so where --resume goes on; the message says how far it came."""
 
 
-class StopRequest:
-    """While this context is active, SIGINT and SIGTERM only set `requested`.
+@contextmanager
+def stop_requests() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set, and nothing else, while this context is active.
 
     A second signal is not held back: the handlers that were there before answer it.
     """
+    requested, before = threading.Event(), dict[signal.Signals, Any]()
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        before.clear()
 
-    def __init__(self) -> None:
-        self.requested = False
-        self._before: dict[signal.Signals, object] = {}
+    def request(number: int, frame: FrameType | None) -> None:
+        requested.set()
+        restore()
 
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
-            self._before = {number: signal.signal(number, self._request) for number in self.SIGNALS}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._restore()
-
-    def _request(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-        self._before = {}
+    if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+        before.update({number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)})
+    try:
+        yield requested
+    finally:
+        restore()
 
 
 def carried_out(

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -15,7 +16,7 @@ from femixer.optional import require
 from femixer.options import Count, Positive, check, check_options, check_positive
 from femixer.training import atomic, checkpoint, distributed
 from femixer.training.checkpoint import Position
-from femixer.training.distributed import Interrupted, Part, StopRequest
+from femixer.training.distributed import Interrupted, Part, stop_requests
 from femixer.training.engine import Divide, Engine, EngineOptions, full_weights
 from femixer.training.journal import Journal, journal
 from femixer.training.results import CHECKPOINTS, Record, Results
@@ -159,7 +160,7 @@ def train(fit: Fit[Any], options: TrainOptions, results: Results) -> None:
     known = results.rewind(position.step if position.step > 0 else -1)
     distributed.on_main(lambda: results.check_records(position.records))
 
-    with StopRequest() as stop, journal(results, position, known, options.steps, options.tokens) as told:
+    with stop_requests() as stop, journal(results, position, known, options.steps, options.tokens) as told:
         ended = training.evaluate(0, told) if position.step == 0 else was_enough(fit, results, position.step)
         fit.model.train()
         for step in range(position.step + 1, options.steps + 1):
@@ -204,7 +205,7 @@ class Trainer:
         self.norm: Tensor | float = 0.0
         self.taken = 0
 
-    def step(self, step: int, stop: StopRequest, measure: bool) -> bool:
+    def step(self, step: int, stop: Event, measure: bool) -> bool:
         """Take one step on the pieces of this process and those of all others. Returns whether it shall be the last."""
         fit, clip = self.fit, self.options.clip
         factor = self.options.schedule(step)
@@ -213,7 +214,7 @@ class Trainer:
         self.own = sum(fit.items(piece) for piece in pieces)
         # One exchange for both: the number of items must be known before the gradients are, and a request to stop
         # must be known to all before anyone goes on.
-        self.all, requests = distributed.total(self.own, stop.requested)
+        self.all, requests = distributed.total(self.own, stop.is_set())
         check(self.all > 0, "items", self.all, f"a batch that has any (step {step})")
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
@@ -223,7 +224,7 @@ class Trainer:
         if clip is not None or measure:
             self.norm = self.engine.clip(clip)
         self.optimizer.step()
-        return stop.requested if distributed.world() == 1 else requests > 0
+        return stop.is_set() if distributed.world() == 1 else requests > 0
 
     @property
     def rate(self) -> float:
