@@ -291,10 +291,15 @@ def test_a_pickle_checkpoint_is_refused(tmp_path):
         ({"num_hidden_layers": 0}, "num_hidden_layers=0 is not allowed"),
         ({"num_hidden_layer": 3}, "num_hidden_layer=3 is not a field of FEMConfig; choose num_hidden_layers"),
         ({"dropout": 0.1}, "dropout=0.1 is not a field of FEMConfig; choose mixer_dropout"),
+        ({"n_layer": 2}, "n_layer=2 is not a field of FEMConfig; choose num_hidden_layers"),
         ({"mixer": "attention", "window": 3}, "window=3 does not fit mixer='attention'"),
         ({"prior": ["gla", "aft"], "window": 3}, "window=3 is not allowed; choose None: no layer has"),
         ({"mixer": "mamba", "prior": "gla", "window": 3}, "window=3 is not allowed; choose None: no layer has"),
         ({"mixer": ["fem", "mamba"], "prior": "gla", "window": 3}, "window=3 is not allowed; choose None"),
+        ({"prior": "aft", "num_key_value_heads": 1}, "num_key_value_heads=1 is not allowed; choose 8: no layer has"),
+        ({"prior": ["aft", "mamba"], "rope": True}, "rope=True is not allowed; choose None: no layer rotates"),
+        ({"mixer": "attention", "prior": "gla"}, "prior='gla' is not allowed; choose 'softmax': no layer is a free"),
+        ({"mixer": "mamba2", "prior_options": {"softmax": {}}}, "is not allowed; choose None: no layer is"),
     ],
 )
 def test_a_wrong_configuration_is_refused_by_name(fields, message):

@@ -159,17 +159,28 @@ def check_mixer(config: FEMConfig, layer: int) -> None:
                 raise ValueError(f"mixer_options has {option!r} for mixer={mixer!r}; its options are {allowed}")
 
 
-def check_budget(config: FEMConfig) -> None:
+def check_used(config: FEMConfig) -> None:
     """Raise a ValueError unless some layer uses each field that only some mixers and priors have."""
     layers = {(config.at("mixer", layer), config.at("prior", layer)) for layer in range(config.num_hidden_layers)}
     priors = {prior for mixer, prior in layers if mixer == "fem"}
     with_keys = any(prior_class(prior).queries_and_keys for prior in priors)
-    allowed = "'attention': no layer is a free energy mixer with queries and keys"
-    check(with_keys or config.budget == "attention", "budget", config.budget, allowed)
-    allowed = "None: no layer is a free energy mixer"
-    check(bool(priors) or config.value_dim is None, "value_dim", config.value_dim, allowed)
-    windows = any(map(has_window, priors))
-    check(windows or config.window is None, "window", config.window, "None: no layer has the prior softmax or fox")
+    rivals = {mixer for mixer, _ in layers if mixer in BASELINES}
+    known = {name for mixer in rivals for name in inspect.signature(BASELINES[mixer]).parameters}
+    heads, fem = config.num_attention_heads, (bool(priors), "no layer is a free energy mixer")
+    no_keys = "no layer is a free energy mixer with queries and keys"
+    fields = {
+        "budget": ("attention", with_keys, no_keys),
+        "value_dim": (None, *fem),
+        "window": (None, any(map(has_window, priors)), "no layer has the prior softmax or fox"),
+        "num_key_value_heads": (heads, with_keys or "kv_heads" in known, "no layer has queries and keys"),
+        "prior": ("softmax", *fem),
+        "prior_options": (None, *fem),
+    }
+    for field, (usual, used, why) in fields.items():
+        given = getattr(config, field)
+        check(used or given == usual, field, given, f"{usual!r}: {why}")
+    rotates = with_keys or "rope" in known
+    check(rotates or not config.rope, "rope", config.rope, "None: no layer rotates queries and keys")
 
 
 def check_encoder(mixer: str) -> None:

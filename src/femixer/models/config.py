@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from femixer import damage
 from femixer.budget import BUDGETS
-from femixer.models.block import check_budget, check_mixer
+from femixer.models.block import check_mixer, check_used
 from femixer.options import BelowOne, Positive, Rule, check, rules
 
 
@@ -33,12 +33,23 @@ def check_types(config: Any) -> None:
 # What fields are called in a mixer, or by other models of transformers.
 NAMES = {
     "rope_theta": "rope_base",
+    "rope_scaling": "rope_base",
+    "rope_parameters": "rope_base",
     "sliding_window": "window",
     "dim": "hidden_size",
+    "d_model": "hidden_size",
+    "n_embd": "hidden_size",
     "heads": "num_attention_heads",
+    "n_head": "num_attention_heads",
+    "num_heads": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "num_layers": "num_hidden_layers",
     "kv_heads": "num_key_value_heads",
     "bias": "mixer_bias",
+    "attention_bias": "mixer_bias",
     "dropout": "mixer_dropout",
+    "hidden_dropout": "mixer_dropout",
+    "attention_dropout": "mixer_dropout",
     "temperature": "mixer_temperature",
 }
 
@@ -135,6 +146,13 @@ class MixerConfig(PreTrainedConfig):
         same = {name: getattr(self, name) for name in (*names, *inspect.get_annotations(MixerConfig))}
         return FEMConfig(**same, **others)
 
+    def at(self, field: str, layer: int) -> str:
+        """`mixer` or `prior` of a layer."""
+        names = getattr(self, field)
+        if not names:
+            raise ValueError(f"{field}={names!r} must be a name or a list of names")
+        return names if isinstance(names, str) else names[layer % len(names)]
+
 
 @strict
 class FEMConfig(MixerConfig):
@@ -202,21 +220,13 @@ class FEMConfig(MixerConfig):
     def validate_architecture(self) -> None:
         """Called by transformers after a change: every layer must be possible."""
         check_values(self)
-        for name in ("mixer", "prior"):
-            if not getattr(self, name):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a name or a list of names")
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             for token in [tokens] if not isinstance(tokens := getattr(self, name), list) else tokens:
                 known = f"a token below vocab_size={self.vocab_size}, or None"
                 check(token is None or 0 <= token < self.vocab_size, name, token, known)
         for layer in range(min(self.num_hidden_layers, 64)):
             check_mixer(self, layer)
-        check_budget(self)
-
-    def at(self, field: str, layer: int) -> str:
-        """`mixer` or `prior` of a layer."""
-        names = getattr(self, field)
-        return names if isinstance(names, str) else names[layer % len(names)]
+        check_used(self)
 
 
 @contextmanager

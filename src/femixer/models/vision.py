@@ -86,16 +86,17 @@ class FEMVisionConfig(MixerConfig):
                 raise ValueError(
                     f"positions='rotary' does not fit mixer={mixer!r}: it rotates nothing; choose 'learned'"
                 )
-        stack, four = self.stack(), 4 * self.num_attention_heads
+        four = 4 * self.num_attention_heads
         multiple = f"a multiple of {four}: rotary positions rotate pairs of a head by rows and pairs by columns"
         for layer in range(self.num_hidden_layers) if self.positions == "rotary" else ():
-            fem, prior = stack.at("mixer", layer) == "fem", stack.at("prior", layer)
+            fem, prior = self.at("mixer", layer) == "fem", self.at("prior", layer)
             if fem and not prior_class(prior).queries_and_keys:
                 told = f"does not fit prior={prior!r}: it has no queries and keys; choose 'learned'"
                 raise ValueError(f"positions='rotary' {told}")
             if not fem or (self.budget == "attention" and self.value_dim is None):
                 # A head of queries has hidden_size / heads channels.
                 check(self.hidden_size % four == 0, "hidden_size", self.hidden_size, multiple)
+        self.stack()
 
     @property
     def patches(self) -> int:
