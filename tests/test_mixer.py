@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import itertools
 import math
+import weakref
 
 import pytest
 import torch
@@ -162,16 +165,30 @@ class TestInitialValues:
 
     @priors
     @pytest.mark.parametrize("start", ["paper", "prior"])
-    def test_a_mixer_built_without_data_starts_as_any_other_from_the_inside_out(self, prior: str, start: str):
-        m = FreeEnergyMixer(192, 4, prior, start=start, device="meta").to_empty(device="cpu")
+    @pytest.mark.parametrize("inside_first", [True, False])
+    def test_a_mixer_built_without_data_starts_as_any_other(self, prior: str, start: str, inside_first: bool):
+        m = copy.deepcopy(FreeEnergyMixer(192, 4, prior, start=start, device="meta")).to_empty(device="cpu")
         with torch.no_grad():
             for parameter in m.parameters():
                 parameter.fill_(torch.nan)
-        m.apply(lambda module: module.reset_parameters() if hasattr(module, "reset_parameters") else None)
+        modules = [module for module in m.modules() if hasattr(module, "reset_parameters")]
+        for module in reversed(modules) if inside_first else modules:
+            module.reset_parameters()
         for found, wanted in zip(m.parameters(), FreeEnergyMixer(192, 4, prior, start=start).parameters(), strict=True):
             for number in (torch.mean, lambda x: x.std(correction=0)):
                 slack = 0.3 * wanted.std(correction=0).item()
                 torch.testing.assert_close(number(found), number(wanted), rtol=0.1, atol=slack)
+
+    def test_the_weights_of_a_mixer_go_with_it(self):
+        """At once, not when Python looks for cycles: a device may need the room."""
+        m = FreeEnergyMixer(DIM, HEADS)
+        gone = [weakref.ref(parameter) for parameter in m.parameters()]
+        gc.disable()
+        try:
+            del m
+            assert all(parameter() is None for parameter in gone)
+        finally:
+            gc.enable()
 
     @priors
     @pytest.mark.parametrize("parts", ["", "CLTG"])

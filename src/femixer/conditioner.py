@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from femixer.kernels.conditioner import condition
 from femixer.kernels.operator import handed_dtype
 from femixer.layout import Layout
+from femixer.projection import start_map, starting
 from femixer.state import usable
 
 EPS = 1e-5
@@ -34,6 +35,12 @@ def spread_decay_(bias: Tensor) -> Tensor:
         return bias.copy_(inverse_softplus(1 / memory_spans(bias.numel())).view_as(bias))
 
 
+def start_spread(linear: nn.Linear) -> None:
+    """As `start_map`, but for the biases of the decays, the first third."""
+    start_map(linear)
+    spread_decay_(linear.bias[: linear.out_features // 3])
+
+
 class TimeDecayConditioner(nn.Module):
     """SiLU(a_t / |a_t|) * LN(h_t), with h_t = sum_{i<=t} exp(-sum_{tau=i+1..t} s_tau) u_i: C features per token.
 
@@ -51,13 +58,11 @@ class TimeDecayConditioner(nn.Module):
     ) -> None:
         super().__init__()
         self.dim, self.channels, self.causal = dim, channels, causal
-        self.in_proj = nn.Linear(dim, 3 * channels, device=device, dtype=dtype)
+        self.in_proj = starting(nn.Linear(dim, 3 * channels, device=device, dtype=dtype), start_spread)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.in_proj.weight, std=0.02)
-        nn.init.zeros_(self.in_proj.bias)
-        spread_decay_(self.in_proj.bias[: self.channels])
+        start_spread(self.in_proj)
 
     def forward(self, x: Tensor, layout: Layout, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x [B, T, dim], state [B, C] -> (features [B, T, C], state after the last token)."""

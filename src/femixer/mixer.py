@@ -13,7 +13,7 @@ from femixer.gates import SMALL_BETA, SMALL_LAM, inverse_temperature, lam_logits
 from femixer.layer import MixerLayer
 from femixer.layout import Layout, Past
 from femixer.priors import Prior, build_prior, prior_class
-from femixer.projection import Columns, Projection
+from femixer.projection import Columns, Projection, start_map, starting
 from femixer.state import State
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class FreeEnergyMixer(MixerLayer):
         columns = self.prior.columns()
         self.prior_proj = Projection(dim, columns, bias, context, **made) if columns else None
         self.value_proj = Projection(dim, value_columns, bias, context, **made)
-        self.out_proj = nn.Linear(heads * widths.value, dim, bias=bias, **made)
+        self.out_proj = starting(nn.Linear(heads * widths.value, dim, bias=bias, **made))
         temperatures = 1 if kind.one_temperature else widths.value
         self.raw_beta: nn.Parameter | None = None
         if "L" in parts and temperature == "learned":
@@ -151,9 +151,7 @@ class FreeEnergyMixer(MixerLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.out_proj.weight, std=0.02)
-        if self.out_proj.bias is not None:
-            nn.init.zeros_(self.out_proj.bias)
+        start_map(self.out_proj)
         if self.raw_beta is not None:
             small = self.start == "prior" and "T" not in self.parts
             nn.init.constant_(self.raw_beta, raw_temperature(SMALL_BETA) if small else 0.0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,6 +16,36 @@ from femixer.kernels.modulation import modulation
 KINDS = {"weight": "linear.weight", "bias": "linear.bias", "modulation": "modulation"}
 
 
+def start_map(linear: nn.Linear) -> None:
+    """Weights N(0, 0.02), biases zero."""
+    nn.init.normal_(linear.weight, std=0.02)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
+
+
+class Start:
+    """The reset_parameters of a linear map that is `start`. It holds the map weakly: a cycle would keep the weights of
+    a model that nobody has any more."""
+
+    def __init__(self, linear: nn.Linear, start: Callable[[nn.Linear], None]) -> None:
+        self.linear, self.start = weakref.ref(linear), start
+
+    def __call__(self) -> None:
+        linear = self.linear()
+        assert linear is not None  # whose attribute this is
+        self.start(linear)
+
+    def __reduce__(self) -> tuple[type[Start], tuple[nn.Linear | None, Callable[[nn.Linear], None]]]:
+        return Start, (self.linear(), self.start)
+
+
+def starting(linear: nn.Linear, start: Callable[[nn.Linear], None] = start_map) -> nn.Linear:
+    """The map, which starts by `start`. Tools that fill a model built without data call reset_parameters of every
+    module, some of them from the outside in: torch's would undo the start that the owner of the map has given."""
+    linear.reset_parameters = Start(linear, start)  # type: ignore[method-assign]
+    return linear
+
+
 class Columns(NamedTuple):
     """Columns of a projection. The conditioner multiplies them by 1 + eta or, for logits of decays and steps
     (`additive`), adds eta. Their weights start at N(0, 0.02) or, with `zero`, at zero."""
@@ -20,6 +53,15 @@ class Columns(NamedTuple):
     width: int
     additive: bool = False
     zero: bool = False
+
+
+def start_columns(columns: dict[str, Columns], linear: nn.Linear) -> None:
+    """As `start_map`, but for the columns that start at zero."""
+    start_map(linear)
+    with torch.no_grad():
+        for each, rows in zip(columns.values(), linear.weight.split([c.width for c in columns.values()]), strict=True):
+            if each.zero:
+                rows.zero_()
 
 
 class Projection(nn.Module):
@@ -39,7 +81,9 @@ class Projection(nn.Module):
         self.columns = dict(sorted(columns.items(), key=lambda item: item[1].additive))
         self.scaled = sum(c.width for c in columns.values() if not c.additive)
         total = sum(self.widths)
-        self.linear = nn.Linear(dim, total, bias=bias, device=device, dtype=dtype)
+        self.linear = starting(
+            nn.Linear(dim, total, bias=bias, device=device, dtype=dtype), partial(start_columns, self.columns)
+        )
         self.modulation: nn.Parameter | None = None
         if conditioner_channels:
             self.modulation = nn.Parameter(torch.empty(total, conditioner_channels, device=device, dtype=dtype))
@@ -56,13 +100,7 @@ class Projection(nn.Module):
         return {whole: [f"{name}.{kind}" for name in self.columns] for kind, whole in KINDS.items()}
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.linear.weight, std=0.02)
-        with torch.no_grad():
-            for columns, rows in zip(self.columns.values(), self.linear.weight.split(self.widths), strict=True):
-                if columns.zero:
-                    rows.zero_()
-        if self.linear.bias is not None:
-            nn.init.zeros_(self.linear.bias)
+        start_columns(self.columns, self.linear)
         if self.modulation is not None:
             nn.init.zeros_(self.modulation)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from femixer.mixer import FreeEnergyMixer
 from femixer.options import check
 from femixer.priors import prior_class
+from femixer.projection import starting
 
 
 def timm_attention(prior: str = "softmax", parts: str = "CLTG", **options: Any) -> type[TimmAttention]:
@@ -63,7 +64,7 @@ class TimmAttention(nn.Module):
             dim, num_heads, causal=False, bias=qkv_bias, dropout=attn_drop, **self.options, **made
         )
         if proj_bias != qkv_bias:
-            self.mixer.out_proj = nn.Linear(self.mixer.out_proj.in_features, dim, bias=proj_bias, **made)
+            self.mixer.out_proj = starting(nn.Linear(self.mixer.out_proj.in_features, dim, bias=proj_bias, **made))
             self.mixer.reset_parameters()
         self.proj_drop = nn.Dropout(proj_drop)
 
