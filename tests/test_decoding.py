@@ -14,6 +14,7 @@ VARIANTS = {
     "softmax grouped": {"kv_heads": 1},
     "softmax mean": {"parts": "G"},
     "softmax without rope": {"rope": False},
+    "fox": {"prior": "fox"},
     "linear": {"prior": "linear"},
     "gla": {"prior": "gla"},
     "aft": {"prior": "aft"},

@@ -97,7 +97,7 @@ def _decayed(q: Tensor, keys: int, seen: Visibility, last_first: bool) -> Iterat
     """Rows over the keys before them, whose scores decay: as many rows at a time as have DECAY_ELEMENTS pairs, so that
     the first ones are more. All masks are made in one place."""
     assert seen.bias is not None
-    until, before, many = Sums.of(seen.bias).until, keys - q.shape[1], DECAY_ELEMENTS // (q.shape[0] * q.shape[2])
+    until, before, many = Sums.of(seen.bias).until, keys - q.shape[1], DECAY_ELEMENTS // max(1, q.shape[0] * q.shape[2])
     stops = [0]
     while stops[-1] < q.shape[1]:
         known = before + stops[-1]
@@ -131,7 +131,7 @@ def _rows_together(q: Tensor, keys: int, seen: Visibility) -> int:
     elements = MASK_ELEMENTS.get(q.device.type, MANY_MASK_ELEMENTS)
     if seen.decays and q.device.type == "cpu":
         elements //= DECAY_COPIES
-    step = max(64, elements // (keys * masks))
+    step = max(64, elements // max(1, keys * masks))
     if seen.window is not None and seen.segments_q is None:
         # Keys out of sight are left out, more of them the fewer rows go together.
         least = 128 if q.device.type == "cpu" else -(-q.shape[1] // WINDOW_PIECES)
