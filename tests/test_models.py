@@ -333,6 +333,20 @@ def test_a_prompt_read_in_chunks_is_continued_as_one_read_at_once(name, how):
         assert torch.equal(model.generate(ids, prefill_chunk_size=size, **given), model.generate(ids, **given)), size
 
 
+@pytest.mark.parametrize("how", [{}, {"prefill_chunk_size": 3}])
+def test_a_cache_that_has_read_the_whole_prompt_is_refused(how):
+    """transformers would have the prompt read again, behind itself."""
+    model, ids, given = build("hybrid"), tokens(2, 9), {"max_new_tokens": 4, "do_sample": False, **how}
+    cache = model(ids[:, :6], use_cache=True).past_key_values
+    expected = model.generate(ids, **given)
+    assert torch.equal(model.generate(ids, past_key_values=copy.copy(cache), **given), expected)
+    alone = model.generate(ids[:, 6:], past_key_values=copy.copy(cache), attention_mask=torch.ones_like(ids), **given)
+    assert torch.equal(alone[:, 3:], expected[:, 9:])
+    for prompt, length in ((ids[:, :6], 6), (ids[:, :4], 4), (ids[:, 6:], 3)):
+        with pytest.raises(ValueError, match=f"input_ids has {length} tokens and past_key_values has read 6; allowed"):
+            model.generate(prompt, past_key_values=copy.copy(cache), **given)
+
+
 @pytest.mark.parametrize("kind", ["static", "offloaded", "quantized"])
 def test_a_cache_of_another_kind_is_refused(kind):
     with pytest.raises(ValueError, match=f"cache_implementation='{kind}' is not allowed; choose None"):

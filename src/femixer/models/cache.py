@@ -153,6 +153,22 @@ class FEMGeneration(GenerationMixin):
         strings, and hands it on."""
         return super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)  # type: ignore[misc]
 
+    def _prefill(
+        self, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """generate() cuts off what the cache has read. Where that is all there is, it would read the same again."""
+        cache, embeds, mask = (model_kwargs.get(x) for x in ("past_key_values", "inputs_embeds", "attention_mask"))
+        name, given = ("input_ids", input_ids) if embeds is None else ("inputs_embeds", embeds)
+        # New tokens may come alone, with the mask of all; generate() keeps the length of one that hides nothing.
+        whole = getattr(generation_config, "_mask_length", given.shape[1]) if mask is None else mask.shape[1]
+        seen = 0 if cache is None else cache.get_seq_length()
+        if seen and whole <= seen:
+            raise ValueError(
+                f"{name} has {whole} tokens and past_key_values has read {seen}; allowed are more: all that it has "
+                "read, and what follows"
+            )
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+
     def _no_continuous_batching(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
             "continuous batching needs keys and values in pages, which these models do not have; "
