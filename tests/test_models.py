@@ -140,6 +140,20 @@ def test_gradient_checkpointing_changes_no_gradient(model):
         torch.testing.assert_close(gradients[1][name], gradient, msg=name)
 
 
+def test_checkpointed_gradients_and_caches():
+    """A model in training continues from a cache where no gradient is computed, and refuses it elsewhere."""
+    model, ids = build("hybrid"), tokens(2, 9)
+    expected = model.generate(ids, max_new_tokens=5, do_sample=False)
+    model.train().gradient_checkpointing_enable()
+    assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), expected)
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+    for given in ({"use_cache": True}, {"past_key_values": cache}):
+        with pytest.raises(ValueError, match="not allowed where gradients are checkpointed"):
+            model(ids, **given)
+    model(ids, labels=ids).loss.backward()
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracing does it
 @pytest.mark.parametrize("name", ["softmax", "hybrid"])
 def test_compiled_as_one_graph_it_gives_the_same_loss_and_gradients(name):
@@ -313,8 +327,15 @@ def test_wrong_inputs_are_refused_by_name():
         preset("2b")
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
         model()
-    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 5\)"):
-        model(ids, attention_mask=torch.ones(2, 5))
+    for shape in ((2, 5), (2, 9), (1, 7), (2, 1, 7, 7), (7,)):
+        with pytest.raises(ValueError, match=r"attention_mask has shape .*; allowed is \(2, 7\): one"):
+            model(ids, attention_mask=torch.ones(shape))
+    for value in (-1e9, 2.0):
+        with pytest.raises(ValueError, match=f"attention_mask has the value {value}; allowed are 0 and 1"):
+            model(ids, attention_mask=torch.full((2, 7), value))
+    cache = model(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 10\); allowed is \(2, 7\) or \(2, 14\)"):
+        model(ids, attention_mask=torch.ones(2, 10), past_key_values=cache)
     with pytest.raises(TypeError, match="past_key_values must be an FEMCache, not list"):
         model(ids, past_key_values=[])
     with pytest.raises(RuntimeError, match="keep a copy"):

@@ -86,18 +86,19 @@ class FEMBlock(GradientCheckpointingLayer):
         x: Tensor,
         mask: Tensor | None = None,
         segments: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         read: slice | None = None,
     ) -> Tensor:
-        """x [B, T, dim]; mask, segments as for the mixer; past_key_values: an FEMCache, which then holds the state;
-        read: which positions to return, all by default."""
+        """x [B, T, dim]; mask, segments as for the mixer; cache: an FEMCache, which then holds the state (transformers
+        would drop one by its own name where it checkpoints gradients, even if none are computed); read: which positions
+        to return, all by default."""
         normed = self.mixer_norm(x)
-        if past_key_values is None:
+        if cache is None:
             mixed = self.mixer(normed, mask=mask, segments=segments)
         else:
-            before = past_key_values.states[self.layer]
+            before = cache.states[self.layer]
             mixed, after = self.mixer(normed, mask=mask, segments=segments, state=before, return_state=True)
-            past_key_values.states[self.layer] = after
+            cache.states[self.layer] = after
         if read is not None:
             x, mixed = x[:, read], mixed[:, read]
         x = x + self.drop(mixed)

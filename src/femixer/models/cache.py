@@ -10,7 +10,7 @@ import copy
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
@@ -28,8 +28,13 @@ class FEMCache(Cache):
         # The number of the model that reads with it, or its fingerprint in a cache that was loaded.
         self.owner: int | str | None = None
 
-    def belong_to(self, model: nn.Module, number: int) -> None:
-        """Raise a ValueError if another model has read with this cache."""
+    def belong_to(self, model: Any, number: int) -> None:
+        """Raise a ValueError if another model has read with this cache, or if this one would read with it twice."""
+        if model.training and torch.is_grad_enabled() and model.is_gradient_checkpointing:
+            raise ValueError(
+                "past_key_values and use_cache=True are not allowed where gradients are checkpointed: blocks would be "
+                "computed again from later states; choose model.eval() or gradient_checkpointing_disable()"
+            )
         if self.owner == number:
             return
         if isinstance(self.owner, str):
@@ -118,6 +123,14 @@ def _cache(states: list[Any], owner: Any) -> FEMCache:
     cache = FEMCache(len(states))
     cache.states, cache.owner = states, owner
     return cache
+
+
+def past_of(past_key_values: FEMCache | None) -> Past:
+    if past_key_values is None:
+        return Past()
+    if not isinstance(past_key_values, FEMCache):
+        raise TypeError(f"past_key_values must be an FEMCache, not {type(past_key_values).__name__}")
+    return past_key_values.past
 
 
 register(FEMCache, lambda cache: ({f"layer{i}": state for i, state in enumerate(cache.states)}, cache.owner), _cache)

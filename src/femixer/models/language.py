@@ -23,7 +23,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from femixer.layout import Past
 from femixer.models.block import FEMBlock, RMSNorm, build_mixer
-from femixer.models.cache import FEMCache, FEMGeneration
+from femixer.models.cache import FEMCache, FEMGeneration, past_of
 from femixer.models.config import FEMConfig
 from femixer.models.files import Card, check_whole, load_all, mapped, write_beside
 from femixer.state import new_number
@@ -38,7 +38,7 @@ class FEMPreTrainedModel(PreTrainedModel):
     card: Card | None = None  # what the model card says besides what the configuration tells
     supports_gradient_checkpointing = True
     _no_split_modules = ["FEMBlock"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _can_record_outputs = {"hidden_states": FEMBlock}  # noqa: RUF012
     _can_compile_fullgraph = True
     # Streams cannot be cut back to an earlier token, which assisted generation would need.
@@ -157,11 +157,11 @@ class FEMModel(FEMPreTrainedModel):
             past_key_values = FEMCache(len(self.layers))
         if past_key_values is not None:
             past_key_values.belong_to(self, self._owner)
-        mask = padding_mask(attention_mask, x)
+        mask = padding_mask(attention_mask, x, past.seen)
         segments = packed_segments(x, segments, mask, kwargs, past)
         mask = mask if segments is None else None
         for layer in self.layers:
-            x = layer(x, mask=mask, segments=segments, past_key_values=past_key_values)
+            x = layer(x, mask=mask, segments=segments, cache=past_key_values)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
 
 
@@ -200,7 +200,8 @@ class FEMForCausalLM(FEMPreTrainedModel, FEMGeneration, GenerationMixin):  # tra
         if labels is not None:
             rows = input_ids if inputs_embeds is None else inputs_embeds
             assert rows is not None
-            mask, past = padding_mask(attention_mask, rows), past_of(past_key_values)
+            past = past_of(past_key_values)
+            mask = padding_mask(attention_mask, rows, past.seen)
             segments = packed_segments(rows, segments, mask, kwargs, past)
         outputs = self.model(
             input_ids=input_ids,
@@ -227,25 +228,24 @@ def within_documents(labels: Tensor, segments: Tensor) -> Tensor:
     return torch.cat([labels[:, :1], labels[:, 1:].masked_fill(~follows, -100)], 1)
 
 
-def past_of(past_key_values: FEMCache | None) -> Past:
-    if past_key_values is None:
-        return Past()
-    if not isinstance(past_key_values, FEMCache):
-        raise TypeError(f"past_key_values must be an FEMCache, not {type(past_key_values).__name__}")
-    return past_key_values.past
-
-
-def padding_mask(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """bool [B, T] of the tokens x, or None where none is padding: that path is faster."""
+def padding_mask(attention_mask: Tensor | None, x: Tensor, seen: int = 0) -> Tensor | None:
+    """bool [B, T] of the tokens x, which follow `seen` others; None where none is padding: that path is faster."""
     if attention_mask is None:
         return None
-    if attention_mask.dim() != 2 or attention_mask.shape[1] < x.shape[1]:
-        shape, wanted = tuple(attention_mask.shape), f"[{x.shape[0]}, at least {x.shape[1]}]"
-        raise ValueError(f"attention_mask has shape {shape}; allowed is {wanted}: one entry per token, 0 for padding")
-    mask = attention_mask[:, -x.shape[1] :].bool()
-    if not torch.compiler.is_compiling() and bool(mask.all()):
-        return None
-    return mask
+    batch, length = x.shape[:2]
+    if attention_mask.shape not in {(batch, length), (batch, seen + length)}:
+        allowed = f"({batch}, {length})" + (f" or ({batch}, {seen + length})" if seen else "")
+        shape = tuple(attention_mask.shape)
+        raise ValueError(f"attention_mask has shape {shape}; allowed is {allowed}: one entry per token, 0 for padding")
+    given = attention_mask[:, attention_mask.shape[1] - length :]
+    mask = given.bool()
+    if torch.compiler.is_compiling():
+        return mask
+    fits, whole = torch.stack([(given == mask).all(), mask.all()]).tolist()  # one question to the device
+    if not fits:
+        value = given[given != mask][0].item()
+        raise ValueError(f"attention_mask has the value {value}; allowed are 0 and 1; packed documents go to segments")
+    return None if whole else mask
 
 
 class _WithHead(FEMPreTrainedModel):

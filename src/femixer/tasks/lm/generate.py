@@ -173,14 +173,10 @@ class Reader:
 
     def options(self) -> dict[str, Any]:
         """For generate(). Its tokens continue a cache if the attention mask is longer than they are."""
-        from femixer.models.cache import FEMCache
-
         inputs = self.waiting.to(self.model.device)
         if self.cache is None:
             return {"inputs": inputs, "attention_mask": torch.ones_like(inputs)}
-        # States of our mixers know which tokens they have seen; others want a mask of all keys.
-        length = inputs.shape[1] + 1 if isinstance(self.cache, FEMCache) else self.count
-        return {"inputs": inputs, "attention_mask": inputs.new_ones(1, length), "past_key_values": self.cache}
+        return {"inputs": inputs, "attention_mask": inputs.new_ones(1, self.count), "past_key_values": self.cache}
 
     def add(self, ids: list[int], size: int, told: Callable[[int], None], all_later: bool) -> None:
         """ids: the tokens of so many bytes."""
