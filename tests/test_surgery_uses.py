@@ -25,6 +25,7 @@ from transformers import (
 from femixer.cli import main
 from femixer.surgery import load, upgrade
 from femixer.surgery.attention import Bounded, fem_attention
+from femixer.surgery.families import FAMILIES
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -222,10 +223,16 @@ def test_what_cannot_be_upgraded_is_named() -> None:
         upgrade(build("llama", attn_implementation="eager", output_attentions=True))
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_upgraded_model_has_no_weights_to_give_out(name: str) -> None:
+    model, given = upgraded(name), inputs(name)
+    for asked in (model, model.base_model):
+        with pytest.raises(ValueError, match="output_attentions=True is not possible after an upgrade"):
+            asked(**given, output_attentions=True)
+
+
 def test_what_an_upgraded_model_cannot_do_is_an_error_and_not_another_result() -> None:
-    model, given = upgraded("llama"), inputs("llama")
-    with pytest.raises(ValueError, match="output_attentions"):
-        model(**given, output_attentions=True)
+    model = upgraded("llama")
     with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
         model.set_attn_implementation("sdpa")
     x = torch.randn(1, 6, 5, 6)

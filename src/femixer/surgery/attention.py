@@ -195,10 +195,14 @@ def hand_over_states(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A hook before the attention: its hidden states travel on as a keyword to `fem_attention`."""
+    return args, {**kwargs, "fem_states": args[0] if args else kwargs["hidden_states"]}
+
+
+def refuse_weights(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook before the model: not every family tells its attention what was asked."""
     if kwargs.get("output_attentions"):
         why = "FEM reads every channel with weights of its own"
         raise ValueError(f"output_attentions=True is not possible after an upgrade: {why}")
-    return args, {**kwargs, "fem_states": args[0] if args else kwargs["hidden_states"]}
 
 
 def register() -> None:

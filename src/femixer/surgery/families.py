@@ -101,6 +101,8 @@ def attach(model: Any) -> None:
     for module in own:
         module.fem = ReadGates(*sizes, device=next(module.parameters()).device, dtype=model.dtype)
         module.register_forward_pre_hook(attention.hand_over_states, with_kwargs=True)
+    for asked in {model, model.base_model}:
+        asked.register_forward_pre_hook(attention.refuse_weights, with_kwargs=True)
 
 
 def upgraded_config(base: Any) -> Any:
