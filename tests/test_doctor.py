@@ -138,6 +138,10 @@ def test_a_backend_that_is_not_there_says_why(
 def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--operators", "sofmax"]) == 2
     assert capsys.readouterr().err.startswith("error: operators='sofmax' is not allowed; choose one of ")
+    assert main(["doctor", "--operators", "rms_norm", "--targets", "sm_90"]) == 2
+    assert capsys.readouterr().err == "error: targets=('sm_90',) is not allowed; choose --compile with it\n"
+    assert main(["doctor", "--warm", "--compile", "--operators", "rms_norm"]) == 2
+    assert capsys.readouterr().err == "error: warm=True is not allowed; choose either --warm or --compile\n"
     done = python("-m", "femixer", "doctor", FEMIXER_BACKEND="nmba")
     assert done.returncode == 2
     assert done.stderr == "error: FEMIXER_BACKEND='nmba' is unknown; choose one of auto, plain, numba, triton\n"

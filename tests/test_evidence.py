@@ -141,6 +141,8 @@ def test_any_two_models_can_be_compared(tmp_path, capsys) -> None:
     assert main([*arguments, "FEM-SM:SMAttn+C,G", "SMAttn+C,G:SMAttn"]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| a text"))
     assert "| +500.0 [" in row and "| +2000.0 [" in row
-    for wrong in ("FEM-SM", "FEM-SM:SMAtn", "FEM-SM-SMAttn"):
+    for wrong in ("FEM-SM", "FEM-SM:SMAtn", "FEM-SM-SMAttn", "FEM-SM:FEM-SM"):
         assert main([*arguments, wrong]) == 2
         assert f"pairs={wrong!r}" in capsys.readouterr().err
+    assert main([*arguments, "FEM-SM:SMAttn", "FEM-SM:SMAttn"]) == 2
+    assert "pairs=('FEM-SM:SMAttn', 'FEM-SM:SMAttn') is not allowed" in capsys.readouterr().err

@@ -79,6 +79,7 @@ def test_the_scale_is_that_of_the_training_rows_alone():
     ("rows", "lookback", "horizon", "told"),
     [
         (101, 68, 3, "lookback=68 is not allowed; choose at most 67 with horizon 3: mine has 70 rows in its train"),
+        (10, 5, 7, "horizon=7 is not allowed; choose at most 6: mine has 7 rows in its train split"),
         (101, 5, 12, "horizon=12 is not allowed; choose at most 11: mine has 11 rows in its validation split"),
         (101, 0, 3, "lookback=0"),
         (101, 5, 0, "horizon=0"),

@@ -6,7 +6,9 @@ from matrix import stir
 
 from femixer import FreeEnergyMixer
 from femixer.inspection import inspect_model
-from femixer.tasks.lm.inspect import LEAVES, layers_usage, parts_of, without
+from femixer.models import FEMConfig, FEMForCausalLM
+from femixer.tasks.lm.inspect import LEAVES, layers_usage, loss, parts_of, without
+from femixer.training import journal
 
 PRIORS = ("softmax", "gla", "aft", "mamba")
 
@@ -62,3 +64,18 @@ def test_channels_that_leave_their_prior_are_counted() -> None:
     assert usage.leaving == pytest.approx(sum(1 for d in range(rows.shape[1]) if d % 2) / rows.shape[1])
     torch.testing.assert_close(usage.temperature.max(), torch.ones((), dtype=torch.float64))
     assert (usage.kl_of_channels.view(2, -1)[:, ::2] < LEAVES).all()
+
+
+def test_the_loss_of_a_long_text_shows_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    model = FEMForCausalLM(FEMConfig(vocab_size=17, hidden_size=22, num_hidden_layers=1, num_attention_heads=2)).eval()
+    tokens = torch.randint(17, (24,))
+    monkeypatch.setattr(journal, "SECONDS_BETWEEN_LINES", 0.0)
+    found = loss(model, tokens.tolist(), 7)
+    assert "21 of 23 tokens of the text" in capsys.readouterr().err
+    pieces = [(tokens[start : start + 7], tokens[start + 1 : start + 8]) for start in (0, 7, 14, 21)]
+    with torch.no_grad():
+        own = [torch.log_softmax(model(x[: len(y)][None]).logits[0].double(), -1)[range(len(y)), y] for x, y in pieces]
+    assert found == pytest.approx(-float(torch.cat(own).mean()), rel=1e-6)

@@ -312,6 +312,8 @@ def test_options_reach_the_model(tmp_path):
         (["--warmup-steps", 7], "warmup_steps=7 is not allowed; choose at most the run's 6 steps of 92 tokens"),
         (["--warmup-tokens", 900], "warmup_tokens=900 is not allowed; choose at most the run's 6 steps of 92 tokens"),
         (["--tokens", 1000], "steps=6 is not allowed; choose either steps or tokens (1000), and None for the other"),
+        (["--lr", 1e300], "lr=1e+300 is not allowed; choose a number above 0 that float32 holds"),
+        (["--context", 1], "context=1 is not allowed; choose at least 2, or no samples (sample_tokens 0)"),
         (["--min-lr-fraction", 2], "min_lr_fraction=2.0 is not allowed; choose a number from 0 to 1"),
         (["--dropout", 1], "dropout=1.0 is not allowed"),
         (["--beta2", 1], "beta2=1.0 is not allowed"),

@@ -82,6 +82,18 @@ def test_a_job_that_diverged_counts_where_its_loss_was_finite() -> None:
         assert rows(records)["SMAttn"]["recall"].mean == 0.55
 
 
+def test_trainings_that_diverged_are_told_below_the_table() -> None:
+    told = "Training diverged, in some runs, of FEM-SM; what they reached before that counts."
+    diverged = record("FEM-SM", diverged="the loss is nan at step 2")
+    assert told in tabulate([record(), diverged], "validation").notes
+    assert not any("diverged" in note for note in tabulate([record(diverged=None)], "validation").notes)
+
+
+def test_without_some_tasks_there_is_no_average_and_nothing_is_called_unfinished() -> None:
+    found = entries([record(), record(task="compression")])
+    assert (found["SMAttn", "Avg"].value, found["SMAttn", "Avg"].missing) == ("", "")
+
+
 def test_a_task_is_the_mean_of_its_settings_and_a_model_of_its_tasks() -> None:
     """The full protocol, with accuracies that say which setting they are of."""
     records = [

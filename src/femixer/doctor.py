@@ -79,6 +79,8 @@ def main(args: Sequence[str]) -> int:
     names = [operator.name for operator in operators]
     for name in options.operators:
         check_option(name in names, "operators", name, f"one of {', '.join(names)}")
+    check_option(options.compile or not options.targets, "targets", options.targets, "--compile with it")
+    check_option(not (options.compile and options.warm), "warm", True, "either --warm or --compile")
     chosen = [operator for operator in operators if operator.name in (options.operators or names)]
     dispatch.check(dispatch.asked(), dispatch.VARIABLE)
     for line in surroundings():
@@ -281,7 +283,12 @@ def compile_kernels(options: Options) -> int:
     targets = options.targets or TARGETS
     memory = gpu_compile.Memory(memory_path())
     uses = list(gpu_compile.uses())
-    pairs = [(each, target) for target in targets for each in gpu_compile.wanted(target, uses, options.operators)]
+    with counting(len(targets) * len(uses), "layers looked at for their kernels") as told:
+        pairs = [
+            (source, target)
+            for target in targets
+            for source in gpu_compile.wanted(target, uses, options.operators, lambda: told(1))
+        ]
     known = [result for pair in pairs if (result := memory.find(*pair)) is not None]
     done = {(result.source, result.target) for result in known}
     left = [pair for pair in pairs if pair not in done]

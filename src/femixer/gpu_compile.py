@@ -93,7 +93,9 @@ def launches(use: Use) -> list[Launch]:
     return found
 
 
-def wanted(target: str, chosen: Sequence[Use], operators: Sequence[str] = ()) -> list[Source]:
+def wanted(
+    target: str, chosen: Sequence[Use], operators: Sequence[str] = (), advance: Callable[[], None] = lambda: None
+) -> list[Source]:
     """What is to be compiled for a target, each source once; operators: only theirs, if any are named."""
     found: dict[Source, None] = {}
     with aimed_at(target):
@@ -101,6 +103,7 @@ def wanted(target: str, chosen: Sequence[Use], operators: Sequence[str] = ()) ->
             for source in sources(launches(use)):
                 if use.head_width == HEAD_WIDTHS[0] or source.operator in GROWING:
                     found[source] = None
+            advance()
     forms: dict[Source, Source] = {}
     for source in found:
         if not operators or source.operator in operators:

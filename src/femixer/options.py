@@ -128,6 +128,7 @@ class Rule(NamedTuple):
 COUNT = Rule("a whole number above 0", lambda x: x > 0)
 WHOLE = Rule("a whole number of at least 0", lambda x: x >= 0)
 POSITIVE = Rule("a number above 0", lambda x: 0 < x < math.inf)
+RATE = Rule("a number above 0 that float32 holds", lambda x: 0 < x < 1e38)
 NOT_NEGATIVE = Rule("a number of at least 0", lambda x: 0 <= x < math.inf)
 SHARE = Rule("a number from 0 to 1", lambda x: 0 <= x <= 1)
 BELOW_ONE = Rule("a number from 0 to below 1", lambda x: 0 <= x < 1)
@@ -136,6 +137,7 @@ BELOW_ONE = Rule("a number from 0 to below 1", lambda x: 0 <= x < 1)
 Count = Annotated[int, COUNT]
 Whole = Annotated[int, WHOLE]
 Positive = Annotated[float, POSITIVE]
+Rate = Annotated[float, RATE]
 NotNegative = Annotated[float, NOT_NEGATIVE]
 Share = Annotated[float, SHARE]
 BelowOne = Annotated[float, BELOW_ONE]

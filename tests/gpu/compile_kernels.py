@@ -41,19 +41,26 @@ def spilling() -> dict[str, object]:
 def kernels(target: str, layers: list[str]) -> dict[str, object]:
     """Each kernel of some layers, "prior:type", once per type: in the form that comes first."""
     found: dict[tuple[str, str], Any] = {}
+    looked: list[str] = []
     for layer in layers:
         prior, _, dtype = layer.rpartition(":")
         chosen = gpu_compile.uses(
             [parse_prior(prior)], [getattr(torch, dtype)], head_widths=(64,), modes=((True, False),)
         )
-        for source in gpu_compile.wanted(target, list(chosen)):
+        for source in gpu_compile.wanted(target, list(chosen), advance=lambda: looked.append("")):
             found.setdefault((source.label, dtype), source)
     results = gpu_compile.compile_all([(source, target) for source in dict.fromkeys(found.values())], workers=1)
     lines = list(gpu_compile.table(results, [target]))
     own, others = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     seconds = own.ru_utime + own.ru_stime + others.ru_utime + others.ru_stime
     labels = sorted({r.source.label for r in results})
-    return {"labels": labels, "lines": lines, "count": len(results), "seconds": round(seconds, 1)}
+    return {
+        "labels": labels,
+        "lines": lines,
+        "count": len(results),
+        "looked": len(looked),
+        "seconds": round(seconds, 1),
+    }
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ OPERATORS |= {"rotary_angles", "softmax", "softmax_step", "softplus", "state_spa
 def test_kernels_of_layers_compile_without_spills(target: str, tmp_path: Path) -> None:
     found = run(tmp_path, target, *map(":".join, zip(PRIORS, TYPES[target], strict=True)))
     assert [line for line in found["lines"] if line.startswith("wrong")] == []
+    assert found["looked"] == len(PRIORS)
     labels = [label for label in found["labels"] if not label.startswith("kernels.")]
     assert {label.partition(".")[0] for label in labels} == OPERATORS
     assert len(labels) >= KERNELS - 1

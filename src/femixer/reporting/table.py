@@ -155,7 +155,7 @@ class Score:
         """What is finished, where that is not all; nothing where nothing is."""
         if self.scores:
             return "" if self.complete else f"{len(self.scores)} of {self.seeds} seeds"
-        return f"{self.jobs} of {self.expected} jobs" if self.jobs else ""
+        return f"{self.jobs} of {self.expected} jobs" if 0 < self.jobs < self.expected else ""
 
     def cell(
         self,

@@ -18,7 +18,7 @@ from torch.nn import functional
 from femixer.gates import inverse_temperature
 from femixer.kernels.softmax import softmax_read
 from femixer.optional import require
-from femixer.options import Count, NotNegative, Positive, check, check_options, parse
+from femixer.options import Count, NotNegative, Positive, Rate, check, check_options, parse
 from femixer.reporting import Table, as_markdown
 from femixer.reporting.figures import figure, looks, plain_log, quiet
 from femixer.training import Fit, Part, Results, RunOptions, TrainOptions, adamw, generator, show_table, train
@@ -42,7 +42,7 @@ class Experiment:
     """How far the winning value stands above the others."""
     noise: Positive = 0.05
     """Standard deviation of the values."""
-    lr: Positive = 0.03
+    lr: Rate = 0.03
     """Learning rate of AdamW."""
     weight_decay: NotNegative = 0.01
     """Weight decay of the projection matrices; biases and temperatures have none."""

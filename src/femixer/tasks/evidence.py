@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from femixer.models.named import NAMED
-from femixer.options import check, parse
+from femixer.options import check, check_different, parse
 from femixer.reporting import Cell, Column, Group, Row, Score, Table, difference
 from femixer.reporting.table import Difference
 from femixer.tasks.runner import report
@@ -128,15 +128,18 @@ class Evidence:
 def main(args: Sequence[str]) -> int:
     command = parse(Evidence, args, "evidence")
     check_no_run(command.out)
-    pairs: list[Pair] = []
-    for text in command.pairs:
-        better, _, worse = text.partition(":")
-        allowed = f"two of {', '.join(NAMED)} with a colon between them"
-        check({better, worse} <= {*NAMED}, "pairs", text, allowed)
-        pairs.append((better, worse))
-    check(len(pairs) > 0, "pairs", "nothing", "at least one pair, as in FEM-SM:SMAttn")
+    check_different(command, "pairs")
+    pairs = [pair_of(text) for text in command.pairs]
     report(command.out, [tabulate(load(command.results), pairs)])
     return 0
+
+
+def pair_of(text: str) -> Pair:
+    better, _, worse = text.partition(":")
+    for name in (better, worse):
+        check(name in NAMED, "pairs", text, f"two of {', '.join(NAMED)} with a colon between them")
+    check(better != worse, "pairs", text, "two different models")
+    return better, worse
 
 
 def load(paths: Sequence[Path]) -> dict[str, list[Record]]:

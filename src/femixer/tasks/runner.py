@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -54,14 +54,14 @@ def over_seeds(records: Sequence[Record]) -> str:
     return f"mean ± standard error over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
 
 
-def usual_notes(records: Sequence[Record], tables: Sequence[Table]) -> list[str]:
+def usual_notes(records: Sequence[Record], rows: Iterable[Iterable[object]]) -> list[str]:
     """What a reader must know of any table where it applies: unfinished jobs, and trainings that diverged."""
     text = []
-    if any(isinstance(each, Cell) and each.missing for table in tables for row in table.rows for each in row):
+    if any(isinstance(each, Cell) and each.missing for row in rows for each in row):
         text.append("In brackets: what is finished, where that is not all. Such values are never bold.")
-    diverged = sorted({record["model"] for record in records if record["diverged"]})
+    diverged = sorted({record["model"] for record in records if record.get("diverged")})
     if diverged:
-        text.append(f"Training diverged, in some runs, of {', '.join(diverged)}; the best weights before that count.")
+        text.append(f"Training diverged, in some runs, of {', '.join(diverged)}; what they reached before that counts.")
     return text
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from femixer.optional import require
-from femixer.options import Count, Positive, check, check_options, check_positive
+from femixer.options import RATE, Count, Positive, check, check_options, check_positive
 from femixer.training import atomic, checkpoint, distributed
 from femixer.training.checkpoint import Position
 from femixer.training.distributed import Interrupted, Part, stop_requests
@@ -38,7 +38,7 @@ def adamw(
     matrix: tied or not, the same rule holds for both. fused: one call for all parameters, which models so small that
     calls cost more than numbers should have (2.7 against 0.6 ms for 30 matrices of 64 x 64); None is torch's choice.
     """
-    check(0 < learning_rate < 1e38, "learning_rate", learning_rate, "a float32 number above 0")
+    check(RATE.fits(learning_rate), "learning_rate", learning_rate, RATE.allowed)
     check(weight_decay >= 0, "weight_decay", weight_decay, "a number of at least 0")
     check(all(0 <= beta < 1 for beta in betas), "betas", betas, "two numbers from 0 to below 1")
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -9,7 +9,7 @@ import torch
 from femixer.models.config import plain_refusals
 from femixer.models.forecast import ForecastConfig, Forecaster, build
 from femixer.models.named import NAMED, Fields, Mixing, Rivals, parameters_of, sizes_of
-from femixer.options import Count, NotNegative, Positive, Rule, check, check_all, check_options, given
+from femixer.options import Count, NotNegative, Rate, Rule, check, check_all, check_options, given
 from femixer.tasks.forecast.data import KNOWN, Series, default_lookback
 from femixer.tasks.forecast.data.files import frequency_of, season_of
 from femixer.tasks.forecast.data.windows import Held, Scaling, places_of, scaling_of, section_ends
@@ -40,7 +40,7 @@ class Training:
     """Epochs without a better validation MSE after which training ends."""
     batch: Count = 32
     """Windows of a training step."""
-    lr: Positive = 6e-4
+    lr: Rate = 6e-4
     """Largest learning rate, after a twentieth of all epochs; it rises and falls linearly."""
     weight_decay: NotNegative = 0.1
     """Weight decay of matrices (AdamW)."""
@@ -67,8 +67,8 @@ class Sizes:
     rivals: Rivals = field(default_factory=Rivals)
 
     def validate(self, models: Sequence[str]) -> None:
-        """A ValueError if sizes are given and none of the models takes any."""
-        takes = any(MODELS[name]["kind"] == "fem" for name in models if name in MODELS)
+        """A ValueError if sizes are given and none of the models takes any; `specified` says which are unknown."""
+        takes = any(name not in MODELS or MODELS[name]["kind"] == "fem" for name in models)
         published = Rule(f"None: {', '.join(models)} has the sizes that were published", lambda given: takes)
         check_all(self, published, "width", "layers", "heads", "dropout")
         rows = [MODELS[name] for name in models if name in MODELS and MODELS[name]["kind"] == "fem"]

@@ -172,7 +172,7 @@ def legend(records: Sequence[Record], shown: Table, tuned: Sequence[str]) -> lis
             "In parentheses: the paper's MSE where rows are means over all four horizons, and single horizons as the "
             "models' own papers give them (PatchTST at look-back 512, DLinear 336, iTransformer 96)."
         )
-    text += usual_notes(records, [shown])
+    text += usual_notes(records, shown.rows)
     settings = {(record["model"], setting(record, tuned)) for record in records}
     if len(settings) > len({model for model, _ in settings}):
         *names, last = (NAMES[name] for name in tuned)

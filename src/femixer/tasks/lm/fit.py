@@ -17,7 +17,7 @@ from femixer.models import Card, FEMForCausalLM, preset
 from femixer.models.files import without_bars
 from femixer.models.named import parameter_count
 from femixer.optional import require
-from femixer.options import BelowOne, Count, NotNegative, Positive, Share, Whole, as_typed, check, check_options
+from femixer.options import BelowOne, Count, NotNegative, Positive, Rate, Share, Whole, as_typed, check, check_options
 from femixer.parallel import own_tokens, parallelize, summed_over_cut
 from femixer.reporting import Column, Table, as_markdown
 from femixer.reporting.figures import BLUE, figure, plain_log, quiet
@@ -112,7 +112,7 @@ class Experiment:
     """Batches to train on, by default 1000."""
     tokens: Count | None = None
     """Tokens to train on, instead of --steps."""
-    lr: Positive = 2e-3
+    lr: Rate = 2e-3
     """Largest learning rate; it rises linearly, then falls like a cosine."""
     min_lr_fraction: Share = 0.1
     """Share of the largest learning rate that is left at the end."""
@@ -146,6 +146,8 @@ class Experiment:
             steps, tokens = getattr(self, name + "steps"), getattr(self, name + "tokens")
             either = f"either {name}steps or {name}tokens ({tokens}), and None for the other"
             check(steps is None or tokens is None, name + "steps", steps, either)
+        enough = self.length > 1 or self.sample_tokens == 0
+        check(enough, "context", self.length, "at least 2, or no samples (sample_tokens 0)")
         name = "warmup_steps" if self.warmup_tokens is None else "warmup_tokens"
         check(0 <= self.warmup <= self.count, name, getattr(self, name), f"at most the run's {self.duration}")
         parameter_count(self.model.config(self.length))  # its layers say themselves what they cannot be

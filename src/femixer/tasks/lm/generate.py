@@ -361,6 +361,8 @@ def generate(
     sampling.validate()
     prompt = Prompt.of(prompt) if isinstance(prompt, str) else prompt
     check_positions(model, sampling.max_tokens, "max_tokens", sampling.max_tokens)
+    most = model.config.vocab_size  # the first new token has no more candidates
+    check(sampling.beams <= most, "beams", sampling.beams, f"at most {most}, the model's vocabulary")
     stream = TextStream(tokenizer, show)
     config = sampling.config(model, tokenizer)
     _warm_up(model, config)

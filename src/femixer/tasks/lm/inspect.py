@@ -125,13 +125,13 @@ def parts_of(model: nn.Module) -> list[str]:
 def loss(model: Any, tokens: Sequence[int], length: int) -> float:
     """Mean cross entropy in nats per token of a text, read in stretches of `length` tokens."""
     total, count = 0.0, 0
-    for start in range(0, len(tokens) - 1, length):
-        ids = torch.tensor([tokens[start : start + length + 1]], device=model.device)
-        if ids.shape[1] < 2:
-            break
-        logits = model(ids[:, :-1], use_cache=False).logits.double()
-        total += float(nn.functional.cross_entropy(logits[0], ids[0, 1:], reduction="sum"))
-        count += ids.shape[1] - 1
+    with counting(len(tokens) - 1, "tokens of the text") as told:
+        for start in range(0, len(tokens) - 1, length):
+            ids = torch.tensor([tokens[start : start + length + 1]], device=model.device)
+            logits = model(ids[:, :-1], use_cache=False).logits.double()
+            total += float(nn.functional.cross_entropy(logits[0], ids[0, 1:], reduction="sum"))
+            count += ids.shape[1] - 1
+            told(ids.shape[1] - 1)
     return total / count
 
 

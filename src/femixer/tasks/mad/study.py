@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from femixer.gates import raw_temperature
 from femixer.mixer import GATES, FreeEnergyMixer
 from femixer.models.named import baseline, fem
-from femixer.options import Count, Positive, check_different
+from femixer.options import Count, Rate, check_different
 from femixer.projection import Projection
 from femixer.reporting import Column, Group, Score, Table
 from femixer.tasks.mad.data import IGNORE
@@ -291,7 +291,7 @@ class Experiment(Seeds):
     """Tasks, in the setting of the protocol lite."""
     seeds: Count = 5
     """Number of seeds, counted up from --seed; each has other data and initial weights."""
-    lr: Positive = 2e-3
+    lr: Rate = 2e-3
     """Learning rate."""
     steps: Count = 4000
     """Training steps, unless it has learned before: two evaluations in a row above 0.95."""

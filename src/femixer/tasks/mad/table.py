@@ -22,7 +22,7 @@ from femixer.reporting import Cell, Column, Group, Score, Table, marked_columns,
 from femixer.reporting.figures import figure, quiet
 from femixer.tasks.mad.data import TASKS
 from femixer.tasks.mad.protocol import PROTOCOLS
-from femixer.tasks.runner import Tabulate, note_of_priors, over_seeds
+from femixer.tasks.runner import Tabulate, note_of_priors, over_seeds, usual_notes
 from femixer.training.results import Record
 from femixer.training.store import as_text, distinct, same
 
@@ -233,8 +233,7 @@ def legend(records: Sequence[Record], select: str, models: Mapping[str, Sequence
         f"In parentheses: the paper's figures{other}.",
         f"Selected on the {select} split: of each job the evaluation of lowest loss{best}.",
     ]
-    if any(each.missing for line in models.values() for each in line):
-        text.append("In brackets: what is finished, where that is not all. Such values are never bold.")
+    text += usual_notes(records, models.values())
     text += [sentence for name, sentence in MISPRINTS.items() if name in models]
     return text + note_of_priors(models)
 

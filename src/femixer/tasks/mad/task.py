@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from femixer.models.named import NAMED, Mixing, Rivals, parameters_of
-from femixer.options import Count, check, check_different, check_options, given
+from femixer.options import Count, Rate, check, check_different, check_options, given
 from femixer.reporting import Table
 from femixer.tasks.mad.data import TASKS, sample
 from femixer.tasks.mad.fit import MadJob
@@ -33,7 +33,7 @@ class Experiment(Seeds):
     protocol: str = "lite"
     """lite, for a CPU; small, longer and with three learning rates to choose from;
     baseline, the original's six default settings; full, its 66 settings."""
-    lr: tuple[float, ...] | None = None
+    lr: tuple[Rate, ...] | None = None
     """Learning rates, instead of the protocol's."""
     weight_decay: tuple[float, ...] | None = None
     """Weight decays, instead of the protocol's."""
@@ -58,7 +58,7 @@ class Experiment(Seeds):
         check_different(self, "tasks", TASKS)
         check(self.protocol in PROTOCOLS, "protocol", self.protocol, f"one of {', '.join(PROTOCOLS)}")
         check_options(self)
-        check(self.lr is None or (len(self.lr) > 0 and min(self.lr) > 0), "lr", self.lr, "numbers above 0")
+        check(self.lr != (), "lr", (), "at least one")
         decay = self.weight_decay
         check(decay is None or (len(decay) > 0 and min(decay) >= 0), "weight_decay", decay, "numbers of at least 0")
         self.mixing.validate(*(NAMED[model] for model in self.models))

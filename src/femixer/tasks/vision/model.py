@@ -12,7 +12,7 @@ from femixer.models import FEMForImageClassification, FEMVisionConfig, preset
 from femixer.models.config import plain_refusals
 from femixer.models.files import without_bars
 from femixer.models.named import NAMED, VISION_PRESETS, Mixing, Rivals, parameter_count, sizes_of
-from femixer.options import BelowOne, Count, NotNegative, Positive, Share, check, check_options, given
+from femixer.options import BelowOne, Count, NotNegative, Positive, Rate, Share, check, check_options, given
 from femixer.tasks.vision.data import PREPARATION, DataSet, Preparation
 from femixer.tasks.vision.data.augmentation import Augmentation, Seen
 from femixer.training.results import MODEL, new_model
@@ -34,7 +34,7 @@ class Training:
     """Epochs in which the learning rate rises linearly; then it falls like half a cosine."""
     batch: Count = 64
     """Images of a training step, over all processes and accumulated pieces."""
-    lr: Positive = 1e-3
+    lr: Rate = 1e-3
     """Largest learning rate."""
     min_lr_fraction: Share = 0.01
     """Share of the largest learning rate that is left at the end."""

@@ -114,7 +114,7 @@ def legend(records: Sequence[Record], tables: Sequence[Table]) -> list[str]:
     ]
     if any(isinstance(each, Cell) and each.paper for table in tables for row in table.rows for each in row):
         text.append(f"In parentheses: the paper's top-1 accuracy for {' and '.join(TOP1)}.")
-    text += usual_notes(records, tables)
+    text += usual_notes(records, (row for table in tables for row in table.rows))
     for table in tables:
         counts = [int(str(row[2]).replace(",", "")) for row in table.rows]
         if len(counts) > 1:

@@ -288,7 +288,8 @@ def counted(series: Series, lookback: int, horizon: int, held: Held | None = Non
             raise ValueError(f"{series.name} has {len(series.values)} rows, too few for a {split} split")
         rows = f"{series.name} has {end - begin} rows in its {split} split"
         first = lookback if split == "train" else begin
-        check(horizon <= end - begin, "horizon", horizon, f"at most {end - begin}: {rows}")
+        most = end - begin - (split == "train")  # a window of the first rows has at least one before it
+        check(horizon <= most, "horizon", horizon, f"at most {most}: {rows}")
         check(first + horizon <= end, "lookback", lookback, f"at most {end - horizon} with horizon {horizon}: {rows}")
         ranges[split] = (first, end - first - horizon + 1)
         if held is not None and split == "test":
