@@ -9,6 +9,7 @@ import pytest
 from femixer.cli import main
 from femixer.reporting.table import Difference, student
 from femixer.tasks.evidence import load, tabulate
+from femixer.tasks.lm.runs import draw_curves
 
 
 def test_interval_by_hand() -> None:
@@ -133,6 +134,17 @@ def test_curves_are_of_recorded_runs(tmp_path, capsys) -> None:
     assert "SMAttn" not in capsys.readouterr().out
     assert main([*command, str(tmp_path / "a"), "--models", "AFT"]) == 2
     assert "models='AFT' is not allowed; choose some of FEM-SM; SMAttn" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [8, 9])
+def test_the_names_of_many_curves_do_not_cover_them(count: int) -> None:
+    run = {"curve": [[0, 5.0], [1, 3.0], [2, 2.0]]}
+    drawing = draw_curves({"a text": {f"model {number}": {0: run} for number in range(count)}})
+    drawing.draw_without_rendering()
+    (axes,) = drawing.axes
+    (legend,) = [axes.get_legend()] if count == 8 else drawing.legends
+    assert len(legend.get_texts()) == count
+    assert legend.get_window_extent().overlaps(axes.get_window_extent()) == (count == 8)
 
 
 def test_any_two_models_can_be_compared(tmp_path, capsys) -> None:

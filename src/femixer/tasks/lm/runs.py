@@ -126,18 +126,28 @@ def curves_table(runs: Runs) -> Table:
     return Table.of(("model", *runs), rows, note)
 
 
+MOST_INSIDE = 8
+"""Models that a panel has room to name; more would cover its curves."""
+
+
 def draw_curves(runs: Runs) -> Any:
     """A panel per text; the first evaluation, of untrained models, is left out."""
     drawing = figure(1.5 + 4.5 * len(runs), 4.4)
     styles = looks([*dict.fromkeys(model for by_model in runs.values() for model in by_model)])
-    for axes, (text, by_model) in zip(drawing.subplots(1, len(runs), squeeze=False)[0], runs.items(), strict=True):
+    panels = drawing.subplots(1, len(runs), squeeze=False)[0]
+    for axes, (text, by_model) in zip(panels, runs.items(), strict=True):
         for model, by_seed in by_model.items():
             curves = np.array([record["curve"][1:] for record in by_seed.values()], dtype=float)
             banded(axes, curves[0, :, 0], curves[:, :, 1], {**styles[model], "marker": ""})
         axes.set(xlabel="steps", ylabel="validation loss (nats per token)", yscale="log", title=text)
         plain_log(axes.yaxis, (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8))
         quiet(axes)
-        axes.legend(frameon=False, fontsize=8)
+    if len(styles) > MOST_INSIDE:
+        lines = {line.get_label(): line for axes in panels for line in axes.get_lines()}
+        drawing.legend(handles=[*lines.values()], loc="outside right upper", frameon=False, fontsize=8)
+    else:
+        for axes in panels:
+            axes.legend(frameon=False, fontsize=8)
     return drawing
 
 

@@ -147,8 +147,8 @@ def optimizer_of(model: nn.Module, variant: Variant, lr: float, weight_decay: fl
             own |= {part: {"lr": lr * variant.conditioner, "weight_decay": weight_decay} for part in parts}
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if p not in own]
-    for parameter, options in own.items():
-        optimizer.add_param_group({"params": [parameter], **options})
+    for p, options in own.items():
+        optimizer.add_param_group({"params": [p], **options})
     if variant.rate != 1:
         rows = [each for m in mixers(model) for each in columns(m.value_proj.linear.weight, m.value_proj, *GATES)]
         hurry(optimizer, rows, variant.rate)
