@@ -68,6 +68,7 @@ def test_a_recipe_gives_defaults_that_other_options_change(tmp_path):
         ("names: [[a], b]", r"names=\[\['a'\], 'b'\] is not allowed; choose \[STR"),
         ("kind: [one, two]", r"kind=\['one', 'two'\] is not allowed; choose {one,two}"),
         ("betas: [0.5]", r"betas=\['0.5'\] is not allowed; choose FLOAT FLOAT"),
+        ("names: {a: b}", r"names=.* is not allowed; choose \[STR"),
         ("options: 3", r"options='3' is not allowed; choose \[STR INT"),
         ("- lr", "expected `option: value` on each line"),
         ("lr: [", "not YAML"),

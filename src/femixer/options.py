@@ -324,6 +324,11 @@ def _replaced(options: Any, values: Mapping[str, Any]) -> Any:
     return dataclasses.replace(options, **inner, **own)
 
 
+def takes_mapping(kind: Any) -> bool:
+    """Whether a type is that of a mapping, or has one in it, as `dict[str, int] | None`."""
+    return any(each in (dict, Mapping) for each in (kind, get_origin(kind))) or any(map(takes_mapping, get_args(kind)))
+
+
 def _convert(path: Path, name: str, value: Any, kind: Any) -> Any:
     """A value of YAML as the command line would read it: `true`, `null`, one word, or a list or mapping of words."""
     constructors = require("tyro.constructors", "cli")
@@ -332,6 +337,8 @@ def _convert(path: Path, name: str, value: Any, kind: Any) -> Any:
     allowed = spec.metavar if isinstance(spec.metavar, str) else " ".join(spec.metavar)
     refused = Damaged(f"{path}: {name}={shown(value)} is not allowed; choose {allowed}, as in --help")
     if not all(isinstance(member, str) and member for member in members) or spec.nargs not in ("*", len(members)):
+        raise refused
+    if isinstance(value, dict) and not takes_mapping(kind):
         raise refused
     words = [_NAMED[word] if _NAMED.get(word, "-") in allowed else word for word in members]
     if spec.choices is not None and not {*words} <= {*spec.choices}:
