@@ -140,6 +140,8 @@ def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("error: operators='sofmax' is not allowed; choose one of ")
     assert main(["doctor", "--operators", "rms_norm", "--targets", "sm_90"]) == 2
     assert capsys.readouterr().err == "error: targets=('sm_90',) is not allowed; choose --compile with it\n"
+    assert main(["doctor", "--known", "compiled.jsonl"]) == 2
+    assert capsys.readouterr().err.endswith("is not allowed; choose --compile with it\n")
     assert main(["doctor", "--warm", "--compile", "--operators", "rms_norm"]) == 2
     assert capsys.readouterr().err == "error: warm=True is not allowed; choose either --warm or --compile\n"
     done = python("-m", "femixer", "doctor", FEMIXER_BACKEND="nmba")

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,8 @@ class Options:
     The exit code is 1 if a kernel spills or takes too much shared memory."""
     targets: tuple[str, ...] = ()
     """With --compile: for these GPUs only, e.g. sm_90 or gfx942."""
+    known: Path | None = None
+    """With --compile: the file that keeps what was compiled (default: one beside Triton's cache)."""
 
 
 class Column(NamedTuple):
@@ -79,7 +82,8 @@ def main(args: Sequence[str]) -> int:
     names = [operator.name for operator in operators]
     for name in options.operators:
         check_option(name in names, "operators", name, f"one of {', '.join(names)}")
-    check_option(options.compile or not options.targets, "targets", options.targets, "--compile with it")
+    for name, given in (("targets", options.targets), ("known", options.known)):
+        check_option(options.compile or not given, name, given, "--compile with it")
     check_option(not (options.compile and options.warm), "warm", True, "either --warm or --compile")
     chosen = [operator for operator in operators if operator.name in (options.operators or names)]
     dispatch.check(dispatch.asked(), dispatch.VARIABLE)
@@ -281,7 +285,7 @@ def compile_kernels(options: Options) -> int:
     for target in options.targets:
         check_option(target in TARGETS, "targets", target, f"one of {', '.join(TARGETS)}")
     targets = options.targets or TARGETS
-    memory = gpu_compile.Memory(memory_path())
+    memory = gpu_compile.Memory(options.known or memory_path())
     uses = list(gpu_compile.uses())
     with counting(len(targets) * len(uses), "layers looked at for their kernels") as told:
         pairs = [

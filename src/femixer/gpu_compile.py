@@ -13,7 +13,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,11 +131,15 @@ class Memory:
 
     def __init__(self, path: Path) -> None:
         self.path, self.known = path, dict[str, Usage]()
-        with suppress(FileNotFoundError):
-            for line in path.read_text().splitlines():
-                with suppress(ValueError):  # the last line of what was stopped while it wrote
-                    digest, *usage = json.loads(line)
-                    self.known[digest] = Usage(*usage)
+        lines = path.read_text().splitlines() if path.exists() else []
+        for number, line in enumerate(lines, 1):
+            try:
+                digest, registers, spills, shared, *_ = json.loads(line)
+            except (ValueError, TypeError):
+                if number == 1:  # others may be of runs that were stopped while they wrote
+                    raise ValueError(f"known={str(path)!r} is not a file of compiled kernels") from None
+            else:
+                self.known[digest] = Usage(registers, spills, shared)
 
     def find(self, source: Source, target: str) -> Result | None:
         """What did not compile, or spilled, is tried again."""
@@ -146,7 +150,8 @@ class Memory:
         if result.usage is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:
-                file.write(json.dumps([_digest(result.source, result.target), *result.usage]) + "\n")
+                where = result.target, result.source.label  # for people
+                file.write(json.dumps([_digest(result.source, result.target), *result.usage, *where]) + "\n")
 
 
 def _digest(source: Source, target: str) -> str:

@@ -85,6 +85,29 @@ def test_what_is_too_much_depends_on_the_family() -> None:
     assert usage._replace(spills=8).problem("sm_120") == "spills 8 bytes"
 
 
+def test_what_was_compiled_is_kept_in_a_file_of_choice(tmp_path: Path) -> None:
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    variables["TRITON_CACHE_DIR"] = str(tmp_path / "triton")
+    known = tmp_path / "compiled.jsonl"
+    command = [sys.executable, "-m", "femixer", "doctor", "--compile", "--targets", "sm_90", "--operators", "softplus"]
+    command += ["--known", str(known)]
+
+    def told() -> str:
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600)
+        return done.stdout + done.stderr
+
+    assert ", 0 of them compiled before" in told()
+    lines = known.read_text().splitlines()
+    assert {json.loads(line)[-2] for line in lines} == {"sm_90"}
+    assert all(json.loads(line)[-1].startswith("softplus.") for line in lines)
+    with known.open("a") as file:
+        file.write('["cut of')  # by a run that was stopped
+    assert f"{len(lines)} kernels, {len(lines)} of them compiled before" in told()
+    known.write_text("# Not of this kind\n\n")
+    assert "is not a file of compiled kernels" in told()
+    assert known.read_text() == "# Not of this kind\n\n"
+
+
 def test_what_is_interpreted_is_not_compiled(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--compile"]) == 2
     assert "compile=True cannot be done: TRITON_INTERPRET=1 is set" in capsys.readouterr().err
