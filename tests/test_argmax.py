@@ -242,7 +242,7 @@ def test_paper_is_a_set_of_defaults_that_other_options_change(tmp_path):
     ("options", "message"),
     [
         ("--steps 0", "steps=0 is not allowed; choose a whole number above 0"),
-        ("--lr -1", "lr=-1.0 is not allowed; choose a number above 0"),
+        ("--lr -1", "lr=-1.0 is not allowed; choose a number above 0 that float32 holds"),
         ("--heads 7", "heads=7 is not allowed; choose a divisor of channels=128"),
         ("--length 1", "length=1 is not allowed; choose a whole number above 1"),
         ("--fixed-data 63", "fixed_data=63 is not allowed; choose a whole number of at least batch=64"),

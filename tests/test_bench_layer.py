@@ -138,8 +138,8 @@ class Running(Prior):
 
     queries_and_keys = False
 
-    def __init__(self, *args: object, causal: bool, decay: str = "head", **made: object) -> None:
-        super().__init__(*args, causal=causal, **made)  # type: ignore[arg-type]
+    def __init__(self, *args: object, causal: bool, decay: str = "head", **factory_kwargs: object) -> None:
+        super().__init__(*args, causal=causal, **factory_kwargs)  # type: ignore[arg-type]
         self.decay = torch.nn.Parameter(torch.zeros(5))
 
     def columns(self) -> dict[str, Columns]:

@@ -74,7 +74,7 @@ def test_the_loss_of_a_long_text_shows_how_far_it_is(
     tokens = torch.randint(17, (24,))
     monkeypatch.setattr(journal, "SECONDS_BETWEEN_LINES", 0.0)
     found = loss(model, tokens.tolist(), 7)
-    assert "21 of 23 tokens of the text" in capsys.readouterr().err
+    assert "21/23 tokens of the text" in capsys.readouterr().err
     pieces = [(tokens[start : start + 7], tokens[start + 1 : start + 8]) for start in (0, 7, 14, 21)]
     with torch.no_grad():
         own = [torch.log_softmax(model(x[: len(y)][None]).logits[0].double(), -1)[range(len(y)), y] for x, y in pieces]

@@ -132,7 +132,7 @@ def test_the_lowest_versions_are_those_that_are_declared() -> None:
 MODEL = """
 import torch, femixer.models
 from transformers import AutoModelForCausalLM
-config = femixer.models.FEMConfig(vocab_size=11, hidden_size=16, num_hidden_layers=1, num_heads=2)
+config = femixer.models.FEMConfig(vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
 model = femixer.models.FEMForCausalLM(config)
 model.save_pretrained("model")
 again = AutoModelForCausalLM.from_pretrained("model")

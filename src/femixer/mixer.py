@@ -120,8 +120,8 @@ class FreeEnergyMixer(MixerLayer):
         widths = solve_widths(dim, heads, kv_heads, gates, budget, value_dim, bool(rope), own)
         self.kv_heads, self.widths = kv_heads, widths
         self.parts, self.prior_name = "".join(p for p in PARTS if p in parts), prior
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.prior: Prior = build_prior(prior, heads, kv_heads, widths, causal, options, made)
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.prior: Prior = build_prior(prior, heads, kv_heads, widths, causal, options, factory_kwargs)
         self._reads_on = causal and self.prior.reads_on
         self.start, self.readout, self.temperature = start, readout, temperature
         if start == "prior" and not self.prior.normalize and "L" in parts and "T" not in parts:
@@ -136,18 +136,18 @@ class FreeEnergyMixer(MixerLayer):
         if "C" in parts:
             # d / 16, but at most what the softmax prior gets: the conditioner stays below 2 % of a model.
             context = max(4, min(heads * widths.value // 16, dim // 32))
-            self.conditioner = TimeDecayConditioner(dim, context, causal, **made)
+            self.conditioner = TimeDecayConditioner(dim, context, causal, **factory_kwargs)
         columns = self.prior.columns()
-        self.prior_proj = Projection(dim, columns, bias, context, **made) if columns else None
-        self.value_proj = Projection(dim, value_columns, bias, context, **made)
-        self.out_proj = starting(nn.Linear(heads * widths.value, dim, bias=bias, **made))
+        self.prior_proj = Projection(dim, columns, bias, context, **factory_kwargs) if columns else None
+        self.value_proj = Projection(dim, value_columns, bias, context, **factory_kwargs)
+        self.out_proj = starting(nn.Linear(heads * widths.value, dim, bias=bias, **factory_kwargs))
         temperatures = 1 if kind.one_temperature else widths.value
         self.raw_beta: nn.Parameter | None = None
         if "L" in parts and temperature == "learned":
-            self.raw_beta = nn.Parameter(torch.empty(kv_heads, temperatures, **made))
+            self.raw_beta = nn.Parameter(torch.empty(kv_heads, temperatures, **factory_kwargs))
         self.lam_odds: nn.Parameter | None = None
         if "T" in parts and start == "prior":
-            self.lam_odds = nn.Parameter(torch.empty(heads, widths.value, **made))
+            self.lam_odds = nn.Parameter(torch.empty(heads, widths.value, **factory_kwargs))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -59,12 +59,14 @@ class TimmAttention(nn.Module):
         check(dim_out in (None, dim), "dim_out", dim_out, f"None or dim={dim}")
         for name, given in (("qk_norm", qk_norm), ("scale_norm", scale_norm)):
             check(not given, name, given, "False: FEM has no such norm")
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         self.mixer = FreeEnergyMixer(
-            dim, num_heads, causal=False, bias=qkv_bias, dropout=attn_drop, **self.options, **made
+            dim, num_heads, causal=False, bias=qkv_bias, dropout=attn_drop, **self.options, **factory_kwargs
         )
         if proj_bias != qkv_bias:
-            self.mixer.out_proj = starting(nn.Linear(self.mixer.out_proj.in_features, dim, bias=proj_bias, **made))
+            self.mixer.out_proj = starting(
+                nn.Linear(self.mixer.out_proj.in_features, dim, bias=proj_bias, **factory_kwargs)
+            )
             self.mixer.reset_parameters()
         self.proj_drop = nn.Dropout(proj_drop)
 

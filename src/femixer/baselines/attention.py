@@ -232,7 +232,7 @@ class DiffTransformer(Baseline):
         # The two maps of a head are two queries that read one key [k1, k2], each with zeros for the other's half.
         self.prior = SoftmaxPrior(heads, heads // 2, Widths(2 * width, 2 * width), causal=True, rope=False)
         self.lam = self.empty(4, width)  # lq1, lk1, lq2, lk2
-        self.norm = RMSNorm(2 * width, eps=1e-5, **self.made)
+        self.norm = RMSNorm(2 * width, eps=1e-5, **self.factory_kwargs)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -297,9 +297,11 @@ class FoX(Baseline):
         if self.pro:
             self.shift_proj = self.linear(dim, 2 * heads, bias=False)
             self.gate_proj = self.linear(dim, heads * width)
-            self.query_norm, self.key_norm, self.norm = (HeadsNorm(heads, width, **self.made) for _ in range(3))
+            self.query_norm, self.key_norm, self.norm = (
+                HeadsNorm(heads, width, **self.factory_kwargs) for _ in range(3)
+            )
         self.out_proj = self.linear(heads * width, dim)
-        self.prior = FoxPrior(heads, heads, Widths(width, width), causal=True, rope=False, **self.made)
+        self.prior = FoxPrior(heads, heads, Widths(width, width), causal=True, rope=False, **self.factory_kwargs)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -327,9 +329,9 @@ class FoX(Baseline):
 class HeadsNorm(RMSNorm):
     """x / rms(x) * weight over the channels of each head, x [B, T, H, E]; every head has weights of its own."""
 
-    def __init__(self, heads: int, width: int, **made: Any) -> None:
+    def __init__(self, heads: int, width: int, **factory_kwargs: Any) -> None:
         super().__init__((width,), eps=1e-6, elementwise_affine=False)
-        self.scale = nn.Parameter(torch.ones(heads, width, **made))
+        self.scale = nn.Parameter(torch.ones(heads, width, **factory_kwargs))
 
     def reset_parameters(self) -> None:
         if hasattr(self, "scale"):
@@ -376,7 +378,7 @@ class PaTH(Baseline):
         self.in_proj = self.linear(dim, sum(self.widths))
         self.map_proj = self.linear(rank, dim, bias=False)
         self.beta_proj = self.linear(dim, heads, bias=True)
-        self.convolution = ShortConvolution(dim, conv_width, **self.made)
+        self.convolution = ShortConvolution(dim, conv_width, **self.factory_kwargs)
         self.out_proj = self.linear(dim, dim)
         self.reset_parameters()
 

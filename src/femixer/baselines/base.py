@@ -86,14 +86,14 @@ class Baseline(MixerLayer):
         super().__init__(dim, heads, causal, dropout)
         if not causal and not self.encoder:
             raise ValueError(f"causal={causal!r} is not allowed: {type(self).__name__} is causal by definition")
-        self._biased, self.made = bias, dict[str, Any](device=device, dtype=dtype)
+        self._biased, self.factory_kwargs = bias, dict[str, Any](device=device, dtype=dtype)
 
     def linear(self, inputs: int, outputs: int, bias: bool | None = None) -> nn.Linear:
         """bias: by default as it was asked for."""
-        return nn.Linear(inputs, outputs, bias=self._biased if bias is None else bias, **self.made)
+        return nn.Linear(inputs, outputs, bias=self._biased if bias is None else bias, **self.factory_kwargs)
 
     def empty(self, *shape: int) -> nn.Parameter:
-        return nn.Parameter(torch.empty(shape, **self.made))
+        return nn.Parameter(torch.empty(shape, **self.factory_kwargs))
 
     def mix(self, x: Tensor, layout: Layout, memory: Any, keep: bool) -> tuple[Tensor, Any]:
         """x [B, T, dim] -> (the read [B, T, C] that `out_proj` maps to y, what to remember of it if `keep`).
@@ -145,11 +145,11 @@ class Memory(NamedTuple):
 class ShortConvolution(nn.Module):
     """y_t = sum_{j<width} w_j x_{t-j} + b, per channel, over the tokens of t's segment."""
 
-    def __init__(self, channels: int, width: int = 4, bias: bool = False, **made: Any) -> None:
+    def __init__(self, channels: int, width: int = 4, bias: bool = False, **factory_kwargs: Any) -> None:
         super().__init__()
         self.channels, self.width = channels, width
-        self.weight = nn.Parameter(torch.empty(width, channels, **made))  # weight[j] is for j tokens ago
-        self.bias = nn.Parameter(torch.empty(channels, **made)) if bias else None
+        self.weight = nn.Parameter(torch.empty(width, channels, **factory_kwargs))  # weight[j] is for j tokens ago
+        self.bias = nn.Parameter(torch.empty(channels, **factory_kwargs)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

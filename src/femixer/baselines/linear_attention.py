@@ -94,7 +94,7 @@ class RetNet(Baseline):
         self.width = 2 * -(-value // (4 * heads))
         self.widths = (heads * self.width, heads * self.width, value, value)
         self.in_proj = self.linear(dim, sum(self.widths))
-        self.norm = HeadNorm(heads, value, eps=1e-5, **self.made)
+        self.norm = HeadNorm(heads, value, eps=1e-5, **self.factory_kwargs)
         self.out_proj = self.linear(value, dim)
         self.reset_parameters()
 
@@ -132,7 +132,7 @@ class GLA(Baseline):
         self.widths = (keys, keys, dim, dim, rank)
         self.in_proj = self.linear(dim, sum(self.widths))
         self.decay_proj = self.linear(rank, keys, bias=True)
-        self.norm = RMSNorm(dim // heads, eps=1e-5, **self.made)
+        self.norm = RMSNorm(dim // heads, eps=1e-5, **self.factory_kwargs)
         self.out_proj = self.linear(dim, dim)
         self.reset_parameters()
 
@@ -175,7 +175,7 @@ class GSA(Baseline):
         check_sizes(slots=slots)
         self.slots = slots
         self.in_proj = self.linear(dim, 3 * dim + heads * slots)
-        self.norm = RMSNorm(dim, eps=1e-5, **self.made)
+        self.norm = RMSNorm(dim, eps=1e-5, **self.factory_kwargs)
         self.out_proj = self.linear(dim, dim)
         self.reset_parameters()
 
@@ -245,7 +245,9 @@ class HGRN(Baseline):
         self.in_proj = self.linear(dim, 2 * inner + self.width)
         self.out_proj = self.linear(inner, dim)
         # Over all channels at once, so as one head.
-        self.norm = HeadNorm(1, inner, **self.made) if complex else RMSNorm(inner, eps=1e-5, **self.made)
+        self.norm = (
+            HeadNorm(1, inner, **self.factory_kwargs) if complex else RMSNorm(inner, eps=1e-5, **self.factory_kwargs)
+        )
         self.theta = self.empty(self.width) if complex else None
         self.reset_parameters()
 
@@ -316,7 +318,7 @@ class HGRN2(Baseline):
         check(0 <= lower_bound < 1, "lower_bound", lower_bound, "a number from 0 to below 1")
         self.lower_bound = lower_bound
         self.in_proj = self.linear(dim, 3 * dim)
-        self.norm = RMSNorm(dim, eps=1e-5, **self.made)
+        self.norm = RMSNorm(dim, eps=1e-5, **self.factory_kwargs)
         self.out_proj = self.linear(dim, dim)
         self.reset_parameters()
 

@@ -31,13 +31,15 @@ class Filter(nn.Module):
     the channels from 2/3 to 10/3. `length` is a reference only: filters of any length agree where they overlap.
     """
 
-    def __init__(self, channels: int, width: int, bands: int, frequency: float, length: int, **made: Any) -> None:
+    def __init__(
+        self, channels: int, width: int, bands: int, frequency: float, length: int, **factory_kwargs: Any
+    ) -> None:
         super().__init__()
         self.channels, self.bands, self.start, self.length = channels, bands, frequency, length
         sizes = [1 + 2 * bands, width, width, width]
-        self.layers = nn.ModuleList(nn.Linear(n, m, **made) for n, m in itertools.pairwise(sizes))
-        self.last = nn.Linear(width, channels, bias=False, **made)
-        self.frequency = nn.Parameter(torch.empty(width, **made))
+        self.layers = nn.ModuleList(nn.Linear(n, m, **factory_kwargs) for n, m in itertools.pairwise(sizes))
+        self.last = nn.Linear(width, channels, bias=False, **factory_kwargs)
+        self.frequency = nn.Parameter(torch.empty(width, **factory_kwargs))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -112,8 +114,8 @@ class Hyena(Baseline):
         for name, size, least in (("length", length, 2), ("filter_width", filter_width, 1), ("bands", bands, 1)):
             check(isinstance(size, int) and size >= least, name, size, f"an integer of at least {least}")
         self.in_proj = self.linear(dim, 3 * dim)
-        self.convolution = ShortConvolution(3 * dim, 3, bias=True, **self.made)
-        self.filter = Filter(dim, filter_width, bands, frequency, length, **self.made)
+        self.convolution = ShortConvolution(3 * dim, 3, bias=True, **self.factory_kwargs)
+        self.filter = Filter(dim, filter_width, bands, frequency, length, **self.factory_kwargs)
         self.skip = self.empty(dim)  # D
         self.out_proj = self.linear(dim, dim)
         self.reset_parameters()
@@ -137,12 +139,12 @@ class Coefficients(nn.Module):
     """decay^|n| MLP(n) for distances n: [T, channels]. The MLP is a linear map of the number n, then `layers` hidden
     layers linear(relu(norm(.))) and one such layer to the channels; norms are x / rms(x)."""
 
-    def __init__(self, channels: int, width: int, layers: int, decay: float, **made: Any) -> None:
+    def __init__(self, channels: int, width: int, layers: int, decay: float, **factory_kwargs: Any) -> None:
         super().__init__()
         self.decay = decay
-        self.first = nn.Linear(1, width, **made)
-        self.layers = nn.ModuleList(nn.Linear(width, width, **made) for _ in range(layers))
-        self.last = nn.Linear(width, channels, **made)
+        self.first = nn.Linear(1, width, **factory_kwargs)
+        self.layers = nn.ModuleList(nn.Linear(width, width, **factory_kwargs) for _ in range(layers))
+        self.last = nn.Linear(width, channels, **factory_kwargs)
 
     def reset_parameters(self) -> None:
         # torch's own: with projections as small as elsewhere all distances would begin the same.
@@ -201,7 +203,7 @@ class TNN(Baseline):
         check(0 < decay <= 1, "decay", decay, "a number above 0 and at most 1")
         channels = round(expand * dim)
         self.in_proj = self.linear(dim, 2 * channels)
-        self.coefficients = Coefficients(channels, rpe_width, layers, decay, **self.made)
+        self.coefficients = Coefficients(channels, rpe_width, layers, decay, **self.factory_kwargs)
         self.out_proj = self.linear(channels, dim)
         self.reset_parameters()
 

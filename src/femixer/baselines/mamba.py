@@ -53,7 +53,7 @@ class Mamba(Baseline):
         check(round(expand * dim) >= 1, "expand", expand, "a positive factor of dim")
         self.inner, self.state_size, self.rank = round(expand * dim), state_size, rank
         self.in_proj = self.linear(dim, 2 * self.inner)
-        self.convolution = ShortConvolution(self.inner, conv_width, bias=True, **self.made)
+        self.convolution = ShortConvolution(self.inner, conv_width, bias=True, **self.factory_kwargs)
         self.select_proj = self.linear(self.inner, rank + 2 * state_size, bias=False)
         self.step_proj = self.linear(rank, self.inner, bias=True)
         self.log_rate = self.empty(state_size, self.inner)  # A = -exp(log_rate)
@@ -117,11 +117,11 @@ class Mamba2(Baseline):
         self.state_size, inner = state_size, heads * round(expand * dim / heads)
         self.widths = (inner, inner + 2 * state_size, heads)
         self.in_proj = self.linear(dim, sum(self.widths))
-        self.convolution = ShortConvolution(self.widths[1], conv_width, bias=True, **self.made)
+        self.convolution = ShortConvolution(self.widths[1], conv_width, bias=True, **self.factory_kwargs)
         self.step_bias = self.empty(heads)
         self.log_rate = self.empty(heads)  # A = exp(log_rate)
         self.skip = self.empty(heads)  # D
-        self.norm = RMSNorm(inner, eps=1e-5, **self.made)
+        self.norm = RMSNorm(inner, eps=1e-5, **self.factory_kwargs)
         self.out_proj = self.linear(inner, dim)
         self.reset_parameters()
 

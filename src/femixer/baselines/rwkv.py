@@ -59,7 +59,7 @@ class RWKV6(Baseline):
         self.receptance_proj = self.linear(dim, keys)
         self.gate_proj = self.linear(dim, dim)
         # The published 64e-5 is for heads of 64 channels.
-        self.norm = HeadNorm(heads, dim, eps=1e-5 * value, **self.made)
+        self.norm = HeadNorm(heads, dim, eps=1e-5 * value, **self.factory_kwargs)
         self.out_proj = self.linear(dim, dim)
         self.reset_parameters()
 
@@ -156,7 +156,7 @@ class RWKV7(Baseline):
         self.replacement = self.empty(dim)  # alpha
         self.bonus = self.empty(heads, dim // heads)  # rho
         # The published 64e-5 is for heads of 64 channels.
-        self.norm = HeadNorm(heads, dim, eps=1e-5 * (dim // heads), **self.made)
+        self.norm = HeadNorm(heads, dim, eps=1e-5 * (dim // heads), **self.factory_kwargs)
         self.out_proj = self.linear(dim, dim)
         self.reset_parameters()
 

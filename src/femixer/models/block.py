@@ -33,11 +33,11 @@ class RMSNorm(nn.RMSNorm):
 class SwiGLU(nn.Module):
     """(silu(x W_gate) * x W_up) W_down"""
 
-    def __init__(self, dim: int, width: int, **made: Any) -> None:
+    def __init__(self, dim: int, width: int, **factory_kwargs: Any) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(dim, width, bias=False, **made)
-        self.up_proj = nn.Linear(dim, width, bias=False, **made)
-        self.down_proj = nn.Linear(width, dim, bias=False, **made)
+        self.gate_proj = nn.Linear(dim, width, bias=False, **factory_kwargs)
+        self.up_proj = nn.Linear(dim, width, bias=False, **factory_kwargs)
+        self.down_proj = nn.Linear(width, dim, bias=False, **factory_kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

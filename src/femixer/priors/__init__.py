@@ -47,14 +47,20 @@ def options_of(name: str) -> list[str]:
 
 
 def build_prior(
-    name: str, heads: int, kv_heads: int, widths: Widths, causal: bool, options: dict[str, Any], made: dict[str, Any]
+    name: str,
+    heads: int,
+    kv_heads: int,
+    widths: Widths,
+    causal: bool,
+    options: dict[str, Any],
+    factory_kwargs: dict[str, Any],
 ) -> Prior:
-    """Build a prior by name. options: its own options; made: device and dtype of its parameters."""
+    """Build a prior by name. options: its own options; factory_kwargs: device and dtype of its parameters."""
     known = options_of(name)
     for option in options:
         if option not in known:
             raise ValueError(f"{option}={options[option]!r} does not fit prior={name!r}; its options are {known}")
-    return prior_class(name)(heads, kv_heads, widths, causal=causal, **made, **options)
+    return prior_class(name)(heads, kv_heads, widths, causal=causal, **factory_kwargs, **options)
 
 
 _WORDS = {"true": True, "false": False, "none": None}

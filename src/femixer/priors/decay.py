@@ -18,9 +18,9 @@ from femixer.projection import Columns
 class DecayPrior(ChannelPrior):
     """g = -softplus(x W + b), with b spread over memory spans of 2 to 1000 tokens in every head."""
 
-    def __init__(self, heads: int, kv_heads: int, widths: Widths, *, causal: bool, **made: Any) -> None:
-        super().__init__(heads, kv_heads, widths, causal=causal, **made)
-        self.decay_bias = nn.Parameter(torch.empty(heads, widths.value, **made))
+    def __init__(self, heads: int, kv_heads: int, widths: Widths, *, causal: bool, **factory_kwargs: Any) -> None:
+        super().__init__(heads, kv_heads, widths, causal=causal, **factory_kwargs)
+        self.decay_bias = nn.Parameter(torch.empty(heads, widths.value, **factory_kwargs))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

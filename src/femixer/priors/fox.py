@@ -33,11 +33,11 @@ class FoxPrior(SoftmaxPrior):
         rope_base: float = 10000.0,
         window: int | None = None,
         cache: str = "value",
-        **made: Any,
+        **factory_kwargs: Any,
     ) -> None:
         options: dict[str, Any] = {"rope": rope, "rope_base": rope_base, "window": window, "cache": cache}
-        super().__init__(heads, kv_heads, widths, causal=causal, **options, **made)
-        self.decay_bias = nn.Parameter(torch.empty(heads, **made))
+        super().__init__(heads, kv_heads, widths, causal=causal, **options, **factory_kwargs)
+        self.decay_bias = nn.Parameter(torch.empty(heads, **factory_kwargs))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -36,16 +36,16 @@ class InteractivePrior(DirectedPrior):
     shared_columns = ("b", "c")
 
     def __init__(
-        self, heads: int, kv_heads: int, widths: Widths, *, causal: bool, state_size: int = 16, **made: Any
+        self, heads: int, kv_heads: int, widths: Widths, *, causal: bool, state_size: int = 16, **factory_kwargs: Any
     ) -> None:
-        super().__init__(heads, kv_heads, widths, causal=causal, **made)
+        super().__init__(heads, kv_heads, widths, causal=causal, **factory_kwargs)
         if not isinstance(state_size, int) or isinstance(state_size, bool) or state_size < 1:
             raise ValueError(f"state_size={state_size!r} must be a positive integer")
         self.state_size = state_size
-        self.rate = nn.Parameter(torch.empty(heads, state_size, **made))
-        self.delta_bias = nn.Parameter(torch.empty(heads, **made))
-        self.write_map = nn.Parameter(torch.empty(heads, state_size, widths.value, **made))
-        self.read_map = nn.Parameter(torch.empty(heads, widths.value, state_size, **made))
+        self.rate = nn.Parameter(torch.empty(heads, state_size, **factory_kwargs))
+        self.delta_bias = nn.Parameter(torch.empty(heads, **factory_kwargs))
+        self.write_map = nn.Parameter(torch.empty(heads, state_size, widths.value, **factory_kwargs))
+        self.read_map = nn.Parameter(torch.empty(heads, widths.value, state_size, **factory_kwargs))
         self.reset_parameters()
 
     @classmethod

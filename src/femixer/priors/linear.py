@@ -41,9 +41,9 @@ class LinearPrior(DirectedPrior):
         causal: bool,
         rope: bool = True,
         rope_base: float = 10000.0,
-        **made: Any,
+        **factory_kwargs: Any,
     ) -> None:
-        super().__init__(heads, kv_heads, widths, causal=causal, **made)
+        super().__init__(heads, kv_heads, widths, causal=causal, **factory_kwargs)
         check_base(rope_base)
         self.rope, self.rope_base = rope, rope_base
 
@@ -106,9 +106,9 @@ class GLAPrior(LinearPrior):
         rope: bool = True,
         rope_base: float = 10000.0,
         decay: str = "head",
-        **made: Any,
+        **factory_kwargs: Any,
     ) -> None:
-        super().__init__(heads, kv_heads, widths, causal=causal, rope=rope, rope_base=rope_base, **made)
+        super().__init__(heads, kv_heads, widths, causal=causal, rope=rope, rope_base=rope_base, **factory_kwargs)
         if decay not in DECAYS:
             raise ValueError(f"decay={decay!r} is unknown; choose one of {', '.join(DECAYS)}")
         self.decay, self.reads_on = decay, decay == "channel"
@@ -116,11 +116,11 @@ class GLAPrior(LinearPrior):
         self.shared_columns = () if decay == "head" else ("decay",)
         gated_heads = 1 if decay == "scalar" else kv_heads
         self.rank = min(16, max(1, kv_heads * widths.key // 32)) if decay == "channel" else gated_heads
-        self.decay_bias = nn.Parameter(torch.empty(gated_heads, self.gates, **made))
+        self.decay_bias = nn.Parameter(torch.empty(gated_heads, self.gates, **factory_kwargs))
         self.shared_parameters = ("decay_bias",) if decay == "scalar" else ()
         self.decay_map: nn.Parameter | None = None
         if decay == "channel":
-            self.decay_map = nn.Parameter(torch.empty(kv_heads * self.gates, self.rank, **made))
+            self.decay_map = nn.Parameter(torch.empty(kv_heads * self.gates, self.rank, **factory_kwargs))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -49,9 +49,9 @@ class MambaPrior(StateSpacePrior):
         normalize: bool = True,
         rank: int | None = None,
         skip: bool = False,
-        **made: Any,
+        **factory_kwargs: Any,
     ) -> None:
-        super().__init__(heads, kv_heads, widths, causal=causal, state_size=state_size, **made)
+        super().__init__(heads, kv_heads, widths, causal=causal, state_size=state_size, **factory_kwargs)
         for name, value in (("normalize", normalize), ("skip", skip)):
             if not isinstance(value, bool):
                 raise TypeError(f"{name}={value!r} must be True or False")
@@ -59,10 +59,10 @@ class MambaPrior(StateSpacePrior):
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
             raise ValueError(f"rank={rank!r} must be a positive integer, or None for dim / 16")
         self.rank = rank
-        self.rate = nn.Parameter(torch.empty(heads, widths.value, state_size, **made))
-        self.delta_map = nn.Parameter(torch.empty(heads * widths.value, self.rank, **made))
-        self.delta_bias = nn.Parameter(torch.empty(heads, widths.value, **made))
-        self.skip = nn.Parameter(torch.empty(heads, widths.value, **made)) if skip else None
+        self.rate = nn.Parameter(torch.empty(heads, widths.value, state_size, **factory_kwargs))
+        self.delta_map = nn.Parameter(torch.empty(heads * widths.value, self.rank, **factory_kwargs))
+        self.delta_bias = nn.Parameter(torch.empty(heads, widths.value, **factory_kwargs))
+        self.skip = nn.Parameter(torch.empty(heads, widths.value, **factory_kwargs)) if skip else None
         self.reset_parameters()
 
     @classmethod

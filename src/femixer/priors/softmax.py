@@ -118,9 +118,9 @@ class SoftmaxPrior(Prior):
         window: int | None = None,
         score_bias: ScoreBias | None = None,
         cache: str = "value",
-        **made: Any,
+        **factory_kwargs: Any,
     ) -> None:
-        super().__init__(heads, kv_heads, widths, causal=causal, **made)
+        super().__init__(heads, kv_heads, widths, causal=causal, **factory_kwargs)
         if cache not in CACHES:
             raise ValueError(f"cache={cache!r} is unknown; choose one of {', '.join(CACHES)}")
         if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):

@@ -25,9 +25,9 @@ class StateSpacePrior(DirectedPrior):
     queries_and_keys = False
 
     def __init__(
-        self, heads: int, kv_heads: int, widths: Widths, *, causal: bool, state_size: int, **made: Any
+        self, heads: int, kv_heads: int, widths: Widths, *, causal: bool, state_size: int, **factory_kwargs: Any
     ) -> None:
-        super().__init__(heads, kv_heads, widths, causal=causal, **made)
+        super().__init__(heads, kv_heads, widths, causal=causal, **factory_kwargs)
         if not isinstance(state_size, int) or isinstance(state_size, bool) or state_size < 1:
             raise ValueError(f"state_size={state_size!r} must be a positive integer")
         self.state_size = state_size
@@ -67,13 +67,13 @@ class SSMPrior(StateSpacePrior):
     """
 
     def __init__(
-        self, heads: int, kv_heads: int, widths: Widths, *, causal: bool, state_size: int = 16, **made: Any
+        self, heads: int, kv_heads: int, widths: Widths, *, causal: bool, state_size: int = 16, **factory_kwargs: Any
     ) -> None:
-        super().__init__(heads, kv_heads, widths, causal=causal, state_size=state_size, **made)
+        super().__init__(heads, kv_heads, widths, causal=causal, state_size=state_size, **factory_kwargs)
         shape = (heads, widths.value)
-        self.rate = nn.Parameter(torch.empty(*shape, state_size, **made))
-        self.response = nn.Parameter(torch.empty(*shape, state_size, **made))
-        self.skip = nn.Parameter(torch.empty(shape, **made))
+        self.rate = nn.Parameter(torch.empty(*shape, state_size, **factory_kwargs))
+        self.response = nn.Parameter(torch.empty(*shape, state_size, **factory_kwargs))
+        self.skip = nn.Parameter(torch.empty(shape, **factory_kwargs))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -57,12 +57,14 @@ class TokenLogits(nn.Module):
     Parameters and no nn.Linear: transformers would initialise that its own way when it finds one.
     """
 
-    def __init__(self, dim: int, heads: int, width: int, rank: int, *, up: float, bias: float, **made: Any) -> None:
+    def __init__(
+        self, dim: int, heads: int, width: int, rank: int, *, up: float, bias: float, **factory_kwargs: Any
+    ) -> None:
         super().__init__()
         self.heads = heads
-        self.down = nn.Parameter(torch.empty(rank, dim, **made).normal_(std=dim**-0.5))
-        self.up = nn.Parameter(torch.empty(heads * width, rank, **made).normal_(std=up))
-        self.bias = nn.Parameter(torch.full((heads * width,), bias, **made))
+        self.down = nn.Parameter(torch.empty(rank, dim, **factory_kwargs).normal_(std=dim**-0.5))
+        self.up = nn.Parameter(torch.empty(heads * width, rank, **factory_kwargs).normal_(std=up))
+        self.bias = nn.Parameter(torch.full((heads * width,), bias, **factory_kwargs))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(F.linear(x, self.down), self.up, self.bias).unflatten(-1, (self.heads, -1))
@@ -71,14 +73,16 @@ class TokenLogits(nn.Module):
 class ReadGates(nn.Module):
     """The parameters of one attention's free-energy read: heads H, key/value heads G, width D of a head."""
 
-    def __init__(self, dim: int, heads: int, kv_heads: int, width: int, parts: str, rank: int, **made: Any) -> None:
+    def __init__(
+        self, dim: int, heads: int, kv_heads: int, width: int, parts: str, rank: int, **factory_kwargs: Any
+    ) -> None:
         super().__init__()
-        self.raw_beta = nn.Parameter(torch.zeros(kv_heads, width, **made))
-        self.lam_max = nn.Parameter(torch.full((heads, width), FIRST_LAM, **made))
-        self.lam_logits = TokenLogits(dim, heads, width, rank, up=0.02, bias=0.0, **made)
+        self.raw_beta = nn.Parameter(torch.zeros(kv_heads, width, **factory_kwargs))
+        self.lam_max = nn.Parameter(torch.full((heads, width), FIRST_LAM, **factory_kwargs))
+        self.lam_logits = TokenLogits(dim, heads, width, rank, up=0.02, bias=0.0, **factory_kwargs)
         self.gate_logits = None
         if "G" in parts:
-            self.gate_logits = TokenLogits(dim, heads, width, rank, up=0.0, bias=FIRST_GATE, **made)
+            self.gate_logits = TokenLogits(dim, heads, width, rank, up=0.0, bias=FIRST_GATE, **factory_kwargs)
 
     @property
     def beta(self) -> Tensor:

@@ -114,13 +114,13 @@ def upgraded_config(base: Any) -> Any:
 
 def upgraded_class(base: Any) -> Any:
     """LlamaForCausalLM -> FEMLlamaForCausalLM"""
-    made = _class(base, (Upgraded, base), {"config_class": upgraded_config(base.config_class)})
+    upgraded = _class(base, (Upgraded, base), {"config_class": upgraded_config(base.config_class)})
     conversions = get_checkpoint_conversion_mapping(base.__name__)
     if conversions:  # files have other names than modules, as in ViT; a class is looked up by its name
-        register_checkpoint_conversion_mapping(made.__name__, conversions, overwrite=True)
+        register_checkpoint_conversion_mapping(upgraded.__name__, conversions, overwrite=True)
     # Where transformers looks up which outputs it can record; a constructor would enter it, a change of class does not.
-    _CAN_RECORD_REGISTRY[str(made)] = base._can_record_outputs
-    return made
+    _CAN_RECORD_REGISTRY[str(upgraded)] = base._can_record_outputs
+    return upgraded
 
 
 def _class(base: type, bases: tuple[type, ...], fields: dict[str, Any]) -> Any:
