@@ -1,6 +1,7 @@
 """`femixer mad study`: who starts which weights of MAD's models, what a variant changes, and when a task is learned."""
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,16 @@ def test_variants_that_were_evaluated_at_other_steps_are_not_compared() -> None:
     other = {**one, "training": {**one["training"], "evaluate_every": one["training"]["evaluate_every"] + 1}}
     with pytest.raises(ValueError, match="results mix different ways of training"):
         tabulate([other, *rest])
+
+
+def test_differences_from_attention_are_those_of_equal_seeds() -> None:
+    stored = json.loads((Path(__file__).parent.parent / "benchmarks" / "mad-study.json").read_text())["records"]
+    of_task = [record for record in stored if record["task"] == "fuzzy-recall"]
+    scores = {(r["model"], r["seed"]): 100 * average(r) for r in of_task}
+    differences = [scores["C", seed] - scores["attention", seed] for seed in range(3)]
+    mean, spread = statistics.mean(differences), 4.302653 * statistics.stdev(differences) / 3**0.5  # t, two degrees
+    (row,) = [row for row in tabulate(of_task)[0].groups[0].rows if row[0] == "C"]
+    assert row[-2] == f"{mean:+.1f} [{mean - spread:+.1f}, {mean + spread:+.1f}]"
 
 
 def test_a_study_is_run_shown_and_exported(tmp_path: Path, here: None, capsys: pytest.CaptureFixture[str]) -> None:

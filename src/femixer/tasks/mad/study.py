@@ -20,7 +20,8 @@ from femixer.mixer import GATES, FreeEnergyMixer
 from femixer.models.named import baseline, fem
 from femixer.options import Count, Rate, check_different
 from femixer.projection import Projection
-from femixer.reporting import Column, Group, Score, Table
+from femixer.reporting import Column, Group, Score, Table, difference
+from femixer.reporting.table import Difference
 from femixer.tasks.mad.data import IGNORE
 from femixer.tasks.mad.fit import Examples, MadJob, summed_cross_entropy
 from femixer.tasks.mad.protocol import PROTOCOLS
@@ -210,7 +211,7 @@ def training(record: Record) -> str:
 
 def table(task: str, records: Sequence[Record]) -> Table:
     steps, seeds = records[0]["steps"], sorted({record["seed"] for record in records})
-    rows = []
+    rows, attention = [], Score({r["seed"]: average(r) for r in records if r["model"] == "attention"}, len(seeds))
     for name in [*VARIANTS, *dict.fromkeys(r["model"] for r in records if r["model"] not in VARIANTS)]:
         own = sorted((record for record in records if record["model"] == name), key=lambda record: record["seed"])
         if own:
@@ -219,7 +220,9 @@ def table(task: str, records: Sequence[Record]) -> Table:
             middle = sorted(math.inf if step is None else step for step in when)[len(when) // 2]
             shown = f"> {steps}" if middle == math.inf else f"{middle:g}"
             scores = Score({record["seed"]: average(record) for record in own}, len(seeds))
-            rows.append([name, shown, each, scores.cell(1, 100), str(own[0]["parameter_count"])])
+            pairs = [100 * each for each in difference(scores, attention).scores.values()]
+            less = Difference.of(pairs).text(1) if pairs and name != "attention" else ""
+            rows.append([name, shown, each, scores.cell(1, 100), less, str(own[0]["parameter_count"])])
     every, lr, numbers = records[0]["training"]["evaluate_every"], records[0]["lr"], ", ".join(map(str, seeds))
     title = (
         f"{task}: step of the first evaluation (one every {every} steps) with more than {LEVEL:.0%} of the scored "
@@ -230,12 +233,14 @@ def table(task: str, records: Sequence[Record]) -> Table:
         Column("median step", align="right"),
         Column("step of each seed"),
         Column("mean accuracy", key="average", scores=True),
+        Column("less attention's", align="right"),
         Column("parameters", align="right"),
     )
-    note = (
-        f"Mean accuracy: in percent, over all {steps} steps (a job that has learned keeps its last); ± standard error."
+    notes = (
+        f"Mean accuracy: in percent, over all {steps} steps (a job that has learned keeps its last); ± standard error. "
+        "Less attention's: the mean difference over the seeds of both, with its 95 % interval by Student's t.",
     )
-    return Table(heads, [Group(rows)], title=title, notes=[note])
+    return Table(heads, [Group(rows)], title=title, notes=notes)
 
 
 ENOUGH = 0.95
