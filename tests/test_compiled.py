@@ -45,6 +45,20 @@ def check_compiled(name: str, backend: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
 
 
+@pytest.mark.parametrize("name", ["scans", "attention"])
+def test_a_compiled_model_generates_from_padded_prompts_without_compiling_every_token(name: str) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, ids = build(name), tokens(2, 5)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    options = {"attention_mask": mask, "max_new_tokens": STEPS, "do_sample": False}
+    expected = model.generate(ids, **options)
+    model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    assert torch.equal(model.generate(ids, **options), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+
+
 @pytest.mark.parametrize("name", ["scans", "state spaces", "exponentials", "attention"])
 def test_a_compiled_model_generates_what_it_does_in_eager_mode(name):
     check_compiled(name, "aot_eager")

@@ -344,6 +344,11 @@ def test_wrong_inputs_are_refused_by_name():
         model.generate(ids[:1], assistant_model=build(), do_sample=False)
 
 
+def test_what_no_layer_uses_may_be_said_in_another_spelling() -> None:
+    config = FEMConfig(mixer="mamba", prior=["softmax"], prior_options={})
+    assert FEMConfig.from_dict(config.to_dict()).prior == ["softmax"]
+
+
 @pytest.mark.parametrize("name", ["hybrid", "mamba"])
 @pytest.mark.parametrize("how", [{}, {"num_beams": 2}])
 def test_a_prompt_read_in_chunks_is_continued_as_one_read_at_once(name, how):

@@ -86,7 +86,9 @@ def taken(args: Sequence[str], option: str) -> tuple[str | None, list[str]]:
     while left:
         name, equals, behind = left[0].partition("=")
         if name == option and (equals or len(left) > 1):
-            value = behind if equals else left.pop(1)
+            given = behind if equals else left.pop(1)
+            check(value is None, option.removeprefix("--"), f"{value} and {given}", "one")
+            value = given
         else:
             rest.append(left[0])
         del left[0]

@@ -25,7 +25,7 @@ def start_map(linear: nn.Linear) -> None:
 
 class Start:
     """The reset_parameters of a linear map that is `start`. It holds the map weakly: a cycle would keep the weights of
-    a model that nobody has any more."""
+    a model that nobody has any more. A shallow copy of the map (copy.copy) shares it, as it shares the weights."""
 
     def __init__(self, linear: nn.Linear, start: Callable[[nn.Linear], None]) -> None:
         self.linear, self.start = weakref.ref(linear), start
@@ -35,8 +35,11 @@ class Start:
         assert linear is not None  # whose attribute this is
         self.start(linear)
 
-    def __reduce__(self) -> tuple[type[Start], tuple[nn.Linear | None, Callable[[nn.Linear], None]]]:
-        return Start, (self.linear(), self.start)
+    def __reduce__(self) -> tuple[type[Start], tuple[nn.Linear, Callable[[nn.Linear], None]]]:
+        linear = self.linear()
+        if linear is None:
+            raise TypeError("a shallow copy of a linear map cannot be pickled without the map; use copy.deepcopy")
+        return Start, (linear, self.start)
 
 
 def starting(linear: nn.Linear, start: Callable[[nn.Linear], None] = start_map) -> nn.Linear:

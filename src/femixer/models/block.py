@@ -179,7 +179,8 @@ def check_used(config: FEMConfig) -> None:
     }
     for field, (usual, used, why) in fields.items():
         given = getattr(config, field)
-        check(used or given == usual, field, given, f"{usual!r}: {why}")
+        same = given in (usual, [usual]) or (usual is None and given == {})  # spelled otherwise
+        check(used or same, field, given, f"{usual!r}: {why}")
     rotates = with_keys or "rope" in known
     check(rotates or not config.rope, "rope", config.rope, "None: no layer rotates queries and keys")
 

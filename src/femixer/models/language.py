@@ -233,7 +233,8 @@ def padding_mask(attention_mask: Tensor | None, x: Tensor, seen: int = 0) -> Ten
     if attention_mask is None:
         return None
     batch, length = x.shape[:2]
-    if attention_mask.shape not in {(batch, length), (batch, seen + length)}:
+    sizes = [*attention_mask.shape]  # compared one by one: a set would make constants of a compiler's sizes
+    if sizes != [batch, length] and sizes != [batch, seen + length]:
         allowed = f"({batch}, {length})" + (f" or ({batch}, {seen + length})" if seen else "")
         shape = tuple(attention_mask.shape)
         raise ValueError(f"attention_mask has shape {shape}; allowed is {allowed}: one entry per token, 0 for padding")

@@ -162,13 +162,13 @@ def stop_requests() -> Iterator[threading.Event]:
     requested, before = threading.Event(), dict[signal.Signals, Any]()
 
     def restore() -> None:
-        for number, handler in before.items():
+        for number, handler in [*before.items()]:
             signal.signal(number, handler)
         before.clear()
 
     def request(number: int, frame: FrameType | None) -> None:
+        restore()  # first: a signal inside of `set` would wait for the lock that this thread holds
         requested.set()
-        restore()
 
     if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
         before.update({number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)})
