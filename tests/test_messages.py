@@ -225,5 +225,5 @@ def test_a_model_may_be_the_first_argument_or_an_option_of_every_command():
     for read, args in itertools.product((model_first, model_named), (["--model", "b"], ["--model=b"])):
         with pytest.raises(ValueError, match=r"model='b' is not allowed; choose it or the first arg.* 'a', not both"):
             read(["a", "--x", "1", *args])
-        with pytest.raises(ValueError, match="model='b and c' is not allowed; choose one$"):
+        with pytest.raises(ValueError, match=r"model='b and c' is not allowed; choose one$"):
             read([*args, "--model", "c"])
