@@ -68,6 +68,23 @@ def test_a_model_compiled_by_inductor_generates_what_it_does_in_eager_mode():
     check_compiled("hybrid", "inductor")
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_model_is_exported_with_a_padding_mask_of_any_size(strict: bool) -> None:
+    model, any_one = build("attention"), torch.export.Dim.DYNAMIC
+
+    def padded(batch: int, length: int) -> dict[str, Tensor]:
+        mask = torch.ones(batch, length, dtype=torch.long)
+        mask[0, :2] = 0
+        return {"input_ids": tokens(batch, length), "attention_mask": mask}
+
+    sizes = {"input_ids": {0: any_one, 1: any_one}, "attention_mask": {0: any_one, 1: any_one}, "use_cache": None}
+    given = {**padded(3, 9), "use_cache": False}
+    program = torch.export.export(model, (), given, dynamic_shapes=sizes, strict=strict).module()
+    other = padded(2, 13)
+    expected = model(**other, use_cache=False).logits
+    torch.testing.assert_close(program(**other, use_cache=False).logits, expected, rtol=0, atol=1e-5)
+
+
 class Prefill(nn.Module):
     def __init__(self, model: FEMForCausalLM) -> None:
         super().__init__()
